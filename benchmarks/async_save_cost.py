@@ -1,11 +1,11 @@
-"""What saving in the background costs the steps of a run: ``checkpoint.Manager`` on gloo ranks, fully sharded with AdamW.
+"""How much saves in the background slow down training steps: ``checkpoint.Manager`` on gloo ranks, fully sharded with AdamW.
 
     python benchmarks/async_save_cost.py [--ranks 2] [--width 1024] [--layers 8] [--batch 1024] [--every 10] [--rounds 5] \
             [--where DIR]
 
-Stretches of ``--every`` steps with one save and without take turns. *Call* is what ``Manager.save`` keeps a step waiting, over
-the median step without saves; *stretch* is the time of all steps with one save over that without: the writing takes bandwidth
-and, where ranks have no cores to spare, time from the step. Medians over rounds, on the slowest rank.
+Runs of ``--every`` steps with one save alternate with runs without. *Call* is the time that ``Manager.save`` blocks a step,
+relative to the median step without saves. *Stretch* is the time of a run with one save relative to a run without: writing takes
+bandwidth and, where ranks have no spare cores, processor time from the step. Medians over rounds, on the slowest rank.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def measure(rank: int, store: str, options: argparse.Namespace, folder: str, out
     batch = dt.randn(options.batch, options.width, device_mesh=mesh, placements=[dt.Shard(0)])
 
     def stretch(manager: Any, number: int) -> tuple[float, list[float], float]:
-        """Seconds of all steps, of each, and of the call that saves."""
+        """Return the seconds of all steps together, of each step, and of the call of ``save``."""
         dist.barrier()
         steps, called, begin = [], 0.0, time.perf_counter()
         for k in range(options.every):

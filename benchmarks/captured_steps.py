@@ -3,11 +3,11 @@ the block's whole training step, on one rank's host.
 
     python benchmarks/captured_steps.py [--quick] [--json] [--compiled aot_eager] [--only "TP MLP"]
 
-Columns: "by hand" is Megatron-LM's program (local tensors, explicit all-reduces, one autograd function each), "plain" the
-same local work without any communication, "peer" ``torch.distributed.tensor``, "ours" ``dtensor`` as it is, "captured" the same
-under ``dtensor.capture``. The process group is torch's fake one of 8 ranks: collectives cost their call and nothing else. All
-sides take turns in one process. ``--compiled BACKEND`` adds "ours, compiled" and "peer, compiled" (by ``torch.compile``; an error
-is shown by its name). The last columns are captured / by hand, peer / by hand and ours / by hand.
+Columns: "by hand" is Megatron-LM's program (local tensors, explicit all-reduces, one autograd function each), "plain" the same
+local work without any communication, "peer" ``torch.distributed.tensor``, "ours" ``dtensor`` uncaptured, "captured" the same
+under ``dtensor.capture``. The process group is torch's fake one of 8 ranks: a collective costs only its call. All sides alternate
+in one process. ``--compiled BACKEND`` adds "ours, compiled" and "peer, compiled" (by ``torch.compile``; an error is shown by its
+name). The last columns are captured / by hand, peer / by hand and ours / by hand.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class ByHand(Plain):
         return megatron_gpt._Sum.apply(x, dist.group.WORLD)
 
     def enter(self, x: Tensor) -> Tensor:
-        """What goes into sharded layers: its gradient is summed over ranks."""
+        """Return the input of sharded layers; its gradient is summed over ranks."""
         return megatron_gpt._Copy.apply(x, dist.group.WORLD)
 
 
 class Alone(Plain):
-    """No communication at all."""
+    """Local tensors without communication."""
 
     def reduce(self, x: Tensor) -> Tensor:
         return x
@@ -80,13 +80,13 @@ def block(side: Any, around: Callable[[Any], Any]) -> Run:
 
 
 def adamw(side: Any, around: Callable[[Any], Any]) -> Run:
-    """100 parameters; the step alone."""
+    """Time only the optimizer's step, over 100 parameters."""
     step: Run = around(torch.optim.AdamW(_parameters(side, 100), lr=1e-3, fused=True).step)
     return step
 
 
 def block_step(side: Any, around: Callable[[Any], Any]) -> Run:
-    """Forward, backward, AdamW, gradients cleared: one captured function."""
+    """Capture forward, backward, AdamW and clearing the gradients as one function."""
     module = block_of(side)
     module.enter = getattr(side, "enter", _same)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, fused=True)

@@ -1,9 +1,10 @@
-"""What ``check_ranks`` costs on gloo: one small all-reduce, operations, and a fully sharded training step, all levels in turn.
+"""The overhead of ``check_ranks`` on gloo for one small all-reduce, for operations and for a fully sharded training step.
 
     python benchmarks/check_ranks.py [--ranks 2] [--rounds 10]
 
-"host" is the processor time of a rank, which other programs on the machine hardly change; both are the least of all rounds, in
-brackets over "off". The last line is what is done for a collective besides it, alone: written down, compared, its wait announced.
+"host" is the processor time of a rank, which other programs on the machine hardly change; both are the minimum over rounds, with
+the ratio to level "off" in brackets. The levels alternate. The last line is the cost of the checks of one collective without the
+collective itself: logging it, comparing the ranks' logs, and announcing the wait.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def run(rank: int, size: int, rounds: int, folder: str) -> None:
 
 
 def timed(step: Callable[[], None], repeated: int, rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """Seconds of a step, by the clock and of the processor, for each level and round."""
+    """Return wall and processor seconds of a step for each level and round."""
     found: dict[str, list[tuple[float, float]]] = {level: [] for level in LEVELS}
     for turn in range(rounds + 1):
         for level in LEVELS:
@@ -89,7 +90,7 @@ def all_reduce(mesh: dt.DeviceMesh) -> Callable[[], None]:
 
 
 def operations(mesh: dt.DeviceMesh) -> Callable[[], None]:
-    """Operations that communicate nothing, and an all-reduce, with which they are compared."""
+    """Return a step of operations without communication and one all-reduce, at which the ranks' logs are compared."""
     reduce, x = all_reduce(mesh), dt.distribute_tensor(torch.ones(64), mesh, [dt.Shard(0)])
 
     def step() -> None:
@@ -117,7 +118,7 @@ def training_step(mesh: dt.DeviceMesh) -> Callable[[], None]:
 
 
 def alone(mesh: dt.DeviceMesh) -> float:
-    """Seconds that the watch takes for one collective, the ranks' pages being as far as they are."""
+    """Return the seconds that level "watch" takes to log, compare and announce one collective."""
     group = communicator_of(mesh)._group((0,))
     chain = get_or_make_log(ranks_of(group), group.handle, group.backend)
     assert chain is not None

@@ -1,11 +1,11 @@
-"""Checkpoints: ``dtensor.checkpoint`` against ``torch.distributed.checkpoint`` with the peer's DTensors, on gloo, taking turns.
+"""Checkpoints on gloo: ``dtensor.checkpoint`` against ``torch.distributed.checkpoint`` with PyTorch's DTensors ("peer").
 
     python benchmarks/checkpoint.py [--quick] [--mb 64] [--rounds 5] [--ranks 4] [--json FILE]
 
-Wall is that of the slowest rank, the median over rounds; both bring files to the disk. Bytes read are those of the busiest rank,
-by the system's count (``rchar`` of ``/proc/self/io``: everything that it reads, manifests too), over the bytes of its own pieces;
-what is read from mapped memory (blocks that lie in one stored block, and runs shorter than a page) is not counted.
-Peak memory is what the busiest rank's resident set grows by, at most, over what it is before the call.
+The libraries alternate. Wall time is the slowest rank's, the median over rounds; both libraries flush files to disk. Bytes read
+are those of the busiest rank, as the system counts them (``rchar`` of ``/proc/self/io``, manifests included), relative to the
+bytes of its own blocks; reads of mapped memory (blocks inside one stored block, and runs shorter than a page) are not counted.
+Peak memory is the largest growth of the busiest rank's resident set during the call.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ COLUMNS = 512
 
 
 def cases(ranks: int) -> list[tuple[str, tuple[int, ...], str, tuple[int, ...], str]]:
-    """Name, mesh and placements at the save, mesh and placements at the load; a digit shards that dim."""
+    """Return rows of name, mesh and placements at the save, mesh and placements at the load; a digit shards that dim."""
     two = (2, ranks // 2)
     return [
         ("fsdp to fsdp", (ranks,), "0", (ranks,), "0"),
@@ -101,7 +101,7 @@ def observed(what: str, run: Callable[..., Any], *args: Any) -> Row:
 
 
 def summary(ranks: list[list[Row]]) -> Row:
-    """The slowest or busiest rank of each round, then the median over rounds."""
+    """Take the slowest or busiest rank of each round, then the median over rounds."""
     per_round = [{key: max(row[key] for row in rows) for key in rows[0]} for rows in zip(*ranks, strict=True)]
     ratio = [max(row["load read"] / row["needed"] for row in rows) for rows in zip(*ranks, strict=True)]
     return {key: statistics.median(row[key] for row in per_round) for key in per_round[0]} | {
@@ -115,7 +115,7 @@ def clear_peak() -> None:
 
 
 def resident(which: str) -> int:
-    """VmRSS or VmHWM, in bytes."""
+    """Return VmRSS or VmHWM in bytes."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(which))
     return int(line.split()[1]) * 1024
 

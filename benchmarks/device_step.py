@@ -1,11 +1,11 @@
-"""One rank's share of a training step on an accelerator: ours and the peer's, time on the wall, of the host, and peak of memory.
+"""Wall time, host time and peak memory of one rank's training step on an accelerator, for ``dtensor`` and PyTorch's DTensor.
 
     python benchmarks/device_step.py [--device cuda] [--quick] [--only fsdp tp] [--width 2048 --layers 8]
 
-The model, the plans and most cases are those of ``train_step.py`` (torch's DDP does not run so), under torch's fake process group
-of 8 ranks: collectives take no time and move nothing, so losses mean nothing, and what is left is what the device computes and
-copies for one rank, and what the host does meanwhile. Parameters are float32, the step runs under autocast to bfloat16. "MiB" is
-the peak of allocated memory over what was allocated before the side was built, each side alone.
+The model, the plans and most cases are those of ``train_step.py`` (torch's DDP does not run on a fake group), under torch's fake
+process group of 8 ranks: collectives take no time and move nothing, so losses are meaningless, and the time is that of one rank's
+computation and copies on the device and of its host. Parameters are float32, the step runs under autocast to bfloat16. "MiB" is
+the peak of allocated memory above the memory allocated before the side was built, each side measured alone.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def wait(device: str) -> None:
 
 
 def memory(side: str, case: str, config: Config, batch: torch.Tensor) -> float:
-    """The peak in MiB of two steps, of which the second finds the optimizer's states there."""
+    """Return the peak in MiB of two steps; from the second one on the optimizer's states exist."""
     if batch.device.type != "cuda":
         return float("nan")
     gc.collect()
@@ -68,7 +68,7 @@ def memory(side: str, case: str, config: Config, batch: torch.Tensor) -> float:
 
 
 def measured(case: str, config: Config, batch: torch.Tensor, rounds: int) -> dict[str, tuple[float, float, float]]:
-    """Per side ms on the wall, ms of the host's thread, and MiB; the sides take turns."""
+    """Return per side the wall ms, the host thread's ms and the MiB; the sides alternate."""
     device = batch.device.type
     peaks = {side: memory(side, case, config, batch) for side in BUILD}
     steps = {side: built(side, case, config, batch) for side in BUILD}

@@ -1,11 +1,11 @@
-"""Host time per op: plain torch, ``torch.distributed.tensor`` (the peer) and ``dtensor``, in one run.
+"""Host time per op of plain torch, ``torch.distributed.tensor`` ("peer") and ``dtensor``, in one run.
 
     make bench      or      python benchmarks/dispatch.py [--quick] [--json] [--plot FILE] [--only add mm] [--part hot|cold]
 
-Each rank holds 8 x 8 numbers and the process group is torch's fake one of 8 ranks, on which communication takes no time:
-what is left is what the library itself costs. "plain" does the same local work by hand. The last columns are
-(dtensor - plain) / (peer - plain), below 1 where we add less than the peer does, the bound that we set ourselves, and the whole
-calls' dtensor / peer. Rows named "cold" time the first call on a shape, the others repeated calls.
+Each rank holds 8 x 8 numbers and the process group is torch's fake one of 8 ranks, on which communication takes no time, so the
+time is the library's own. "plain" does the same local work on plain tensors. The last columns are (dtensor - plain) / (peer -
+plain), which is below 1 where ``dtensor`` adds less overhead; the largest ratio that we allow; and dtensor / peer of the whole
+call. Rows named "cold" time the first call on a shape, the others repeated calls.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Seconds, or the name of the error, of one case on each side; the largest ratio that we allow."""
+    """Seconds or error name of one case on each side, and the largest ratio that we allow."""
 
     name: str
     plain: float | str
@@ -39,14 +39,14 @@ class Row:
 
     @property
     def ratio(self) -> float | None:
-        """Our overhead over the peer's. The clock's resolution bounds both from below."""
+        """Return our overhead relative to PyTorch DTensor's, both at least the clock's resolution."""
         if isinstance(self.plain, str) or isinstance(self.peer, str) or isinstance(self.ours, str):
             return None
         return max(self.ours - self.plain, 5e-8) / max(self.peer - self.plain, 5e-8)
 
     @property
     def whole(self) -> float | None:
-        """Our whole call over the peer's."""
+        """Return the time of our whole call relative to PyTorch DTensor's."""
         return None if isinstance(self.peer, str) or isinstance(self.ours, str) else self.ours / self.peer
 
 
@@ -79,7 +79,7 @@ def measure_cold(name: str, case: ColdCase, sides: dict[str, Side], repeats: int
 
 
 def rows_of(names: Sequence[str], effort: timing.Effort) -> list[Row]:
-    """Measured, on a fake process group that lives as long as this takes."""
+    """Measure the rows on a fake process group that exists only during this call."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
@@ -127,7 +127,7 @@ def verdict(rows: Sequence[Row]) -> str:
 
 
 def plot(rows: Sequence[Row], file: Path) -> None:
-    """Bars of the overhead ratios, with the bounds."""
+    """Draw the overhead ratios as bars, with their bounds."""
     import matplotlib as mpl  # optional: only pictures need it
 
     mpl.use("Agg")

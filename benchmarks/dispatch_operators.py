@@ -1,10 +1,10 @@
-"""Whole calls of torch's own operator samples, ours over the peer's: a distribution, and the operators that are furthest behind.
+"""Time of whole calls of torch's operator samples relative to PyTorch DTensor ("peer"): the distribution, and the slowest ratios.
 
     python benchmarks/dispatch_operators.py [--only add mm] [--worst 40] [--json FILE]
 
-The first sample of each operator in torch's database that fits, on a 2 x 4 mesh of torch's fake process group: tensors cut along
-tensor dim 0 over the first mesh dim ("S"), or replicated ("R"); forward, and forward with gradients. CPU time of the calling
-thread, the better of five turns. Operators that the peer, or we, refuse are counted apart.
+The first sample of each operator in torch's database that fits, on a 2 x 4 mesh of torch's fake process group: tensors sharded
+along tensor dim 0 over the first mesh dim ("S"), or replicated ("R"); forward, and forward with gradients. CPU time of the
+calling thread, the best of five turns. Operators that one of the libraries refuses are counted separately.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ EFFORT = timing.Effort(repeats=5, seconds=0.003, warmup=3)
 
 
 class Row(NamedTuple):
-    """Seconds of one operator on each side, or what it raises."""
+    """Seconds of one operator on each side, or the error that it raises."""
 
     name: str
     placed: str
@@ -47,7 +47,7 @@ class Row(NamedTuple):
 
 
 def placed(side: Distributed, x: Any, cut: bool) -> Any:
-    """``x`` on the 2-D mesh; a leaf that requires gradients where it does."""
+    """Distribute ``x`` over the 2-D mesh, as a leaf that requires gradients if ``x`` does."""
     if not isinstance(x, torch.Tensor):
         return x
     shard, replicate = side.library.Shard, side.library.Replicate
@@ -59,7 +59,7 @@ def placed(side: Distributed, x: Any, cut: bool) -> Any:
 
 
 def fits(sample: Any, cut: bool) -> bool:
-    """Of a size that is cut evenly, and not large."""
+    """Return whether ``x`` can be sharded evenly and is not large."""
     if not isinstance(sample.input, (torch.Tensor, list, tuple)):
         return False
     tensors = [x for x in tree_leaves((sample.input, sample.args, sample.kwargs)) if isinstance(x, torch.Tensor)]
@@ -108,7 +108,7 @@ def _measured(op: Any, sides: dict[str, Distributed], sample: Any, cut: bool, gr
 
 
 def report(rows: list[Row], worst: int) -> Iterator[str]:
-    """The distribution of ratios by kind, and the worst."""
+    """Print the distribution of ratios by kind, and the worst rows."""
     found = sorted(((row.ratio, row) for row in rows if row.ratio is not None), key=lambda pair: -pair[0])
     yield f"{'whole calls, ours / peer':28} {'rows':>5} {'mean':>5} {'median':>6} {'p90':>5} {'> 1':>4} {'> 0.8':>5}"
     for gradients in (False, True):

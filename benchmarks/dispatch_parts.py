@@ -1,12 +1,12 @@
-"""Where the microseconds of one operation go, part by part; what no Python subclass of a tensor can do without is its floor.
+"""Host time of one operation, part by part, beside the minimum that any Python tensor subclass needs.
 
     make profile      or      python benchmarks/dispatch_parts.py             torch's fake group of 8 ranks
     torchrun --standalone --nproc-per-node 2 benchmarks/dispatch_parts.py     gloo
     python benchmarks/dispatch_parts.py --in-process 4                        all ranks in this process
 
 CPU time of one thread, 8 x 8 locals. "round trip" is an operator on a subclass whose ``__torch_dispatch__`` does nothing: torch's
-way from Python through C++ to Python and back. "look-up" is what remains of the whole. The second table compares lists of 100
-parameters with a subclass that only unwraps, runs the operator and wraps: no look-up, no count of writes.
+path from Python through C++ to Python and back. "look-up" is the remainder of the whole call. The second table compares lists of
+100 parameters with a subclass that only unwraps, runs the operator and wraps: no look-up, no count of writes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from dtensor.dispatch.wrap import wrap_local
 
 
 class Idle(torch.Tensor):
-    """Answers every operator with a plain tensor that was made before."""
+    """Tensor subclass that answers every operator with the same plain tensor."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -43,7 +43,7 @@ class Idle(torch.Tensor):
 
 
 class Bare(torch.Tensor):
-    """Unwraps, runs the operator, wraps."""
+    """Tensor subclass that unwraps, runs the operator and wraps."""
 
     __slots__ = ("_local",)
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -108,7 +108,7 @@ def of_parts(mesh: dt.DeviceMesh) -> list[str]:
 
 
 def of_lists(mesh: dt.DeviceMesh, count: int = 100) -> list[str]:
-    """Steps over lists of parameters; medians of turns."""
+    """Time steps over lists of parameters; medians of turns."""
     optimizer_types.append(Bare)
     foreach_types.append(Bare)
     sides: dict[str, Callable[[Tensor], Any]] = {

@@ -1,9 +1,9 @@
-"""``distribute_tensor`` on gloo processes: ours and the peer's (``torch.distributed.tensor``), in turn in the same processes.
+"""``distribute_tensor`` of ``dtensor`` and of ``torch.distributed.tensor`` ("peer"), alternating in the same gloo processes.
 
     python benchmarks/distribute.py [--worlds 2 4] [--rounds 40] [--only "64 x 8"]
 
-Ratios to the peer's: the slowest rank's time of one call (all begin it together), and of calls in a row as a model's parameters
-are laid out, 10 of them; processor time of all ranks. Medians over rounds; in every round the sides change turns.
+Ratios to PyTorch's: the slowest rank's time of one call (all ranks begin it together), and of 10 calls in a row, as when a
+model's parameters are distributed; processor time of all ranks. Medians over rounds; the order of the sides alternates.
 """
 
 from __future__ import annotations

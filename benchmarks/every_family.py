@@ -1,12 +1,12 @@
-"""What any family that ``tests/hf`` makes small moves and computes when its parameters are cut by name: the worst ones first.
+"""Bytes and FLOPs of every model family that ``tests/hf`` shrinks, its parameters sharded by name; the worst ones first.
 
     python benchmarks/every_family.py [TYPES...] [--layouts tp,fsdp,dp,tp_dp] [--seconds 200] [--out families.jsonl]
 
-Models have 2 layers of width 128 and 8 x 64 tokens (those whose inputs do not fit are left out). Bytes are over those of a
-program by hand, which is counted by hooks: tp reduces the output of each row-cut layer or table, the gradient of each input of
-column-cut ones, and three numbers a token for cut logits; fsdp gathers parameters twice and scatters gradients; dp reduces
-these. FLOPs are over those of one device, on tp with what by hand every rank computes of layers that are not cut. Families that
-``--out`` has are not run again, so that a long list may be run in pieces.
+Models have 2 layers of width 128 and 8 x 64 tokens (families whose inputs do not fit are left out). Bytes are relative to those
+of a hand-written program, counted with hooks: tp reduces the output of each row-sharded layer or table, the gradient of each
+input of column-sharded ones, and three numbers a token for sharded logits; fsdp gathers parameters twice and reduce-scatters
+gradients; dp all-reduces gradients. FLOPs are relative to those of one device; for tp the replicated layers count once per rank.
+Families already in ``--out`` are not run again, so a long list can be run in parts.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _WHOLE = re.compile(r"embed_positions|position|token_type|norm|patch_embed")
 
 
 class ByHand:
-    """Where a program by hand would cut parameters, and what one pass of it moves (bytes reduced) and computes on every rank."""
+    """Where a hand-written program would shard parameters, the bytes that one pass of it reduces, and the FLOPs on every rank."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -127,7 +127,7 @@ def step_of(model: nn.Module, inputs: dict[str, Any]) -> Callable[[], Any]:
 
 
 def trained(found: Shrunk) -> nn.Module:
-    """The model, which keeps no caches, as training by hand does not."""
+    """Return the model in training mode, without caches, as a hand-written program has none."""
     model = found.build().train()
     for _, part in parts(model.config):  # type: ignore[arg-type]  # that of a model of Hugging Face
         part.use_cache = False

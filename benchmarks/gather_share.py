@@ -3,9 +3,9 @@
     python benchmarks/gather_share.py --json shares.jsonl
     python benchmarks/gather_share.py --ops 'nn_functional_*' --samples 2 --mesh 2,2
 
-For every entry and sample, each tensor argument in turn is sharded along each of its dims over all mesh dims, the others are
-replicated; forward and backward run, and what falls back is listed with the operators that people use most first (by how often
-``torch``'s own Python sources call the entry).
+For every entry and sample, each tensor argument in turn is sharded along each of its dims over all mesh dims, and the others are
+replicated. Forward and backward run; operators that fall back are listed, the most used first (by how often ``torch``'s own
+Python sources call the entry).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def measured(entry: Any, mesh: tuple[int, ...], samples: int) -> dict[str, Any]:
-    """What one entry does on one mesh: cases, the operators that gather in them, errors."""
+    """Return the results of one entry on one mesh: cases, the operators that gather in them, errors."""
     torch.manual_seed(0)
     line: dict[str, Any] = {"entry": entry.formatted_name, "mesh": list(mesh), "cases": 0, "forward": {}, "backward": {}}
     line |= {"errors": [], "seconds": 0.0}
@@ -73,7 +73,7 @@ def measured(entry: Any, mesh: tuple[int, ...], samples: int) -> dict[str, Any]:
 
 
 def samples_of(entry: Any, mesh: tuple[int, ...], samples: int) -> list[tuple[int, db.Sample]]:
-    """Those that plain torch takes."""
+    """Return the samples that plain torch accepts."""
     try:
         given = db.samples_of(entry, db.Setting(mesh, samples=samples))
     except Exception:  # the database's own
@@ -94,7 +94,7 @@ def _plain_runs(sample: db.Sample) -> bool:
 
 
 def differentiable(sample: db.Sample) -> list[bool]:
-    """Which tensors plain torch lets require a gradient, each by itself."""
+    """Return the tensors that may require a gradient in plain torch, each tried alone."""
     given = tensor_leaves(sample.given)
     found = []
     for i, chosen in enumerate(given):
@@ -111,7 +111,7 @@ def differentiable(sample: db.Sample) -> list[bool]:
 
 
 def sharded(sample: db.Sample, mesh: tuple[int, ...], wanted: list[bool]) -> Iterator[tuple[Any, Any, str]]:
-    """The arguments with one tensor dim sharded, in every way."""
+    """Yield the arguments with one tensor dim sharded, for each tensor and dim."""
     device_mesh = dt.init_device_mesh("cpu", mesh)
     given = tensor_leaves(sample.given)
     for i, chosen in enumerate(given):
@@ -125,7 +125,7 @@ def sharded(sample: db.Sample, mesh: tuple[int, ...], wanted: list[bool]) -> Ite
 
 
 def run(fn: Any, args: Any, kwargs: Any, where: str, line: dict[str, Any]) -> None:
-    """Forward and backward of one case; what gathers is added to ``line`` with the first place where it did."""
+    """Run forward and backward of one case; add operators that gather to ``line``, with the first place where they did."""
     line["cases"] += 1
     try:
         with db.quiet(), db.gathers() as forward:
@@ -167,7 +167,7 @@ def _plain_backward_raises(fn: Any, args: Any, kwargs: Any) -> bool:
 
 # --- the report -----------------------------------------------------------------------------------------------------------
 def report(found: list[dict[str, Any]]) -> None:
-    """The share, and what remains: operators that gather by how many entries, entries by how much they are used."""
+    """Print the share, the operators that gather by number of entries, and the entries that gather by use."""
     tried = [line for line in found if line["cases"]]
     names = {line["entry"] for line in tried}
     for label, sides in (("forward", ("forward",)), ("forward and backward", ("forward", "backward"))):
@@ -195,7 +195,7 @@ def report(found: list[dict[str, Any]]) -> None:
 
 
 def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """What docs/ops.md shows of it."""
+    """Return the summary that docs/ops.md shows."""
     tried = [line for line in found if line["cases"]]
     rows = []
     for mesh in sorted({tuple(line["mesh"]) for line in tried}, key=len):
@@ -221,7 +221,7 @@ def _percent(names: set[str], gather: set[str]) -> str:
 
 
 def usage(entries: list[str]) -> dict[str, int]:
-    """How often torch's own Python sources (without tests) call each name, as a function or a method."""
+    """Count the calls of each name, as a function or a method, in torch's own Python sources (without tests)."""
     calls: Counter[str] = Counter()
     for path in Path(torch.__file__).parent.rglob("*.py"):
         if "testing" not in path.parts:

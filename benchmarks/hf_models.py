@@ -1,4 +1,4 @@
-"""Which Hugging Face families run unmodified with distributed parameters, and how long a first step of a tiny one takes.
+"""Which Hugging Face model families run unmodified with distributed parameters, and the time of a tiny model's first step.
 
     python benchmarks/hf_models.py [--families gpt2,llama] [--plans replicated,everywhere] [--device cuda] [--json FILE]
 
@@ -30,7 +30,7 @@ SLOW = 30.0  # seconds
 
 
 def where(error: BaseException) -> str:
-    """The last line of the model's own code, or the last line at all."""
+    """Return the traceback's last line in the model's own code, or else its last line."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if "transformers" in frame.filename] or frames
     return f"{Path(own[-1].filename).name}:{own[-1].lineno} `{own[-1].line}`"

@@ -1,8 +1,10 @@
-"""How much of PyTorch's operator database is right under random placements, here or (``--peer``) in torch.distributed.tensor.
+"""The share of PyTorch's operator database that is right under random placements, here or (``--peer``) in
+torch.distributed.tensor.
 
     python benchmarks/op_coverage.py --ops 'linalg*' --samples 4 --mesh 4 --mesh 2,2 --json found.jsonl
 
-Every entry runs in a worker process; one that kills it or takes longer than ``--timeout`` is an error, and the next one goes on.
+Entries run in a worker process. An entry that kills it or takes longer than ``--timeout`` counts as an error, and a new worker
+continues with the next entry.
 """
 
 from __future__ import annotations
@@ -71,7 +73,7 @@ def parse() -> argparse.Namespace:
 
 # --- the worker -----------------------------------------------------------------------------------------------------------
 def work(options: argparse.Namespace) -> None:
-    """Run the entries from ``--skip`` on; a line before each entry and a line for each case."""
+    """Run the entries from ``--skip`` on; print a line before each entry and a line for each case."""
     sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "databases")]
     import torch
 
@@ -112,14 +114,14 @@ def work(options: argparse.Namespace) -> None:
 
 # --- the parent -----------------------------------------------------------------------------------------------------------
 def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """All cases; a worker that dies or hangs is replaced."""
+    """Run all cases, replacing workers that die or hang."""
     skip = 0
     while skip is not None:
         skip = yield from one_worker(options, skip)
 
 
 def one_worker(options: argparse.Namespace, skip: int) -> Any:
-    """The cases of one worker; where the next one has to begin, None when all is done."""
+    """Yield the cases of one worker; return the entry at which the next worker begins, or None when all are done."""
     argv = [*sys.argv, "--worker", "--skip", str(skip)]
     # glibc fills memory with a pattern that is no value of any sample: what a kernel leaves unwritten is then seen
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLIBC_TUNABLES": "glibc.malloc.tcache_count=0:glibc.malloc.perturb=128"}
@@ -157,7 +159,7 @@ def one_worker(options: argparse.Namespace, skip: int) -> Any:
 
 
 def lines(stream: Any, deadline: Any) -> Iterator[str]:
-    """The lines that come before the deadline or the end."""
+    """Yield the lines that arrive before the deadline or the end."""
     selector = selectors.DefaultSelector()
     selector.register(stream, selectors.EVENT_READ)
     rest = b""
@@ -172,7 +174,7 @@ def lines(stream: Any, deadline: Any) -> Iterator[str]:
 
 # --- the report -----------------------------------------------------------------------------------------------------------
 def report(found: list[dict[str, Any]], causes: int) -> None:
-    """Counts per case and per entry (as good as its worst case), the share that gathers, and the causes of the rest."""
+    """Print counts per case and per entry (by its worst case), the share that gathers, and the causes of other failures."""
     cases = [case for case in found if case["status"] != "void"]
     worst: dict[str, str] = {}
     gathers: set[str] = set()
@@ -202,7 +204,7 @@ def report(found: list[dict[str, Any]], causes: int) -> None:
 
 
 def cause(problem: str) -> str:
-    """A problem without its numbers."""
+    """Return a problem's text without its numbers, to group equal causes."""
     return re.sub(r"\d+", "#", re.sub(r"[\[(][^\[\]()]*[\])]", "()", problem))[:110]
 
 

@@ -2,8 +2,8 @@
 
     python benchmarks/plan.py [--pairs 200] [--json FILE]
 
-Host time of ``plan(src, dst)`` without the cache, in milliseconds: median, 95th percentile and maximum. The kinds are what a
-mesh dim may be: R and S (replicated, or sharded along one of two tensor dims), and P (also partial sums).
+Host time of ``plan(src, dst)`` without the cache, in milliseconds: median, 95th percentile and maximum. The kinds are the
+placements allowed on a mesh dim: R and S (replicated, or sharded along one of two tensor dims), and P (also partial sums).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ KINDS: dict[str, list[Any]] = {"R S": [Replicate(), Shard(0), Shard(1)], "R S P"
 
 
 def times_of(mesh: DeviceMesh, choices: list[Any], pairs: int) -> list[float]:
-    """Sorted seconds of planning one pair, sizes and placements drawn anew for each."""
+    """Return the sorted seconds of planning each pair; each has new random sizes and placements."""
     draw, found = random.Random(0), []
     for _ in range(pairs + 5):
         shape = tuple(draw.randint(500, 5000) for _ in range(3))

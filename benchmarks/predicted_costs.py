@@ -1,13 +1,13 @@
-"""What plans predict beside what their runs take on processes (gloo): bytes, peak memory, and which plan is faster.
+"""Predicted costs of plans beside the measured costs on gloo processes: bytes, peak memory, and which plan is faster.
 
     python benchmarks/predicted_costs.py [--ranks 4] [--width 256] [--layers 2] [--seconds 0.05]
     python benchmarks/predicted_costs.py --planning 32         # time of planning a Llama of 32 layers on a dry run of 512 x
             8 ranks
 
-The same two layers of attention and MLP lie as data, tensor and fully sharded parallelism cut them; each is planned as a program,
-within nine tenths of the memory that takes, and as its operators choose by themselves. *Bytes* are what one rank receives; *peak*
-is what the tensors of the busiest rank hold; *time* is the least that captured steps take on their slowest rank, beside what the
-plan says by a profile that ``dtensor calibrate`` has measured here just before. The last line has the rank correlations of
+Two layers of attention and MLP are placed for data, tensor and fully sharded parallelism. Each step is planned as a program, as a
+program within nine tenths of the memory of the first plan, and operator by operator. *Bytes* are those that one rank receives;
+*peak* is the memory of the tensors of the busiest rank; *time* is the minimum over captured steps on their slowest rank, beside
+the plan's prediction from a profile that ``dtensor calibrate`` measures first. The last line has the rank correlations of
 predicted and measured times (Spearman), of all rows and of the plans of each step.
 
 Needs the extra ``plan``; ``--planning`` the extra ``hf`` too.
@@ -65,7 +65,7 @@ class Row:
 
 
 def blocks(mesh: dt.DeviceMesh, way: str, width: int, layers: int) -> tuple[Callable[[], Any], list[dt.DTensor]]:
-    """A step, and the tensors that it is given: the batch first."""
+    """Return a step and its arguments, the batch first."""
     cuts, spot = WAYS[way]
     generator = torch.Generator().manual_seed(0)
     sizes = {"q": (3 * width, width), "o": (width, width), "up": (4 * width, width), "down": (width, 4 * width)}
@@ -96,7 +96,7 @@ def blocks(mesh: dt.DeviceMesh, way: str, width: int, layers: int) -> tuple[Call
 
 
 def plans_of(step: Callable[[], Any], given: Sequence[dt.DTensor]) -> dict[str, dt.ProgramPlan]:
-    """The plans of one step: as a program, within a bound, and with calls that choose for themselves."""
+    """Return the plans of one step: as a program, within a memory bound, and operator by operator."""
     step()
     for p in given:
         p.grad = None
@@ -113,7 +113,7 @@ def plans_of(step: Callable[[], Any], given: Sequence[dt.DTensor]) -> dict[str, 
 
 
 def measured(step: Callable[[], Any], given: Sequence[dt.DTensor], plan: dt.ProgramPlan, runs: int) -> tuple[int, int, float]:
-    """Bytes, peak and seconds of a step by its plan, of the rank that has most."""
+    """Return bytes, peak and seconds of a step run by its plan, each of the rank with the most."""
     for p in given:
         p.grad = None
     with Live(given) as live, CommDebugMode() as comm, PlanExecutor(plan) as following:
@@ -151,7 +151,7 @@ def rank_main(rank: int, ranks: int, folder: str, width: int, layers: int, runs:
 
 
 def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
-    """Spearman's, of values without ties."""
+    """Return Spearman's rank correlation of values without ties."""
     places = [[sorted(side).index(x) for x in side] for side in (a, b)]
     n = len(a)
     return 1 - 6 * sum((i - j) ** 2 for i, j in zip(*places, strict=True)) / (n * (n * n - 1))
@@ -179,7 +179,7 @@ def compare(options: argparse.Namespace) -> None:
 
 
 def planning(layers: int) -> None:
-    """Seconds of planning, and what comes out."""
+    """Print the seconds of planning and the resulting plan."""
     from costing.families import Size
     from program_cost import prepared
 

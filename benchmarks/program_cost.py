@@ -1,4 +1,4 @@
-"""What a whole unchanged model moves and computes, beside the program written by hand: bytes, matrix FLOPs, collectives.
+"""Bytes, matrix FLOPs and collectives of a whole unchanged model, beside those of the program written by hand.
 
     python benchmarks/program_cost.py [--families llama,gpt2] [--layouts tp,fsdp,dp,tp_dp,styles,styles_sp] [--layers 2]
     python benchmarks/program_cost.py --families more    # ... those of costing/untuned_models.py
@@ -7,10 +7,14 @@
     python benchmarks/program_cost.py --cluster          # two layers as large as Llama-70B's, on a dry run of 512 x 8 ranks
     python benchmarks/program_cost.py --xla [--jax-python /path/to/python]      # the same Llama by XLA's partitioner
 
-Parameters are placed as ``FAMILIES`` says and nothing else is (``styles``: by a plan of ``parallelize_module``); then one forward
-and backward runs with all ranks in this process. *Bytes* are what one rank receives, over what the hand-written program receives
-(``costing/families.py`` has the formulas); *FLOPs* are those of the matrix products of all ranks together, over those of one
-device; *collectives* beside those by hand. *Way*: ``eager`` is the step as it runs, ``captured`` a replay of
+Only parameters are placed, as ``FAMILIES`` says (``styles``: by
+a plan of ``parallelize_module``); then one forward and backward
+runs with all ranks in this process. *Bytes* are those that one
+rank receives, relative to the hand-written program
+(``costing/families.py`` has the formulas); *FLOPs* are those of
+the matrix products of all ranks together, relative to one
+device; *collectives* are shown beside those of the hand-written
+program. *Way*: ``eager`` is the step as it runs, ``captured`` a replay of
 ``dt.capture(step)``, ``planned`` one of ``dt.capture(step, plan="program")``.
 
 Needs the extra ``hf``, ``planned`` also ``plan``.
@@ -48,7 +52,8 @@ COUNTED = flop_registry | {  # the CPU's attention, which torch leaves out, as t
 
 
 def of_groups(a: Any, b: Any, *_: Any, out_val: Any, **__: Any) -> int:
-    """FLOPs of products of groups, which torch leaves out: each position of the dim that is in groups is in one of them."""
+    """Return the FLOPs of grouped matrix products, which torch does not count: each position of the grouped dim is in one
+    group."""
     groups = out_val.shape[0] if a.ndim == b.ndim == 2 else 1
     return int(2 * a.shape[-1] * out_val.numel() // groups)
 
@@ -57,9 +62,8 @@ COUNTED[aten._grouped_mm] = of_groups
 
 
 class Flops(TorchDispatchMode):
-    """Counts matrix FLOPs of plain tensors on a device: of distributed ones, those of the local operations.
-
-    Planning asks operators without data what their results look like, on the device "meta": on another one, that is not counted.
+    """Counts matrix FLOPs of plain tensors on one device; for distributed tensors, those of the local operations. Planning runs
+    operators on the device "meta" to learn the shapes of results; with another device those are not counted.
     """
 
     looks_on = True  # nothing runs otherwise: captured steps are replayed
@@ -86,13 +90,13 @@ class Flops(TorchDispatchMode):
 
 
 def out_of(value: Any) -> torch.Tensor:
-    """The first tensor of what an operation gave."""
+    """Return the first tensor of an operation's result."""
     return value if isinstance(value, torch.Tensor) else next(x for x in value if isinstance(x, torch.Tensor))
 
 
 @dataclass
 class Cost:
-    """One step: bytes that a rank receives, FLOPs of all ranks, collectives by kind, and the loss."""
+    """Costs of one step: bytes that a rank receives, FLOPs of all ranks, collectives by kind; and the loss."""
 
     nbytes: int
     flops: int
@@ -105,7 +109,7 @@ class Cost:
 
 
 def step_of(model: nn.Module, inputs: dict[str, Any]) -> Callable[[], Any]:
-    """Forward and backward; gradients lie like their parameters, as an optimizer wants them."""
+    """Run forward and backward; gradients get the placements of their parameters, as an optimizer needs."""
 
     def step() -> Any:
         model.zero_grad()
@@ -118,7 +122,7 @@ def step_of(model: nn.Module, inputs: dict[str, Any]) -> Callable[[], Any]:
 
 
 def run_of(way: str, model: nn.Module, inputs: dict[str, Any]) -> Callable[[], Any]:
-    """The step as it runs, or what replays it."""
+    """Return the step itself, or the function that replays it."""
     step = step_of(model, inputs)
     if way == "eager":
         return step
@@ -129,7 +133,7 @@ def run_of(way: str, model: nn.Module, inputs: dict[str, Any]) -> Callable[[], A
 
 
 def measure(step: Callable[[], Any], device: str = "cpu") -> Cost:
-    """What one step costs."""
+    """Measure the costs of one step."""
     with dt.debug.CommDebugMode() as comm, Flops(device) as flops:
         loss = step()
     value = loss.full_tensor() if isinstance(loss, dt.DTensor) else loss
@@ -159,7 +163,7 @@ def laid_out(inputs: dict[str, torch.Tensor], mesh: dt.DeviceMesh, placements: A
 def prepared(
     layout: str, name: str, size: Size, mesh: dt.DeviceMesh | None = None
 ) -> tuple[nn.Module, dict[str, Any], tuple[int, ...]]:
-    """The model of a family and its batch, placed; and how many ranks the mesh dims have."""
+    """Return the placed model of a family, its batch, and the sizes of the mesh dims."""
     family = FAMILIES[name]
     model, inputs = model_of(family, size), family.inputs(size)
     if layout == "tp_dp":
@@ -198,7 +202,7 @@ CLUSTER = Size(2, 8192, 512, 4096, 128_256, (64, 8), 28_672, torch.bfloat16)  # 
 
 
 def cluster(name: str, size: Size) -> str:
-    """Layers as large as Llama-70B's on ranks that are only imagined; FLOPs are those of one rank, over its fair share."""
+    """Print the costs of layers as large as Llama-70B's in a dry run; FLOPs are one rank's, relative to its equal share."""
     mesh = dt.init_device_mesh("meta", (512, 8), mesh_dim_names=("dp", "tp"))
     family = FAMILIES[name]
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""Time that one rank spends on drawing its part of a tensor, in both random modes, beside the plain draw of the whole.
+"""Time in which one rank draws its block of a tensor, in both random modes, beside a plain draw of the whole tensor.
 
 ``python benchmarks/random_modes.py [ranks ...]``: one process, one thread; a rank's share of an in-process mesh.
 """
@@ -21,7 +21,7 @@ SHAPE = (2048, 2048)
 
 
 def milliseconds(fn: Callable[[], object], repeat: int = 5) -> float:
-    """The best of ``repeat`` runs."""
+    """Return the minimum of ``repeat`` runs."""
     best = float("inf")
     for _ in range(repeat):
         start = time.perf_counter()
@@ -31,7 +31,7 @@ def milliseconds(fn: Callable[[], object], repeat: int = 5) -> float:
 
 
 def times(plain: Callable[[tuple[int, int]], torch.Tensor], name: str, ranks: int) -> tuple[float, float, float]:
-    """Milliseconds: the plain draw of the whole, and the first rank's block in exact and in counter mode."""
+    """Return the milliseconds of a plain draw of the whole tensor, and of the first rank's block in exact and in counter mode."""
     layout = Layout.of(DeviceMesh("cpu", ranks), [Shard(0)], SHAPE)
     at, size, like = layout.local_offset((0,)), layout.local_shape((0,)), (torch.float32, torch.device("cpu"))
     return (
@@ -42,7 +42,7 @@ def times(plain: Callable[[tuple[int, int]], torch.Tensor], name: str, ranks: in
 
 
 def bernoulli(shape: tuple[int, int]) -> torch.Tensor:
-    """What dropout draws."""
+    """Draw as dropout does."""
     return torch.empty(shape).bernoulli_(0.5)
 
 

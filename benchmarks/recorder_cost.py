@@ -1,10 +1,10 @@
-"""What the record costs while nobody looks: every row of ``dispatch.py`` with its door in place and with the door taken out.
+"""The overhead of recording collectives without listeners: every row of ``dispatch.py`` with the recording code and without.
 
     python benchmarks/recorder_cost.py [--quick] [--only add "redistribute*"] [--again 3]
 
-Both run in one process, in turn, on meshes of their own, so that each has plans of its own: one's were bound with ``because``,
-``issuing`` and the look at listeners and ranges before a collective, the other's without. A row that is over 1.01 is measured
-again, ``--again`` times: what stays over it in all of them is told at the end. Process group, sizes and clock are those of
+Both alternate in one process, on separate meshes and so with separate plans: one side's were bound with ``because``, ``issuing``
+and the check for listeners and ranges before a collective, the other's without. A row above 1.01 is measured again, ``--again``
+times; rows that stay above it are listed at the end. Process group, sizes and clock are those of
 ``dispatch.py``.
 """
 
@@ -36,18 +36,18 @@ MOST = 1.01
 
 
 def unreported(self: Communicator, kind: str, dims: Any, run: Callable[..., Any], nbytes: Any) -> Callable[..., Any]:
-    """As ``Communicator._issuing``, without the look at those who listen."""
+    """Replace ``Communicator._wrap_issue``, without the check for listeners."""
 
     def issue(x: Any) -> Any:
         if ACTIVE_RECORDERS and (recorder := current_recorder()) is not None:
-            return recorder.site(issue, (x,), {})
+            return recorder.record_op(issue, (x,), {})
         return run(x)
 
     return issue
 
 
 def unasked(comm: Any, issue: Callable[..., Any], step: Any) -> executor.BoundStep:
-    """As ``executor._bind_collective``, without it."""
+    """Replace ``executor._bind_collective``, without recording."""
     finish = executor._finisher_of(comm, step)
     if finish is None:
         return executor.BoundStep(lambda x: issue(x).wait(), issue)
@@ -55,15 +55,15 @@ def unasked(comm: Any, issue: Callable[..., Any], step: Any) -> executor.BoundSt
 
 
 def native(group: Any, op: Any) -> Callable[..., Any]:
-    """As ``backends.all_reduction``, without it."""
+    """Replace ``backends.all_reduction``, without recording."""
     issue, options = group.handle.allreduce, backends._async_options(dist.AllreduceOptions(), reduceOp=op)
     return lambda x: issue([x], options)
 
 
 @contextmanager
 def without_door() -> Iterator[None]:
-    """What is bound and run in here has no door."""
-    taken = [patch.object(Communicator, "_issuing", unreported)]
+    """Bind and run collectives without the recording code in this context."""
+    taken = [patch.object(Communicator, "_wrap_issue", unreported)]
     taken += [patch.object(executor, "_bind_collective", unasked), patch.object(reductions, "bind_native_all_reduce", native)]
     taken += [patch.object(module, "because", lambda cause, fn: fn) for module in (program, coalesce)]
     for module in (transfer, reductions):
@@ -83,7 +83,7 @@ def around(name: str) -> AbstractContextManager[None]:
 
 
 def sides() -> dict[str, Distributed]:
-    """On two pairs of meshes, which no plan is shared between."""
+    """Return both sides on separate pairs of meshes, so that they share no plan."""
     found = {"with": Distributed(dtensor), "without": Distributed(dtensor)}
     for name, side in found.items():
         side.mesh = dtensor.init_device_mesh("cpu", (WORLD,), mesh_dim_names=(name,))
@@ -92,7 +92,7 @@ def sides() -> dict[str, Distributed]:
 
 
 def ratio_of(name: str, effort: timing.Effort) -> tuple[float, float] | str:
-    """Seconds with the door, and how many times that is what it takes without; or the error that it raises."""
+    """Return the seconds with recording and their ratio to the seconds without, or the error that was raised."""
     functions = {}
     for side_name, side in sides().items():
         with around(side_name):

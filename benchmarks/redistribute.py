@@ -1,12 +1,12 @@
-"""Redistribution: ``dtensor`` against ``torch.distributed.tensor`` (the peer), both on gloo, taking turns in the same processes.
+"""Redistribution by ``dtensor`` and by ``torch.distributed.tensor`` ("peer"), alternating in the same gloo processes.
 
     python benchmarks/redistribute.py [--quick] [--worlds 2 4 8] [--meshes 2x4] [--sizes "16 KB" "64 MB"] [--only "S0>R"]
                                       [--json FILE] [--plot FILE] [--add FILE ...]
 
-Wall is that of the slowest rank and CPU that of all ranks together, medians over rounds; a ratio is dtensor / peer. Bytes are
-what one rank receives, for both libraries by the usual ring algorithms; the bound is what no plan can go below. Peak memory
-is what torch allocates on the busiest rank, its source included. Every rank's result is compared with its canonical block.
-"bare" is the exchange of exactly the pieces that ranks lack, by hand, over the peer's time: the floor for any library.
+Wall time is the slowest rank's and CPU time that of all ranks together, medians over rounds; a ratio is dtensor / peer. Bytes are
+those that one rank receives, for both libraries by the usual ring algorithms; the bound is the minimum for any plan. Peak memory
+is torch's allocation on the busiest rank, its source included. Every rank's result is compared with its canonical block. "bare"
+is a hand-written exchange of only the missing elements, relative to PyTorch's time: a lower bound for any library.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Row = dict[str, Any]
 
 
 def rows_of(world: int, options: argparse.Namespace) -> Iterator[Row]:
-    """One row per case on ``world`` ranks, as they come."""
+    """Yield one row per case on ``world`` ranks."""
     from redistributing.rank import Effort, measure  # it imports the peer, which only the ranks need
 
     spawner = mp.get_context("spawn")
@@ -55,7 +55,7 @@ def rows_of(world: int, options: argparse.Namespace) -> Iterator[Row]:
 
 # --- what is shown ------------------------------------------------------------------------------------------------------
 def ratio(row: Row, what: str, side: str = "ours", base: str = "peer") -> float | None:
-    """One side over another; None if either did not run."""
+    """Return the ratio of two sides; None if either did not run."""
     if what not in row.get(side, ()) or what not in row.get(base, ()):
         return None
     return row[side][what] / row[base][what]
@@ -118,7 +118,7 @@ def summary(rows: Sequence[Row]) -> list[str]:
 
 
 def plot(rows: Sequence[Row], path: str) -> None:
-    """Ratio of wall times over the tensor's size, one dot per case."""
+    """Plot the ratio of wall times against the tensor's size, one dot per case."""
     import matplotlib  # optional
 
     matplotlib.use("Agg")

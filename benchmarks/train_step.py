@@ -1,17 +1,16 @@
-"""Training steps of a Llama-shaped model on gloo processes: ours, the peer's and a program written by hand, in one run.
+"""Training steps of a Llama-shaped model on gloo processes: ``dtensor``, PyTorch's DTensor ("peer") and a hand-written program.
 
     python benchmarks/train_step.py [--quick] [--json] [--only tp2 fsdp4] [--memory] [--captured]
 
 Cases: a Llama-shaped model under tensor parallelism (tp2, tp4), DDP (ddp), fully sharded (fsdp), both (fsdp2xtp2), copies of
 shards (hsdp2x2) and DDP with a ZeRO optimizer (zero); one tensor-parallel MLP (tp-mlp) and one block of the model (tp-block);
-feed-forward layers with norms as DTensors and nothing else, parameters replicated and the batch cut (dtensors).
-
-The sides take turns, step by step, on the same processes and groups, so a slow moment of the machine hits no one alone. A step is
-forward, backward and AdamW; its time is that of the slowest rank. "cpu" is the processor time of a rank, which other programs on
-the machine hardly change, "host" that of its main thread; in brackets, the ratio to the peer's. "by hand" is Megatron-LM's tensor
-parallelism with explicit all-reduces (tp), or plain torch with one flat all-reduce of the gradients (the others). With --memory
-each side runs alone, and the peak of resident memory over what the processes start with is shown. With --captured there is a
-fourth side: ours, its step a captured function.
+feed-forward layers with norms as DTensors and nothing else, parameters replicated and the batch sharded (dtensors). The sides
+alternate, step by step, on the same processes and groups, so that noise of the machine affects all of them. A step is forward,
+backward and AdamW; its time is that of the slowest rank. "cpu" is the processor time of a rank, which other programs on the
+machine hardly change, "host" that of its main thread; in brackets, the ratio to PyTorch DTensor's. "by hand" is Megatron-LM's
+tensor parallelism with explicit all-reduces (tp), or plain torch with one flat all-reduce of the gradients (the others). With
+--memory each side runs alone, and the growth of resident memory to its peak is shown. With --captured there is a fourth side:
+ours, its step a captured function.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ def config_of(size: str) -> Config:
 
 # --- the same plan for both libraries ------------------------------------------------------------------------------------
 def plan_of(lib: Any, shard: Any, replicate: Any) -> dict[str, Any]:
-    """Tensor, sequence and loss parallelism; attention computes on this rank's heads as local tensors."""
+    """Return the plan of tensor, sequence and loss parallelism; attention computes this rank's heads as local tensors."""
     plan = {
         "embedding": lib.RowwiseParallel(input_layouts=replicate(), output_layouts=shard(1)),
         "norm": lib.SequenceParallel(),
@@ -99,7 +98,7 @@ Step = Callable[[], float]
 
 
 class Part(nn.Module):
-    """A feed-forward layer or a block between an embedding and a loss that cost little, so that the part is what is measured."""
+    """A feed-forward layer or a block between a cheap embedding and a cheap loss, so that the part dominates the time."""
 
     cos: Tensor
     sin: Tensor
@@ -118,7 +117,7 @@ class Part(nn.Module):
 
 
 class Layers(nn.Module):
-    """Feed-forward layers and norms: many parameters, of all sizes."""
+    """Feed-forward layers and norms, with many parameters of different sizes."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -135,7 +134,7 @@ def squared(out: Any, targets: Any) -> Any:
 
 
 def parts_of(plan: dict[str, Any], lib: Any, shard: Any, replicate: Any, block: bool) -> dict[str, Any]:
-    """The plan of one feed-forward layer, or of one block: inputs and outputs replicated."""
+    """Return the plan of one feed-forward layer or of one block, with replicated inputs and outputs."""
     if not block:
         return {"gate": lib.ColwiseParallel(), "up": lib.ColwiseParallel(), "down": lib.RowwiseParallel()}
     inner = {name.removeprefix("blocks.*."): style for name, style in plan.items() if name.startswith("blocks.*.")}
@@ -264,7 +263,7 @@ def stepper(
     optimizer: Callable[[Any], torch.optim.Optimizer] = lambda p: torch.optim.AdamW(p, **ADAMW),
     around: Callable[[Any], Any] = lambda step: step,
 ) -> Step:
-    """One step of training as a function that gives the loss."""
+    """Return one training step as a function that returns the loss."""
     stepping = optimizer(model.parameters())
 
     def train() -> Any:
@@ -338,7 +337,7 @@ def run_rank(rank: int, case: str, sides: tuple[str, ...], size: str, rounds: in
 
 
 def communication(steps: dict[str, Step]) -> dict[str, dict[str, Any]]:
-    """Collectives of one step of ours, and the bytes they bring to a rank."""
+    """Return the collectives of one step of ``dtensor``, and the bytes that a rank receives."""
     from dtensor.debug import CommDebugMode
 
     with CommDebugMode() as comm:

@@ -1,4 +1,4 @@
-"""Unchanged models, how Megatron would cut their parameters, and what the program written by hand moves."""
+"""Unchanged models, how Megatron would shard their parameters, and the communication of the hand-written program."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PATCHES = 65  # of an image of 64 x 64, with the class token
 
 @dataclass(frozen=True)
 class Size:
-    """Of a model and its batch. ``heads``: of queries and of keys; ``inner``: of the MLP."""
+    """Sizes of a model and its batch. ``heads``: of queries and of keys; ``inner``: the MLP's width."""
 
     layers: int = 2
     width: int = 256
@@ -48,12 +48,12 @@ def images(size: Size) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True)
 class Family:
-    """An unchanged model: its class and configuration, and how Megatron would cut its parameters (first pattern that fits).
+    """An unchanged model: its class and configuration, and how Megatron would shard its parameters (first matching pattern).
 
     Attributes:
         reductions: how often the residual stream is all-reduced in a step, by layers: twice a layer and direction, once for the
             embedding, once for the gradient of the head's input.
-        logits: the loss is of logits cut over the vocabulary.
+        logits: the loss is computed from logits sharded over the vocabulary.
     """
 
     kind: str
@@ -150,7 +150,7 @@ USUAL = (
 
 
 def causal(module: nn.Module, q: Any, k: Any, v: Any, mask: Any, scaling: float | None = None, **_: Any) -> tuple[Any, None]:
-    """Attention without a mask to be made: whether sequences are packed is read from numbers, and a dry run has none."""
+    """Use attention without an explicit mask: models test for packed sequences by reading values, which a dry run lacks."""
     out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
     return out.transpose(1, 2).contiguous(), None
 
@@ -173,16 +173,17 @@ def model_of(family: Family, size: Size) -> nn.Module:
 
 # --- by hand: what one rank receives, and how many collectives -------------------------------------------------------------
 def reduced(nbytes: float, ranks: int) -> float:
-    """Bytes that a rank receives in an all-reduce, or in a reduce-scatter and an all-gather."""
+    """Return the bytes that a rank receives in an all-reduce, or in a reduce-scatter and an all-gather."""
     return 2 * (ranks - 1) / ranks * nbytes
 
 
 def by_hand(layout: str, family: Family, model: nn.Module, size: Size, ranks: tuple[int, ...]) -> tuple[float, int]:
-    """Bytes and collectives of the hand-written program.
+    """Return the bytes and collectives of the hand-written program.
 
-    - tp, styles (Megatron): ``family.reductions`` of the residual stream; the loss is of cut logits: a maximum, a sum and the
-      picked logit of every token, in float32
-    - styles_sp: the same, each reduction a scattering and a gathering; the gradients of replicated parameters are reduced
+    - tp, styles (Megatron): ``family.reductions`` of the residual stream; the loss of sharded logits reduces a maximum, a sum and
+      the target's logit of every token, in float32
+    - styles_sp: the same with a reduce-scatter and an all-gather for each reduction; the gradients of replicated parameters are
+      reduced
     - fsdp: parameters gathered twice, gradients reduce-scattered
     - dp: gradients all-reduced once
     """
@@ -205,6 +206,6 @@ def by_hand(layout: str, family: Family, model: nn.Module, size: Size, ranks: tu
 
 
 def gradients(family: Family, model: nn.Module, n: int) -> float:
-    """Bytes of one rank's gradients where parameters are cut over ``n``."""
+    """Return the bytes of one rank's gradients with parameters sharded over ``n`` ranks."""
     cut = {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
     return sum(nbytes / (n if family.place(name) != dt.Replicate() else 1) for name, nbytes in cut.items())

@@ -1,4 +1,4 @@
-"""The benchmark's Llama in jax, parameters placed as Megatron cuts them, the rest left to XLA's partitioner (run by ``xla.py``).
+"""The benchmark's Llama in jax: parameters sharded as in Megatron, the rest by XLA's partitioner (run by ``xla.py``).
 
     python jax_llama.py LAYOUT LAYERS WIDTH BATCH LENGTH VOCABULARY HEADS INNER
 
@@ -129,7 +129,7 @@ def main() -> None:
 
 
 def dots(text: str) -> float:
-    """FLOPs of the products of matrices: twice the result for each contracted position."""
+    """Return the FLOPs of matrix products: twice the size of the result for each contracted position."""
     shapes = {
         name: list(map(int, filter(None, dims.split(",")))) for name, dims in re.findall(r"(%[\w.-]+) = \w+\[([\d,]*)\]", text)
     }

@@ -1,4 +1,4 @@
-"""Plans of ``ColwiseParallel`` and ``RowwiseParallel`` for unchanged models, as their users write them."""
+"""Plans of ``ColwiseParallel`` and ``RowwiseParallel`` for unchanged models, as users write them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""More unchanged models, in which nothing was tuned: attention written out, folded heads, parallel blocks, norms behind, experts.
+"""More unchanged models, not tuned for: explicit attention, folded heads, parallel blocks, post-norms, experts.
 
 python benchmarks/program_cost.py --families more --layouts tp,fsdp,tp_dp
 """
@@ -16,7 +16,7 @@ Config = Callable[[Size], dict[str, Any]]
 
 
 def _with(**more: Callable[[Size], Any]) -> Config:
-    """The names that most families have, and more."""
+    """Return the patterns of the parameter names that most families share, and more."""
     return lambda size: llama_like(size) | {name: value(size) for name, value in more.items()}
 
 
@@ -53,7 +53,7 @@ def _none(size: Size) -> int:
 
 
 def _parallel(layers: int) -> int:
-    """Attention and MLP of a layer are added before they are reduced."""
+    """Return how often a family reduces that adds attention and MLP of a layer first."""
     return 2 * layers + 2
 
 

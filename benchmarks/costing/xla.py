@@ -1,4 +1,4 @@
-"""Rows of the table for the same Llama in jax, divided by XLA's partitioner: CPU devices, read from the compiled program."""
+"""Rows of the table for the same Llama in jax, partitioned by XLA for CPU devices; read from the compiled program."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RANKS = {"tp": (4,), "fsdp": (4,), "dp": (4,), "tp_dp": (2, 2)}
 
 
 def rows(size: Size, layouts: Sequence[str], python: str = "") -> Iterator[str]:
-    """One line a layout, or one that says why there is none."""
+    """Yield one line per layout, or one line that says why there is none."""
     python = python or sys.executable
     if subprocess.run([python, "-c", "import jax"], capture_output=True, check=False).returncode:
         yield f"xla: skipped, {python} has no jax (python -m venv elsewhere, pip install jax, --jax-python elsewhere/bin/python)"
@@ -38,7 +38,7 @@ def rows(size: Size, layouts: Sequence[str], python: str = "") -> Iterator[str]:
 
 
 def _by_hand(layout: str, size: Size, parameters: int) -> float:
-    """As ``by_hand`` has it, of jax's parameters."""
+    """Return the costs of ``by_hand`` for jax's parameters."""
     ranks = RANKS[layout]
     n, dp = ranks[-1], ranks[0] if len(ranks) > 1 else 1
     if layout in ("fsdp", "dp"):

@@ -1,4 +1,4 @@
-"""The rows of ``dispatch.py`` on repeated shapes: each case makes its tensors on a side and gives the function to time."""
+"""The rows of ``dispatch.py`` on repeated shapes: each case makes its tensors on a side and returns the function to time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Case = Callable[[Any], Run]
 
 
 def on_shards(op: Callable[..., object], *, operands: int = 1, recorded: bool = False) -> Case:
-    """``op`` on 8 x 8 shards of tensor dim 0; ``recorded`` by autograd."""
+    """Apply ``op`` to 8 x 8 shards of tensor dim 0; with ``recorded``, autograd records it."""
 
     def case(side: Any) -> Run:
         given = [side.shard(0, N, N).requires_grad_(recorded) for _ in range(operands)]
@@ -26,7 +26,7 @@ def on_shards(op: Callable[..., object], *, operands: int = 1, recorded: bool = 
 
 
 def on_tiles(op: Callable[..., object], *, operands: int = 1) -> Case:
-    """``op`` on 8 x 8 blocks of a tensor that a 2-D mesh cuts along both dims."""
+    """Apply ``op`` to 8 x 8 blocks of a tensor that a 2-D mesh shards along both dims."""
 
     def case(side: Any) -> Run:
         given = [side.tiles(N, N) for _ in range(operands)]
@@ -36,7 +36,7 @@ def on_tiles(op: Callable[..., object], *, operands: int = 1) -> Case:
 
 
 def there_and_back(op: Callable[..., Any], *, operands: int = 1) -> Case:
-    """``op`` and the gradients of all operands."""
+    """Run ``op`` and compute the gradients of all operands."""
 
     def case(side: Any) -> Run:
         given = [side.shard(0, N, N).requires_grad_() for _ in range(operands)]
@@ -139,7 +139,7 @@ def cross_entropy_recorded(side: Any) -> Run:
 
 
 def cross_entropy_of_classes(recorded: bool) -> Case:
-    """Each rank has the scores of 8 classes for 8 samples."""
+    """Compute the loss of class scores; each rank has 8 classes for 8 samples."""
 
     def case(side: Any) -> Run:
         x, target = side.shard(1, N, N).requires_grad_(recorded), side.same_ids(N)
@@ -151,7 +151,7 @@ def cross_entropy_of_classes(recorded: bool) -> Case:
 
 
 def attention(dim: int, *, causal: bool = False, backend: SDPBackend | None = None) -> Case:
-    """Attention over (batch, heads, sequence, head dim), the batch or the heads cut."""
+    """Run attention over (batch, heads, sequence, head dim), sharded by batch or by heads."""
 
     def case(side: Any) -> Run:
         query, key, value = (side.shard(dim, 2, 2, SEQUENCE, HEAD_DIM) for _ in range(3))
@@ -168,7 +168,7 @@ def attention(dim: int, *, causal: bool = False, backend: SDPBackend | None = No
 
 
 def distribute(side: Any) -> Run:
-    """64 rows over 8 ranks, the arguments compared as the library does it."""
+    """Distribute 64 rows over 8 ranks, with the library's check of the arguments."""
     full = torch.rand(WORLD * N, N)
     return lambda: side.distribute(full)
 
@@ -184,7 +184,7 @@ def from_local_recorded(side: Any) -> Run:
 
 
 def from_local_of_shape(side: Any) -> Run:
-    """With the global shape given nobody needs to ask the other ranks for it."""
+    """Pass the global shape, so that it need not be exchanged between ranks."""
     local, shape = torch.rand(N, N), torch.Size((WORLD * N, N))
     return lambda: side.wrap(local, shape=shape, stride=(N, 1))
 
@@ -215,13 +215,13 @@ def partial_to_replicate(side: Any) -> Run:
 
 
 def nothing_to_move(side: Any) -> Run:
-    """Already so; plain torch has nothing to write down."""
+    """Redistribute to the present placements; plain torch has no work here."""
     x = side.shard(0, N, N)
     return (lambda: x) if side.ranks == 1 else (lambda: side.to_shard(x))
 
 
 def mlp(side: Any) -> Run:
-    """Tensor-parallel: the hidden dim is sharded, the output is reduced."""
+    """Run a tensor-parallel MLP: the hidden dim is sharded, the output is reduced."""
     x = side.replicate(N, N)
     up, down = side.shard(0, N, N).requires_grad_(), side.shard(1, N, N).requires_grad_()
 
@@ -238,7 +238,7 @@ WIDTH = HEADS * HEAD_DIM
 
 
 class Block(nn.Module):
-    """A transformer block on one sequence; where its linear layers give local tensors, so are the heads."""
+    """A transformer block on one sequence; the heads are local tensors if its linear layers return local tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -259,7 +259,7 @@ class Block(nn.Module):
 
 
 def planned_block(side: Any) -> Run:
-    """Under the tensor-parallel plan of the library: norms and attention on plain tensors."""
+    """Run a block under the library's tensor-parallel plan: norms and attention on plain tensors."""
     block = side.parallelize(Block())
     x = torch.rand(1, SEQUENCE, WIDTH)
 
@@ -271,7 +271,7 @@ def planned_block(side: Any) -> Run:
 
 
 def block_of(side: Any) -> Block:
-    """Heads and hidden features sharded, the rest replicated, in the way of one side."""
+    """Return one side's block with sharded heads and hidden features, the rest replicated."""
     block = Block()
     for name in ("query", "key", "value"):
         block.get_submodule(name).weight = nn.Parameter(side.shard(0, HEAD_DIM, WIDTH))
@@ -285,7 +285,7 @@ def block_of(side: Any) -> Block:
 
 
 def distributed_block(side: Any) -> Run:
-    """Every tensor distributed."""
+    """Run a block with every tensor distributed, forward and backward."""
     block = block_of(side)
     x = side.replicate(1, SEQUENCE, WIDTH)
 
@@ -297,7 +297,7 @@ def distributed_block(side: Any) -> Run:
 
 
 def distributed_block_forward(side: Any) -> Run:
-    """The same without gradients."""
+    """Run a block with every tensor distributed, without gradients."""
     block = block_of(side).requires_grad_(False)
     x = side.replicate(1, SEQUENCE, WIDTH)
     return lambda: block(x)

@@ -1,6 +1,5 @@
-"""The rows of ``dispatch.py`` on shapes never seen before: what the first call of an op costs.
-
-A case takes a size that nobody has used yet, makes its tensors and gives the function whose first call is timed.
+"""The rows of ``dispatch.py`` on new shapes: the time of the first call of an op. A case takes a size not used before, makes its
+tensors and returns the function whose first call is timed.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ ColdCase = Callable[[Any, int], Run]
 
 
 def rows(op: Callable[..., object], *, operands: int = 1) -> ColdCase:
-    """``op`` on tensors whose sharded dim has ``n`` rows a rank."""
+    """Apply ``op`` to tensors whose sharded dim has ``n`` rows per rank."""
 
     def case(side: Any, n: int) -> Run:
         given = [side.shard(0, n, 8) for _ in range(operands)]
@@ -26,7 +25,7 @@ def rows(op: Callable[..., object], *, operands: int = 1) -> ColdCase:
 
 
 def tiles(op: Callable[..., object], *, operands: int = 1) -> ColdCase:
-    """The same on a 2-D mesh that cuts both dims."""
+    """Apply ``op`` to tensors that a 2-D mesh shards along both dims."""
 
     def case(side: Any, n: int) -> Run:
         given = [side.tiles(n, 8) for _ in range(operands)]

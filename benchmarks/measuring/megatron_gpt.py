@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 
 class _Copy(torch.autograd.Function):
-    """Identity; its gradient is summed over ranks."""
+    """Identity whose gradient is summed over ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
@@ -27,7 +27,7 @@ class _Copy(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over ranks; its gradient passes."""
+    """Sum over ranks whose gradient passes unchanged."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
@@ -45,7 +45,7 @@ def _part(p: Tensor, dim: int, group: Any) -> nn.Parameter:
 
 
 def _copied(module: nn.Module, group: Any) -> None:
-    """What goes into ``module`` is copied: its gradient is summed."""
+    """Sum the gradient of the input of ``module`` over ranks."""
     module.register_forward_pre_hook(lambda _, args: (_Copy.apply(args[0], group), *args[1:]))
 
 
@@ -60,7 +60,7 @@ def _split(module: Any, columns: tuple[str, ...], rows: str, group: Any) -> None
 
 
 def split_part(model: Any, group: Any) -> nn.Module:
-    """One feed-forward layer or one block split, in place: ``model.part``."""
+    """Keep this rank's part of ``model.part``, a feed-forward layer or a block, in place."""
     part = model.part
     if hasattr(part, "attention"):
         _split(part.attention, ("query", "key", "value"), "out", group)
@@ -69,7 +69,7 @@ def split_part(model: Any, group: Any) -> nn.Module:
 
 
 def split(model: Any, group: Any) -> nn.Module:
-    """``model`` with this rank's parts of its weights, in place."""
+    """Keep this rank's parts of the weights of ``model``, in place."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     for block in model.blocks:
         _split(block.attention, ("query", "key", "value"), "out", group)
@@ -89,7 +89,7 @@ def split(model: Any, group: Any) -> nn.Module:
 
 
 def loss_of(group: Any) -> Callable[[Tensor, Tensor], Tensor]:
-    """The mean cross-entropy of logits of which each rank has a part of the vocabulary."""
+    """Return the mean cross-entropy of logits sharded over the vocabulary."""
     rank = dist.get_rank(group)
 
     def loss(logits: Tensor, targets: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""The three columns of ``dispatch.py``: plain torch by hand, ``torch.distributed.tensor`` (the peer) and ``dtensor``.
+"""The three columns of ``dispatch.py``: plain torch, ``torch.distributed.tensor`` ("peer") and ``dtensor``.
 
-A case is written once, against a side: it asks for tensors by their local shape and runs torch functions on what it gets.
+A case is written once, against a side: it asks for tensors by their local shape and runs torch functions on them.
 The process group is torch's fake one, so a collective takes no time and computes nothing.
 """
 
@@ -25,7 +25,7 @@ _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  #
 
 
 class Side(Protocol):
-    """How one column of the table makes tensors, and what a collective is to it."""
+    """How one column of the table makes tensors and runs collectives."""
 
     ranks: int  # over which a sharded dim is spread
     grid: tuple[int, int]  # the same on the 2-D mesh
@@ -34,32 +34,32 @@ class Side(Protocol):
     def replicate(self, *shape: int) -> Any: ...
     def partial(self, *shape: int) -> Any: ...
     def tiles(self, *local: int) -> Any:
-        """On the 2-D mesh, tensor dims 0 and 1 sharded."""
+        """Return a tensor on the 2-D mesh with tensor dims 0 and 1 sharded."""
 
     def rows(self, *local: int) -> Any:
-        """On the 2-D mesh, tensor dim 0 sharded along its first mesh dim."""
+        """Return a tensor on the 2-D mesh with tensor dim 0 sharded along the first mesh dim."""
 
     def columns(self, *local: int) -> Any:
-        """On the 2-D mesh, tensor dim 1 sharded along its second mesh dim."""
+        """Return a tensor on the 2-D mesh with tensor dim 1 sharded along the second mesh dim."""
 
     def ids(self, count: int, high: int) -> Any: ...
     def same_ids(self, count: int) -> Any:
-        """Numbers that all ranks hold."""
+        """Return indices replicated on all ranks."""
 
     def wrap(self, local: Tensor, **known: Any) -> Any: ...
     def unwrap(self, x: Any) -> Tensor: ...
     def distribute(self, full: Tensor) -> Any:
-        """This rank's rows of a tensor that every rank has."""
+        """Return this rank's rows of a tensor that every rank has."""
 
     def to_replicate(self, x: Any) -> Any: ...
     def to_shard(self, x: Any) -> Any: ...
     def reduce(self, x: Any) -> Any: ...
     def parallelize(self, block: torch.nn.Module) -> torch.nn.Module:
-        """A block of ``dispatch_cases`` under the tensor-parallel plan that users write."""
+        """Apply the tensor-parallel plan that users write to a block of ``dispatching.cases``."""
 
 
 class Plain:
-    """What one rank does, written by hand."""
+    """The hand-written work of one rank."""
 
     ranks, grid = 1, (1, 1)
 
@@ -175,5 +175,5 @@ class Distributed:
 
 
 def all_sides() -> dict[str, Side]:
-    """By column name; needs the process group."""
+    """Return the sides by column name; needs the process group."""
     return {"plain": Plain(), "peer": Distributed(peer), "ours": Distributed(dtensor)}

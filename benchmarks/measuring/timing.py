@@ -1,7 +1,6 @@
-"""Host time of several functions that do the same thing, measured side by side so that a noisy machine is noisy to all.
-
-Host time is what the calling thread computes: nothing here waits, so on a quiet machine it is the time on the wall, and on
-a busy one it leaves out the time given to other programs.
+"""Host time of several functions for the same work, measured alternately so that noise of the machine affects all alike. Host
+time is the processor time of the calling thread. Nothing here waits, so on a quiet machine it equals wall time, and on a busy one
+it leaves out the time of other programs.
 """
 
 from __future__ import annotations
@@ -39,10 +38,9 @@ def interleaved(
     effort: Effort,
     around: Callable[[str], AbstractContextManager[object]] = nullcontext,
 ) -> dict[str, float | str]:
-    """Each function's median time in seconds, or the name of the error that it raised.
-
-    The functions take turns, each round in another order, so that a slow moment of the machine hits no one alone. Each turn of
-    one runs inside ``around(name)``, which is not timed.
+    """Return each function's median time in seconds, or the name of the error that it raised. The functions alternate, each round
+    in another order, so that noise of the machine affects all alike. Each turn of a function runs inside ``around(name)``, which
+    is not timed.
     """
     result: dict[str, float | str] = {}
     counts: dict[str, int] = {}
@@ -62,7 +60,7 @@ def interleaved(
 
 
 def first_calls(rounds: Iterable[Mapping[str, Callable[[], object]]]) -> dict[str, float | str]:
-    """As :func:`interleaved`, of functions that are called once: each round brings new ones. The first round does not count."""
+    """As :func:`interleaved`, for functions that are called once: each round makes new ones. The first round does not count."""
     times: dict[str, list[float]] = {}
     errors: dict[str, float | str] = {}
     for number, functions in enumerate(rounds):
@@ -96,7 +94,7 @@ def _time(function: Callable[[], object], count: int) -> float:
 
 
 def machine() -> dict[str, str]:
-    """What the numbers were measured on and with."""
+    """Describe the machine and the software versions of a measurement."""
     return {
         "cpu": _cpu(),
         "cores": str(os.cpu_count()),

@@ -1,4 +1,4 @@
-"""What ``redistribute.py`` measures: pairs of placements, shapes, and what each rank must hold before and after."""
+"""Cases of ``redistribute.py``: pairs of placements, shapes, and each rank's data before and after."""
 
 from __future__ import annotations
 
@@ -53,10 +53,9 @@ class Case:
 
     @cached_property
     def bound(self) -> int:
-        """Bytes that some rank must receive, whatever the plan.
-
-        At least what it lacks of its new block; and at least the mean over ranks of all transfers: an element with n terms and d
-        receivers takes n - 1 transfers to be reduced and one to each receiver but the one that reduces, if that can be one.
+        """Return the minimum, over all plans, of the bytes that the busiest rank receives. A rank receives at least the missing
+        part of its new block, and the busiest at least the mean over ranks of all transfers: an element with n partial values and
+        d receivers takes n - 1 transfers to be reduced and one to each receiver except the reducing rank, if it is a receiver.
         """
         after = [a if b == "P" else b for a, b in zip(self.src, self.dst, strict=True)]  # a value becomes a term for nothing
         terms = math.prod(n for n, a, b in zip(self.mesh, self.src, self.dst, strict=True) if a == "P" and b != "P")
@@ -73,7 +72,7 @@ class Case:
         return 4 * most
 
     def blocks(self, placements: Sequence[str]) -> list[Block]:
-        """Each rank's region: the tensor cut by ``torch.chunk`` along one mesh dim after the other."""
+        """Return each rank's region: ``torch.chunk`` splits the tensor along one mesh dim after the other."""
         return [_block(placements, self.mesh, coordinate, self.shape) for coordinate in np.ndindex(*self.mesh)]
 
 
@@ -83,7 +82,7 @@ class Block:
     size: tuple[int, int]
 
     def common(self, other: Block) -> int:
-        """Elements in both."""
+        """Return the number of elements in both regions."""
         return math.prod(
             max(0, min(a + n, b + m) - max(a, b))
             for a, n, b, m in zip(self.start, self.size, other.start, other.size, strict=True)
@@ -98,7 +97,7 @@ class Block:
 
 
 def _transfers(cell: Block, old: Sequence[Block], new: Sequence[Block], terms: int) -> int:
-    """The fewest transfers of the elements of ``cell``, which every block holds wholly or not at all."""
+    """Return the minimum number of transfers of the elements of ``cell``, each block having all of them or none."""
     holders, receivers = ({rank for rank, block in enumerate(side) if block.common(cell)} for side in (old, new))
     return math.prod(cell.size) * (terms - 1 + len(receivers) - bool(holders & receivers))
 
@@ -115,7 +114,7 @@ def _block(placements: Sequence[str], mesh: tuple[int, ...], coordinate: tuple[i
 
 
 def cases(world: int, sizes: Sequence[str], only: Sequence[str] = (), meshes: Sequence[str] = ()) -> Iterator[Case]:
-    """All cases that run on ``world`` ranks."""
+    """Return all cases that run on ``world`` ranks."""
     for mesh in MESHES[world]:
         if meshes and "x".join(map(str, mesh)) not in meshes:
             continue
@@ -134,7 +133,8 @@ def value(case: Case) -> torch.Tensor:
 
 
 def local(case: Case, rank: int) -> torch.Tensor:
-    """What ``rank`` holds before: its block, or its term (0 from the first rank, then multiples that sum to the value)."""
+    """Return the source data of ``rank``: its block, or its partial value (multiples of the value, 0 on the first rank, that sum
+    to it)."""
     terms = math.prod(n for n, p in zip(case.mesh, case.src, strict=True) if p == "P")
     mine = case.blocks(case.src)[rank].of(value(case))
     position = 0
@@ -146,6 +146,6 @@ def local(case: Case, rank: int) -> torch.Tensor:
 
 
 def placements(library: ModuleType, spelled: Sequence[str]) -> list[Any]:
-    """``("S0", "R")`` as a library's placements."""
+    """Convert placements such as ``("S0", "R")`` to a library's."""
     made = {"R": library.Replicate(), "P": library.Partial()}
     return [made[p] if p in made else library.Shard(int(p[1])) for p in spelled]

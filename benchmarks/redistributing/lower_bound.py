@@ -1,7 +1,6 @@
-"""The floor of ``redistribute.py``: exactly the pieces that ranks lack, exchanged by hand, with no library around.
-
-Who sends what is worked out beforehand, from the blocks alone. Small pieces go in one all-to-all of rows, large ones message by
-message, which is the faster of the two for each. Only for pairs without terms to reduce.
+"""The lower bound of ``redistribute.py``: a hand-written exchange of only the missing elements. The messages are computed
+beforehand from the blocks. Small ones are sent in one all-to-all of rows, large ones as separate messages, whichever is faster.
+Only for pairs without partial values to reduce.
 """
 
 from __future__ import annotations
@@ -19,20 +18,20 @@ Bare = Callable[[], torch.Tensor]
 
 @dataclass(frozen=True)
 class Piece:
-    """What ``sender`` has of what ``receiver`` needs."""
+    """The elements that ``sender`` has and ``receiver`` needs."""
 
     sender: int
     receiver: int
     block: Block
 
     def of(self, value: torch.Tensor, held: Block) -> torch.Tensor:
-        """The piece in a rank's block."""
+        """Return the piece as a view of a rank's block."""
         (i, j), (m, n) = self.block.start, self.block.size
         return value[i - held.start[0] :, j - held.start[1] :][:m, :n]
 
 
 def pieces(case: Case) -> Iterator[Piece]:
-    """Each part of each rank's new block once: from the rank itself where it holds it, else from the holders in turn."""
+    """Return each part of each rank's new block once: from the rank itself if it has it, else from its holders in turn."""
     old, new = case.blocks(case.src), case.blocks(case.dst)
     holders: dict[Block, list[int]] = {}
     for rank, block in enumerate(old):
@@ -48,7 +47,7 @@ def pieces(case: Case) -> Iterator[Piece]:
 
 
 def bare_of(case: Case, rank: int) -> Bare | None:
-    """The exchange for this rank, all of whose ranks must ask for it; None where terms are reduced or made."""
+    """Return this rank's exchange, None where partial values are reduced or made; all ranks must call this."""
     if "P" in (*case.src, *case.dst):
         return None
     every = list(pieces(case))
@@ -102,7 +101,7 @@ _GROUPS: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
 
 def _group(case: Case, every: list[Piece], rank: int) -> tuple[tuple[int, ...], dist.ProcessGroup | None]:
-    """The ranks that have something for each other, directly or through others, and their group."""
+    """Return the ranks that exchange data with this one, directly or through others, and their process group."""
     parts = [{r} for r in range(case.ranks)]
     for piece in every:
         a, b = (next(part for part in parts if r in part) for r in (piece.sender, piece.receiver))

@@ -1,4 +1,4 @@
-"""One rank of ``redistribute.py``: measures every case for both libraries, taking turns in the same process."""
+"""One rank of ``redistribute.py``: measures every case for both libraries, alternating in the same process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SIDES: dict[str, ModuleType] = {"peer": peer, "ours": dtensor}
 
 @dataclass(frozen=True)
 class Effort:
-    """Rounds per case, and for how long each library runs in one of them."""
+    """Rounds per case, and the seconds for which each library runs in a round."""
 
     rounds: int = 7
     seconds: float = 0.03
@@ -43,7 +43,7 @@ class Effort:
 
 
 class Traffic(TorchDispatchMode):
-    """Counts functional collectives and the bytes that the usual ring algorithms bring to this rank."""
+    """Counts functional collectives and the bytes that this rank receives by the usual ring algorithms."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Traffic(TorchDispatchMode):
 
 
 def measure(rank: int, path: str, options: Any, pipe: Any) -> None:
-    """The process of one rank; the first one sends a row per case."""
+    """Run one rank's process; the first rank sends a row per case."""
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
@@ -123,7 +123,7 @@ def _call(case: Case, rank: int, library: ModuleType) -> Callable[[], Any]:
 
 
 def _source(case: Case, rank: int, library: ModuleType) -> tuple[Any, Any]:
-    """The tensor to move, and its mesh."""
+    """Return the source tensor and its mesh."""
     make = library.init_device_mesh if hasattr(library, "init_device_mesh") else dist.device_mesh.init_device_mesh
     mesh = _MESHES.setdefault((library, case.mesh), make("cpu", case.mesh)) if (library, case.mesh) in _MESHES else None
     if mesh is None:
@@ -139,7 +139,7 @@ _MESHES: dict[Any, Any] = {}
 
 
 def _checked(case: Case, rank: int, call: Callable[[], Any]) -> str:
-    """Empty, "wrong", or the name of the error; the worst of all ranks, on all of them."""
+    """Return "", "wrong" or the name of the error: the worst of all ranks, the same on every rank."""
     try:
         got = call()
         if "P" in case.dst:
@@ -156,7 +156,7 @@ def _checked(case: Case, rank: int, call: Callable[[], Any]) -> str:
 
 
 def _cost(call: Callable[[], Any], name: str, case: Case) -> dict[str, Any]:
-    """Collectives, bytes received and peak memory of the busiest rank (its source included)."""
+    """Return collectives, bytes received and peak memory of the busiest rank (its source included)."""
     call()
     if name == "peer":
         with Traffic() as traffic:
@@ -183,7 +183,7 @@ def _cost(call: Callable[[], Any], name: str, case: Case) -> dict[str, Any]:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """The profiler's library writes to the file descriptor of stderr itself."""
+    """Discard stderr by its file descriptor, to which the profiler's library writes directly."""
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     try:
@@ -195,7 +195,7 @@ def _silent() -> Iterator[None]:
 
 
 def _times(calls: dict[str, Callable[[], Any]], effort: Effort, case: Case) -> dict[str, tuple[float, float]]:
-    """Per library the median seconds: wall of the slowest rank, CPU of all ranks together."""
+    """Return the median seconds per library: wall time of the slowest rank, CPU time of all ranks together."""
     counts = {name: _count(call, effort, case) for name, call in calls.items()}
     mine: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
     for k in range(effort.rounds if max(counts.values(), default=0) > 1 else max(3, effort.rounds // 2)):
@@ -228,7 +228,7 @@ def _timed(call: Callable[[], Any], count: int) -> tuple[float, float]:
 
 
 def _count(call: Callable[[], Any], effort: Effort, case: Case) -> int:
-    """Calls per round, the same on all ranks."""
+    """Return the number of calls per round, the same on all ranks."""
     wall, _ = _timed(call, 2)
     slowest = torch.tensor([wall])
     dist.all_reduce(slowest, dist.ReduceOp.MAX)

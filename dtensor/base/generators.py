@@ -16,9 +16,7 @@ _GENERATOR_LOCK = RLock()
 
 
 def default_generator(device: torch.device) -> torch.Generator:
-    """Return the generator of random operations without ``generator=`` on ``device``: the CPU's for a device type that has
-    none.
-    """
+    """Return the default generator of random operations on ``device``: the CPU's for a device type that has none."""
     if device.type in ("cpu", "meta"):
         return torch.default_generator
     module: Any = torch.get_device_module(device)

@@ -11,9 +11,7 @@ _FIRST_USE_HOOKS: list[Callable[[], None]] = []
 
 
 def register_provider(module: str, *names: str) -> None:
-    """Register ``module`` as the provider of the functions ``names``. Only the package root calls this: it may import every
-    package.
-    """
+    """Register ``module`` as the provider of functions. Only the package root calls this: it may import every package."""
     _PROVIDERS.update(dict.fromkeys(names, module))
 
 

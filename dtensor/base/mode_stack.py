@@ -96,9 +96,7 @@ class ModeStack(Generic[T]):
             self.leave(block)
 
     def enter(self, value: T) -> ModeBlock[T]:
-        """Enter a block without ``with``, for objects that define ``__enter__`` and ``__exit__`` themselves. End it by
-        :meth:`leave`.
-        """
+        """Enter a block that :meth:`leave` ends, for objects that define ``__enter__`` and ``__exit__`` themselves."""
         block = ModeBlock(value, self.held)
         block.token = self._blocks.set((*self._blocks.get(), block))
         self._publish_to_autograd()

@@ -28,24 +28,24 @@ class Recorder(Protocol):
 
     paused: int
 
-    def site(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def record_op(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run ``fn(*args, **kwargs)`` and record it as one step."""
 
-    def effect(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def record_mutation(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run ``fn(*args, **kwargs)`` and record it as one step that writes to the memory of its tensor arguments."""
 
-    def aside(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_untracked(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run ``fn(*args, **kwargs)`` without recording it."""
 
-    def knows(self, pending: Any) -> bool:
+    def has_recorded(self, pending: Any) -> bool:
         """Return True if the pending collective began in this recording."""
 
-    def apart(self, owner: Any, empty: Mapping[str, Any]) -> None:
+    def isolate_state(self, owner: Any, empty: Mapping[str, Any]) -> None:
         """Announce attributes of ``owner`` that carry state between calls, before they are read. A recording starts with the
         values ``empty`` and restores the earlier values at its end.
         """
 
-    def undo(self, fn: Callable[[], Any]) -> None:
+    def on_refusal(self, fn: Callable[[], Any]) -> None:
         """Register ``fn`` to be called if the recording is refused before it ends."""
 
 
@@ -89,21 +89,21 @@ def is_recorded_by(reference: weakref.ref[Any] | None, recorder: Any) -> bool:
 
 def recorded_op(fn: Callable[ParamsT, ResultT]) -> Callable[ParamsT, ResultT]:
     """Mark ``fn`` as one step of a recording."""
-    return _mark(fn, "site")
+    return _mark(fn, "record_op")
 
 
 def recorded_mutation(fn: Callable[ParamsT, ResultT]) -> Callable[ParamsT, ResultT]:
     """Mark ``fn`` as one step of a recording that writes to its arguments."""
-    return _mark(fn, "effect")
+    return _mark(fn, "record_mutation")
 
 
 def untracked(fn: Callable[ParamsT, ResultT]) -> Callable[ParamsT, ResultT]:
     """Mark ``fn`` as no step of a recording: its result is valid for every replay."""
-    return _mark(fn, "aside")
+    return _mark(fn, "run_untracked")
 
 
 def _mark(fn: Callable[ParamsT, ResultT], method: str) -> Callable[ParamsT, ResultT]:
-    """Wrap ``fn``: an active recorder runs it through its method ``how``."""
+    """Wrap ``fn``: an active recorder runs it through its method of this name."""
 
     @wraps(fn)
     def run(*args: ParamsT.args, **kwargs: ParamsT.kwargs) -> ResultT:

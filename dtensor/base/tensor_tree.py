@@ -1,4 +1,4 @@
-"""Tensor tree: map over the tensors inside nested lists, tuples and dicts, in order."""
+"""Tensor tree: map over the tensors inside nested lists, tuples and dicts, in order, and inside wrapper subclasses."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+
+from .torch_internals import is_traceable_wrapper_subclass
 
 
 def iter_tree_leaves(value: Any) -> Iterator[Any]:
@@ -48,6 +50,17 @@ def map_tensors(fn: Callable[[torch.Tensor], Any], value: Any) -> Any:
 
 
 def fill_tensors(value: Any, values: Iterable[Any]) -> Any:
-    """Return the same structure with the values ``xs`` in place of its tensors, in order."""
+    """Return the same structure with ``values`` in place of its tensors, in order."""
     remaining = iter(values)
     return map_tensors(lambda _: next(remaining), value)
+
+
+def map_inner_tensors(fn: Callable[[Any], Any], x: Any) -> Any:
+    """Return ``fn(x)``, or a copy of a traceable wrapper subclass with ``fn``, which keeps shapes, on each inner tensor."""
+    if not is_traceable_wrapper_subclass(x):
+        return fn(x)
+    copy = x.clone()
+    for name in copy.__tensor_flatten__()[0]:
+        inner = getattr(copy, name)
+        inner.copy_(map_inner_tensors(fn, inner))
+    return copy

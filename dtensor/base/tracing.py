@@ -30,10 +30,11 @@ OBSERVER_MODES: dict[
 _VALUELESS_TYPES = (FakeTensor, FunctionalTensor)
 _PROXY = DISPATCH_MODE_KEYS.PROXY
 _FUNCTIONAL = DISPATCH_MODE_KEYS.FUNCTIONAL
+# raised by kernels for operands that they do not accept; ValueError only on meta tensors
 KERNEL_ERRORS = (
     RuntimeError,
     ValueError,
-)  # raised by kernels for operands that they do not accept; ValueError only on meta tensors
+)
 _TRACING_KEYS = (_PROXY, _FUNCTIONAL, DISPATCH_MODE_KEYS.FAKE)
 
 
@@ -72,9 +73,7 @@ def is_analysis_local(local: Any) -> bool:
 
 
 def swap_analysis_local(local: Any) -> Any:
-    """Return the tensor that represented the same local tensor in the earlier run, in which torch found the mutations; None in
-    the first run.
-    """
+    """Return the tensor of this local tensor in the run in which torch found the mutations; None in the first run."""
     state = vars(torch_internals.from_functional(local.elem))
     before, state["_last_run"] = state.get("_last_run"), local
     return before
@@ -86,9 +85,7 @@ def has_data_mutation(local: Any) -> bool:
 
 
 def _dtensor_graph_tracer() -> Any:
-    """Return the tracer of a graph of DTensors (``make_fx``, ``torch.func.linearize``). None if no graph is recorded, or one of
-    local tensors, as by the compiler.
-    """
+    """Return the tracer of a graph of DTensors (``make_fx``, ``linearize``), None if no such graph is recorded."""
     mode = infra_mode(_PROXY)
     return (
         None
@@ -132,9 +129,7 @@ def check_not_in_graph(x: Any, what: str) -> None:
 
 
 def explain_data_dependence(error: Exception, operation: str) -> Exception:
-    """Return ``error``, or the error that explains it if ``operation`` needed a number that depends on values of a traced
-    program.
-    """
+    """Return the error that explains ``error`` if ``operation`` needed a number from values of a traced program."""
     if not (is_tracing() and isinstance(error, torch_internals.GuardOnDataDependentSymNode)):
         return error
     return UnsupportedOperationError(
@@ -155,9 +150,7 @@ def is_observer(mode: Any) -> bool:
 
 
 def has_only_observers(of_dtensors: bool = False) -> bool:
-    """Return True if all active dispatch modes are observers. ``of_dtensors=True`` also accepts modes that record operators on
-    DTensors, as recorders of the library do.
-    """
+    """Return True if all active modes are observers; ``of_dtensors=True`` also accepts recorders of DTensor operators."""
     return not count_dispatch_modes() or all(
         is_observer(mode) or (of_dtensors and hasattr(mode, "of_dtensors")) for mode in current_dispatch_modes()
     )

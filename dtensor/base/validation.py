@@ -76,9 +76,7 @@ def refuse_torch_dtensor(tensor: torch.Tensor, what: str) -> None:
 
 
 def check_strided(tensor: Any, what: str, sparse: bool = False) -> torch.Tensor:
-    """Return ``tensor`` if it has sizes and strides, so that it can be sharded. ``sparse=True`` also accepts sparse tensors,
-    which are always replicated.
-    """
+    """Return ``tensor`` if it has strides, so that it can be sharded. ``sparse=True`` also accepts replicated sparse ones."""
     if not isinstance(tensor, torch.Tensor):
         raise ArgumentError(f"{what} takes a torch.Tensor, got {type(tensor).__name__}; write torch.as_tensor(value)")
     refuse_torch_dtensor(tensor, what)

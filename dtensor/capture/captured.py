@@ -25,9 +25,9 @@ from ..plan.api import run_and_plan
 from ..plan.plan_executor import PlanExecutor
 from ..plan.program_plan import ProgramPlan
 from .captured_program import Program, Sources
-from .collectives import MAX_BUCKET_BYTES
 from .guards.guard_discovery import discover_guards
 from .guards.guard_set import GuardSet, ObservedCode
+from .passes import MAX_BUCKET_BYTES
 from .recording import Recording
 from .recording_check import HAS_ROOM, RankAgreement, agree_on_bits, check_recording, collect_groups, is_confirmed_by
 from .signature import Signature, current_modes, make_signature
@@ -264,10 +264,10 @@ class Captured(Generic[P, T]):
             if self._check is not None:
                 entry.replays += 1
                 if entry.replays % self._check == 0:
-                    return self._record(key, signature, guards, entry)
+                    return self._record_call(key, signature, guards, entry)
             self._replayed += 1
             return entry.program.replay(sources)
-        return self._record(key, signature, guards, entry) if has_room else self._run_beyond_limit(*args, **kwargs)
+        return self._record_call(key, signature, guards, entry) if has_room else self._run_beyond_limit(*args, **kwargs)
 
     def _agree_on_entry(
         self, key: Any, agreement: RankAgreement, signature: Signature, guards: GuardSet
@@ -305,7 +305,7 @@ class Captured(Generic[P, T]):
         self._plain += 1
         return self.fn(*args, **kwargs)
 
-    def _record(self, key: Any, signature: Signature, guards: GuardSet, waiting: _CachedProgram | None = None) -> T:
+    def _record_call(self, key: Any, signature: Signature, guards: GuardSet, waiting: _CachedProgram | None = None) -> T:
         """Record a call and return the function's result.
 
         ``waiting``: a recording with guards that hold. It waits for its backward pass, for a recording that confirms it, or for a

@@ -26,7 +26,6 @@ from ..tensor.dtensor import DTensor
 from ..tensor.views.block_owners import local_tensors_of
 from .carried_gradients import GradGuards, set_carried_state
 from .codegen import TapeFunction
-from .collectives import MAX_BUCKET_BYTES, bucket_collectives, overlap_collectives
 from .outputs import (
     ENV,
     CarriedOutput,
@@ -40,7 +39,7 @@ from .outputs import (
     ViewOutput,
     apply_views,
 )
-from .passes import optimize_tape
+from .passes import MAX_BUCKET_BYTES, bucket_collectives, optimize_tape, overlap_collectives
 from .signature import MetadataGuard, TensorCheck, describe_tensor, make_picker, strides_of
 from .tape import LocalMetadata, Step, Tape, Var
 
@@ -70,7 +69,7 @@ class InputSpec(NamedTuple):
     strides: tuple[tuple[int, ...], ...]
 
     @staticmethod
-    def of(ref: InputRef, x: Any, locals_: tuple[Var, ...], strides: tuple[tuple[int, ...], ...]) -> InputSpec:
+    def describe(ref: InputRef, x: Any, locals_: tuple[Var, ...], strides: tuple[tuple[int, ...], ...]) -> InputSpec:
         is_dtensor = isinstance(x, DTensor)
         return InputSpec(ref, is_dtensor, isinstance(x._local if is_dtensor else x, PerRank), locals_, strides)
 
@@ -243,7 +242,7 @@ class Program:
         earlier = tuple(
             dict.fromkeys(var for var in read if var not in computed and var not in incoming and var not in constants)
         )
-        tape = self._optimize(Tape(inputs + earlier, backward.steps, results, constants), external)
+        tape = self._optimize_tape(Tape(inputs + earlier, backward.steps, results, constants), external)
         backward.needed = tuple(var for var in tape.inputs if var not in incoming)
         tape.inputs = inputs + backward.needed
         shared = {var.storage for var in tape.inputs} | {var.storage for var in constants}
@@ -256,7 +255,7 @@ class Program:
         self.backwards[key] = backward
         self.compiled, self.ready = None, True
 
-    def _optimize(self, tape: Tape, external: frozenset[int]) -> Tape:
+    def _optimize_tape(self, tape: Tape, external: frozenset[int]) -> Tape:
         tape = optimize_tape(tape, self.metadata, external)
         tape.steps = overlap_collectives(tape.steps, self.metadata, external, self.bucket_bytes)
         return tape
@@ -269,7 +268,7 @@ class Program:
         results = tuple(var for tensor in self.computed for var in tensor.locals)
         saved = tuple(dict.fromkeys(var for backward in self.backwards.values() for var in backward.needed))
         external = frozenset(self._input_storages())
-        tape = self._optimize(Tape(inputs, self.steps, results + saved, self.constants), external)
+        tape = self._optimize_tape(Tape(inputs, self.steps, results + saved, self.constants), external)
         tape.inputs = inputs
         owners: list[tuple[int, InputRef | int]] = [(var.storage, spec.ref) for spec in self.inputs for var in spec.locals]
         owners += [(var.storage, number) for number, tensor in enumerate(self.computed) for var in tensor.locals]
@@ -285,13 +284,13 @@ class Program:
         """Return what the function would return for these inputs, and leave the tensors that it would leave."""
         if autocast_enabled():  # the casts of autocast are steps of the tape
             with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False, dtype=torch.float16):
-                computed = self._compute(sources)
+                computed = self._compute_tensors(sources)
         else:
-            computed = self._compute(sources)
+            computed = self._compute_tensors(sources)
         leaves = self.make_outputs(computed, sources)
         return leaves[0] if self.has_single_output else pytree.tree_unflatten(leaves, self.output_tree)
 
-    def _compute(self, sources: Sources) -> Sequence[Any]:
+    def _compute_tensors(self, sources: Sources) -> Sequence[Any]:
         """Return the computed tensors; those that require grad are outputs of one autograd node."""
         if not self.differentiable:
             return self.run_forward(self.get_or_compile(), sources)

@@ -119,7 +119,7 @@ class LeafGradients:
 
     Attributes:
         accumulated: numbers of the leaves that a backward pass inside of the run gave a gradient.
-        looked_at: addresses of tensors that were passed to a torch function, such as ``x.shape``.
+        passed_to_torch: addresses of tensors that were passed to a torch function, such as ``x.shape``.
         are_used: whether the run depends on gradients from before, or changes them.
         hooks_are_used: whether the run depends on hooks: a backward pass may have called them, or code read them.
     """
@@ -131,13 +131,13 @@ class LeafGradients:
         self._before = {number: x.grad for number, x in self._leaves.items()}
         numbers, kinds = tuple(self._leaves), [*map(_state_kind, library_states)]
         self._guards = GradGuards(
-            numbers, _hook_ids(leaves), _grad_kinds(self.before()), make_picker(numbers), library_states, kinds
+            numbers, _hook_ids(leaves), _grad_kinds(self.gradients_before()), make_picker(numbers), library_states, kinds
         )
         self.accumulated: set[int] = set()
-        self.looked_at: set[int] = set()
+        self.passed_to_torch: set[int] = set()
         self.are_used = self.hooks_are_used = False
 
-    def before(self) -> list[torch.Tensor | None]:
+    def gradients_before(self) -> list[torch.Tensor | None]:
         """Return the gradient of each leaf before the run, then the tensors of the library states."""
         return [*self._before.values(), *tensor_tree.tensor_leaves([[*values.values()] for _, values in self._states])]
 
@@ -150,7 +150,7 @@ class LeafGradients:
         changed = [state for state, before in self._states if [*map(id, state.values())] != [*map(id, before.values())]]
         return [(state, *pytree.tree_flatten(dict(state))) for state in changed]
 
-    def replaced(self) -> dict[int, torch.Tensor | None]:
+    def replaced_gradients(self) -> dict[int, torch.Tensor | None]:
         """Return the gradients, by number of the leaf, that are another object than before, or None."""
         replaced = {number: x.grad for number, x in self._leaves.items() if x.grad is not self._before[number]}
         self.are_used |= bool(replaced)
@@ -169,7 +169,7 @@ class LeafGradients:
             return self._guards
         if self.are_used or not self._states:
             return self._guards._replace(hooks=None) if self.are_used else GradGuards()
-        state_tensors = self.before()[len(self._leaves) :]
+        state_tensors = self.gradients_before()[len(self._leaves) :]
         return GradGuards(
             grad_kinds=_grad_kinds(state_tensors),
             library_states=self._guards.library_states,
@@ -177,7 +177,7 @@ class LeafGradients:
         )
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
+    def observed_access(self) -> Iterator[None]:
         """Inside of the context, note the code that reads ``.grad`` and the leaves that get gradients."""
         self._thread = get_ident()
         with ExitStack() as stack:
@@ -211,7 +211,7 @@ class _GradAccessMode(TorchFunctionMode):
             self._gradients.are_used = True
         if func in _HOOK_FUNCTIONS:
             self._gradients.are_used = self._gradients.hooks_are_used = True
-        self._gradients.looked_at.update(id(x) for x in args if isinstance(x, torch.Tensor))
+        self._gradients.passed_to_torch.update(id(x) for x in args if isinstance(x, torch.Tensor))
         return func(*args, **(kwargs or {}))
 
 

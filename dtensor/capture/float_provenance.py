@@ -101,7 +101,7 @@ class FloatTracer:
         self.has_floats = True
         return traced
 
-    def compute(self, fn: Callable[..., Any], *args: Any) -> Any:
+    def compute_traced(self, fn: Callable[..., Any], *args: Any) -> Any:
         """Return ``fn(*args)`` and record it as a step."""
         value = fn(*map(to_plain_float, args))
         if not self.is_tracing:
@@ -216,7 +216,7 @@ def _make_tracing(fn: Any) -> Any:
     @wraps(fn)
     def run(*args: Any, **kwargs: Any) -> Any:
         traced = next((x for x in args if type(x) is TracedFloat), None)
-        return fn(*args, **kwargs) if traced is None or kwargs else traced.tracer.compute(fn, *args)
+        return fn(*args, **kwargs) if traced is None or kwargs else traced.tracer.compute_traced(fn, *args)
 
     return run
 
@@ -293,12 +293,12 @@ def _add_operators() -> None:
     def make_binary(fn: Any, is_reflected: bool = False) -> Any:
         def run(self: TracedFloat, other: Any) -> Any:
             pair = (other, self) if is_reflected else (self, other)
-            return self.tracer.compute(fn, *pair) if isinstance(other, (int, float)) else NotImplemented
+            return self.tracer.compute_traced(fn, *pair) if isinstance(other, (int, float)) else NotImplemented
 
         return run
 
     def make_unary(fn: Any) -> Any:
-        return lambda self: self.tracer.compute(fn, self)
+        return lambda self: self.tracer.compute_traced(fn, self)
 
     def make_escaping(name: str) -> Any:
         method = getattr(float, name)

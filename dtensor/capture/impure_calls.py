@@ -29,9 +29,8 @@ import torch
 from ..base import tensor_tree
 from ..errors import CaptureError
 from .guards.bytecode_names import read_code_names
-from .guards.container_guards import cell_contents
-from .guards.guard_set import ObservedCode
-from .guards.object_ownership import MISSING
+from .guards.guard_set import ObservedCode, cell_contents
+from .guards.object_model import MISSING
 from .tape import Step, Var
 
 _VALUE_READERS = frozenset(  # methods of tensors that no dispatch key sees
@@ -60,6 +59,7 @@ _PURE_FUNCTIONS = {
         "getfilesystemencoding", "getprofile", "intern", "is_finalizing", "setprofile", "setrecursionlimit", "settrace",
         "unraisablehook",
     }),
+    "thread": frozenset({"__enter__", "__exit__", "allocate_lock", "get_ident", "get_native_id", "release"}),
     "tracemalloc": frozenset({"start", "stop"}),
 }
 # fmt: on
@@ -146,7 +146,7 @@ class CallMonitor:
                 raise self._impure_call_error(fn)
         profiler: Any = sys.getprofile()
         self._user_profiler = profiler if callable(profiler) else None
-        sys.setprofile(self._profile)
+        sys.setprofile(self._on_profile_event)
         try:
             yield
         finally:
@@ -156,7 +156,7 @@ class CallMonitor:
         if self._error is not None:
             raise self._error
 
-    def _profile(self, frame: FrameType, event: str, fn: Any) -> None:
+    def _on_profile_event(self, frame: FrameType, event: str, fn: Any) -> None:
         if self._user_profiler is not None:
             self._user_profiler(frame, event, fn)
         if event == "call":
@@ -301,7 +301,7 @@ class ConstantStorages:
     def __init__(self) -> None:
         self._storages: set[int] = set()
 
-    def hold(self, variables: Iterable[Var]) -> bool:
+    def contain(self, variables: Iterable[Var]) -> bool:
         """Return True if there are variables, and all of them are in constant memory."""
         storages = {var.storage for var in variables}
         return bool(storages) and storages <= self._storages

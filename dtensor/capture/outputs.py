@@ -19,7 +19,7 @@ from ..tensor.dtensor import DTensor
 from ..tensor.views.block_owners import local_tensors_of
 from ..tensor.views.lazy_view import LazyView
 from .float_provenance import TracedFloat, to_plain_float
-from .guards.object_ownership import VALUES
+from .guards.object_model import VALUES
 from .recorder import Recorder
 from .tape import Var
 
@@ -98,7 +98,7 @@ class OutputClassifier:
         inputs: the input tensors, by address.
         input_locals: the local values of input DTensors, by address.
         input_storages: storage numbers of the inputs.
-        is_spent: returns True if a backward pass inside of the run has already used a tensor's history.
+        was_differentiated: returns True if a backward pass inside of the run has already used a tensor's history.
 
     Attributes:
         computed: the descriptions of the computed tensors.
@@ -111,10 +111,10 @@ class OutputClassifier:
         inputs: dict[int, InputRef],
         input_locals: dict[int, InputRef],
         input_storages: set[int],
-        is_spent: Callable[[torch.Tensor], bool],
+        was_differentiated: Callable[[torch.Tensor], bool],
     ) -> None:
         self.recorder, self.inputs, self.input_locals = recorder, inputs, input_locals
-        self.input_storages, self.is_spent = input_storages, is_spent
+        self.input_storages, self.was_differentiated = input_storages, was_differentiated
         self.computed: list[ComputedTensor] = []
         self.tensors: list[Any] = []
         self._numbers: dict[int, int] = {}
@@ -207,7 +207,7 @@ class OutputClassifier:
         number = self._numbers.setdefault(id(x), len(self.computed))
         if number == len(self.computed):
             layout = x._layout if isinstance(x, DTensor) else None
-            self.computed.append(ComputedTensor(variables, layout, x.requires_grad and not self.is_spent(x)))
+            self.computed.append(ComputedTensor(variables, layout, x.requires_grad and not self.was_differentiated(x)))
             self.tensors.append(x)
         return number
 

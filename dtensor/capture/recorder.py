@@ -78,7 +78,7 @@ class Recorder(TorchDispatchMode):
         self._count = 0
         self.floats, self.constant_storages = FloatTracer(self.new_float, self._add_step), ConstantStorages()
         self._library_state: dict[int, tuple[Any, dict[str, Any]]] = {}  # by address of its owner, the attributes from before
-        self._undo: list[Callable[[], Any]] = []
+        self._refusal_callbacks: list[Callable[[], Any]] = []
 
     @contextmanager
     def recording_to(self, steps: list[Step]) -> Iterator[None]:
@@ -105,7 +105,7 @@ class Recorder(TorchDispatchMode):
         if self.paused or self not in current_dispatch_modes():  # the recorder itself is running
             return None
         var = None if x is None or x.is_meta else self.find_var(x)
-        allowed = x is not None and (x.is_meta or (var is not None and self.constant_storages.hold((var,))))
+        allowed = x is not None and (x.is_meta or (var is not None and self.constant_storages.contain((var,))))
         return None if allowed else self._operator
 
     @property
@@ -154,7 +154,7 @@ class Recorder(TorchDispatchMode):
             self._add_step(Step(TensorBase.item, (self._var_of(args[0]),), {}, self.floats.last_read, operator=operator))
             return func(*args)
         if is_data_dependent(func, args):
-            if not self.constant_storages.hold(map(self._var_of, tensor_tree.tensor_leaves((args, kwargs)))):
+            if not self.constant_storages.contain(map(self._var_of, tensor_tree.tensor_leaves((args, kwargs)))):
                 raise value_read_error(str(func), operator)
             if func is aten._local_scalar_dense.default:
                 return func(*args)
@@ -192,23 +192,23 @@ class Recorder(TorchDispatchMode):
         return result
 
     # --- the protocol of base/recorder_hooks.py ------------------------------------------------------------------------
-    def site(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def record_op(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run ``fn(*args, **kwargs)`` and record it as one step."""
         step = Step(
             fn, self.to_vars(args), self.to_vars(kwargs), None, required=True, is_library_op=True, operator=self._operator
         )
-        result = self.aside(fn, args, kwargs)
+        result = self.run_untracked(fn, args, kwargs)
         self._finish_step(step, result, {}, [])
         return result
 
-    def effect(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def record_mutation(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run ``fn(*args, **kwargs)`` and record it as one step that writes to its arguments."""
         step = Step(fn, self.to_vars(args), self.to_vars(kwargs), None, required=True, operator=self._operator)
         step.writes = frozenset(var.storage for var in step.inputs)
         self.steps.append(step)
-        return self.aside(fn, args, kwargs)
+        return self.run_untracked(fn, args, kwargs)
 
-    def aside(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_untracked(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run ``fn(*args, **kwargs)`` and record nothing."""
         self._check_generators(fn.__name__)
         self.paused += 1
@@ -219,27 +219,27 @@ class Recorder(TorchDispatchMode):
             for generator, _ in list(self._generators.values()):
                 self._expect_state(generator)
 
-    def knows(self, pending: Any) -> bool:
+    def has_recorded(self, pending: Any) -> bool:
         """Return True if the recorder has recorded the issue of a pending collective."""
         return id(pending) in self._pending
 
-    def apart(self, owner: Any, empty: Mapping[str, Any]) -> None:
+    def isolate_state(self, owner: Any, empty: Mapping[str, Any]) -> None:
         """Set attributes of ``owner``, which hold library state between calls, to ``empty`` until the run ends."""
         if id(owner) not in self._library_state:
             self._library_state[id(owner)] = owner, {name: getattr(owner, name) for name in empty}
             _set_attributes(owner, empty)
 
-    def undo(self, fn: Callable[[], Any]) -> None:
+    def on_refusal(self, fn: Callable[[], Any]) -> None:
         """Call ``fn()`` if the recording is refused."""
-        self._undo.append(fn)
+        self._refusal_callbacks.append(fn)
 
     @contextmanager
     def _restoring_library_state(self) -> Iterator[None]:
-        self._undo.clear()
+        self._refusal_callbacks.clear()
         try:
             yield
         except CaptureError:
-            for fn in reversed(self._undo):
+            for fn in reversed(self._refusal_callbacks):
                 fn()
             raise
         finally:

@@ -11,7 +11,6 @@ from torch.autograd.graph import increment_version
 
 from ..base import tensor_tree
 from ..base.torch_internals import autocast_enabled, pytree
-from ..comm import PerRank
 from ..dispatch.wrap import wrap_local
 from ..errors import CaptureError
 from ..tensor.dtensor import DTensor
@@ -21,7 +20,7 @@ from .carried_gradients import LeafGradients, reachable_from, redistribute_leaf_
 from .float_provenance import TracedFloat, to_plain_float
 from .guards.guard_discovery import discover_guards
 from .guards.guard_set import GuardSet
-from .guards.object_ownership import has_user_attributes, user_attributes
+from .guards.object_model import has_user_attributes, user_attributes
 from .impure_calls import call_captured
 from .outputs import ARG, ENV, GRAD, ComputedTensor, InputRef, OutputClassifier, describe_carried
 from .recorder import Recorder
@@ -70,7 +69,7 @@ class Recording:
         for number, x in enumerate(guards.tensors):
             self._add_input(InputRef(ENV, number), x)
         self.gradients = LeafGradients(guards.tensors, guards.library_states)
-        for number, grad in enumerate(self.gradients.before()):
+        for number, grad in enumerate(self.gradients.gradients_before()):
             if grad is not None:
                 self._add_input(InputRef(GRAD, number), grad)
 
@@ -126,7 +125,7 @@ class Recording:
         if autocast_enabled():
             torch.clear_autocast_cache()
         try:
-            with self.gradients.watched(), self.recorder.recording_to(self.steps):
+            with self.gradients.observed_access(), self.recorder.recording_to(self.steps):
                 self._insert_floats()
                 with around:
                     out = self._call_function(args, kwargs)
@@ -154,7 +153,7 @@ class Recording:
                 for own, local in zip(local_tensors_of(self.user_tensors[ref]), self.locals[ref], strict=True):
                     own.copy_(local)
         linked = self._link_to_autograd(program, tensors)
-        sources = self.signature.tensors, self.guards.tensors, self.gradients.before(), self.guards.floats
+        sources = self.signature.tensors, self.guards.tensors, self.gradients.gradients_before(), self.guards.floats
         result = pytree.tree_unflatten(program.make_outputs(linked, sources), tree)
         self.recorder.views.clear()
         return result, None if changed else program, changed
@@ -209,8 +208,8 @@ class Recording:
         refs = {id(x): ref for ref, x in self.run_tensors.items()}
         input_locals = {id(x._local): ref for ref, x in self.run_tensors.items() if isinstance(x, DTensor)}
         input_storages = {var.storage for group in self.vars.values() for var in group}
-        classifier = OutputClassifier(self.recorder, refs, input_locals, input_storages, self._is_spent)
-        gradients, states = self.gradients.replaced(), self.gradients.changed_states()
+        classifier = OutputClassifier(self.recorder, refs, input_locals, input_storages, self._was_differentiated)
+        gradients, states = self.gradients.replaced_gradients(), self.gradients.changed_states()
         carried = tensor_tree.tensor_leaves([state_leaves for _, state_leaves, _ in states])
         outputs = classifier.classify([*leaves, *gradients.values(), *carried])
         assigned_grads = tuple(zip(gradients, outputs[len(leaves) :], strict=False))
@@ -219,8 +218,9 @@ class Recording:
         mutated = tuple(ref for ref, group in self.vars.items() if any(var.storage in written for var in group))
         for ref in mutated:
             self._check_mutated(ref)
-            if ref.kind == ARG and isinstance(self.user_tensors[ref], DTensor) and _counts_writes(self.user_tensors[ref]):
-                increment_version(self.user_tensors[ref])  # the writes have counted for its stand-in
+            x = self.user_tensors[ref]
+            if ref.kind == ARG and isinstance(x, DTensor) and not x.is_inference():  # a tensor of inference mode has no version
+                increment_version(x)  # the writes have counted for its stand-in
         self._check_arguments()
         differentiable = self._find_differentiable(
             [x for x, tensor in zip(classifier.tensors, classifier.computed, strict=True) if tensor.requires_grad]
@@ -231,11 +231,11 @@ class Recording:
         tensors = self.guards.tensors
         self.gradients.are_used = self.gradients.are_used or any(kind == GRAD for kind, _ in used)
         # A DTensor's layout may be read without a torch function: x.placements
-        read_by_code = {n for n, x in enumerate(tensors) if id(x) in self.gradients.looked_at or isinstance(x, DTensor)}
+        read_by_code = {n for n, x in enumerate(tensors) if id(x) in self.gradients.passed_to_torch or isinstance(x, DTensor)}
         guarded = read_by_code | {number for kind, number in used if kind == ENV}
         self.same_on_ranks = not any(may_differ_across_ranks(tensors[number]) for number in guarded)
         program = Program(
-            inputs=tuple(InputSpec.of(ref, self.user_tensors[ref], self.vars[ref], self.strides[ref]) for ref in used),
+            inputs=tuple(InputSpec.describe(ref, self.user_tensors[ref], self.vars[ref], self.strides[ref]) for ref in used),
             metadata_guard=MetadataGuard(sorted(guarded), tensors),
             grad_guards=self.gradients.make_guards(),
             steps=self.steps,
@@ -325,7 +325,7 @@ class Recording:
             for x, is_linked in zip(tensors, linked, strict=True)
         ]
 
-    def _is_spent(self, x: torch.Tensor) -> bool:
+    def _was_differentiated(self, x: torch.Tensor) -> bool:
         """Return True if the run itself has run backward through the history of ``x``: the leaves have their gradients."""
         accumulated = {id(self.guards.tensors[number]) for number in self.gradients.accumulated}
         return bool(accumulated) and not accumulated.isdisjoint(reachable_from([x]))
@@ -367,12 +367,12 @@ class Recording:
         variables = tuple(() if pair is None else pair[1] for pair in incoming)
         strides = tuple(() if pair is None else tuple(local.stride() for local in local_tensors_of(pair[0])) for pair in incoming)
         layouts = tuple(grad._layout if isinstance(grad, DTensor) else None for grad in grads)
-        computed = tuple(None if gradient is None else self._describe_gradient(gradient) for gradient in gradients)
-        return BackwardTape(variables, strides, layouts, steps, computed)
-
-    def _describe_gradient(self, x: Any) -> ComputedTensor:
-        variables = tuple(self.recorder.to_vars(local) for local in local_tensors_of(x))
-        return ComputedTensor(variables, x._layout if isinstance(x, DTensor) else None, False)
+        computed: list[ComputedTensor | None] = []
+        for x in gradients:
+            own = () if x is None else tuple(self.recorder.to_vars(local) for local in local_tensors_of(x))
+            layout = x._layout if isinstance(x, DTensor) else None
+            computed.append(None if x is None else ComputedTensor(own, layout, False))
+        return BackwardTape(variables, strides, layouts, steps, tuple(computed))
 
 
 def _make_stand_in(x: Any, locals_: tuple[torch.Tensor, ...], is_copied: bool) -> Any:
@@ -413,8 +413,3 @@ def _address_range(x: torch.Tensor) -> tuple[int, int]:
     """Return the address of the first element, and the address after the last one."""
     count = sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True)) + 1 if x.numel() else 0
     return x.data_ptr(), x.data_ptr() + count * x.itemsize
-
-
-def _counts_writes(x: Any) -> bool:
-    """Return True if a tensor has a version counter."""
-    return isinstance(x, torch.Tensor) and not isinstance(x, PerRank) and not x.is_inference()

@@ -19,7 +19,7 @@ from ..mesh.device_mesh import DeviceMesh
 from ..random.draw import RANDOM_MODE
 from ..tensor.dtensor import DTensor
 from .guards.guard_discovery import discover_guards
-from .guards.object_ownership import VALUES, ById, has_user_attributes, have_no_user_attributes, user_attributes, value_key
+from .guards.object_model import VALUES, ById, has_user_attributes, have_no_user_attributes, user_attributes, value_key
 from .guards.setting_guards import operator_choice_settings
 
 _ONLY_DTENSOR = {DTensor}

@@ -19,12 +19,11 @@ import torch
 from ..base.memory_order import contiguous_stride
 from ..comm.flat_rows import flatten_to_bytes
 from ..errors import CheckpointError
-from .files import RemotePath, StoragePath, open_regular
+from .files import RemotePath, StoragePath, damage_error, open_regular
 from .manifest import StoredBlock
 
-_MIN_DIRECT_READ = (
-    4096  # bytes, a page: shorter runs are copied from mapped memory, because a system call for each would cost more
-)
+# bytes, a page: shorter runs are copied from mapped memory, because a system call for each would cost more
+_MIN_DIRECT_READ = 4096
 
 _ALIGNMENT = 64  # bytes: alignment of records in a torch.save stream, and so of streams in a file
 
@@ -48,14 +47,14 @@ def append_tensor(file: BinaryIO, tensor: torch.Tensor) -> Stream:
     torch.save(tensor, file)
     length = file.seek(0, os.SEEK_END) - start
     file.flush()
-    return Stream(start, length, start + find_record(FileWindow(file, start, length), "0"))
+    return Stream(start, length, start + find_record(FileWindow(file, start, length), "0", file.name))
 
 
 class FileWindow(io.RawIOBase):
     """Part of a file, as a file."""
 
     def __init__(self, file: BinaryIO, start: int, length: int) -> None:
-        self._file, self._start, self._length, self.position = file, start, length, 0
+        self._file, self.start, self._length, self.position = file, start, length, 0
 
     def seekable(self) -> bool:
         return True
@@ -72,16 +71,19 @@ class FileWindow(io.RawIOBase):
         return self.position
 
     def readinto(self, buffer: Any) -> int:
-        self._file.seek(self._start + self.position)
+        self._file.seek(self.start + self.position)
         data = self._file.read(max(0, min(len(buffer), self._length - self.position)))
         buffer[: len(data)] = data
         self.position += len(data)
         return len(data)
 
 
-def find_record(window: FileWindow, key: str) -> int:
+def find_record(window: FileWindow, key: str, file: object) -> int:
     """Return the position of the bytes of storage ``key`` in a ``torch.save`` stream, which is a zip archive of uncompressed
     records.
+
+    Args:
+        file: path of the file, for errors.
 
     Raises:
         CheckpointError: the window is not such a stream.
@@ -90,9 +92,12 @@ def find_record(window: FileWindow, key: str) -> int:
         with zipfile.ZipFile(window) as archive:
             record = next(info for info in archive.infolist() if info.filename.endswith(f"/data/{key}"))
     except (zipfile.BadZipFile, StopIteration) as error:
-        raise CheckpointError(f"a saved tensor is damaged ({error or 'it has no data'})") from error
+        raise damage_error(f"{file}: the saved tensor at byte {window.start} is damaged ({error or 'it has no data'})") from error
     if record.compress_type != zipfile.ZIP_STORED:
-        raise CheckpointError("a saved tensor is compressed; only uncompressed ones can be read in parts")
+        raise CheckpointError(
+            f"{file}: the saved tensor at byte {window.start} is compressed, and only uncompressed tensors can be read in parts; "
+            "save it with torch.save or this library"
+        )
     window.seek(record.header_offset + 26)  # here are the lengths of the name and padding that follow the 30-byte header
     return record.header_offset + 30 + sum(struct.unpack("<HH", window.read(4)))
 
@@ -114,9 +119,7 @@ class CommonBox(NamedTuple):
     there: tuple[int, ...]
 
     def source(self, width: int) -> tuple[int, list[int], int]:
-        """Return the position of the box in its file, its strides there, and the length from its first to its last element, in
-        bytes.
-        """
+        """Return position and strides of the box in its file, and the length from first to last element, in bytes."""
         stride = [step * width for step in self.block.stride or contiguous_stride(self.block.shape)]
         begin = self.block.at + sum(a * b for a, b in zip(self.there, stride, strict=True))
         return begin, stride, sum((count - 1) * step for count, step in zip(self.size, stride, strict=True)) + width
@@ -162,7 +165,7 @@ class CheckpointFiles:
         self.bytes_read += run * math.prod(size[:outer])
         handle, _ = self._get_or_open(file)
         if os.fstat(handle).st_size < source + length:
-            raise CheckpointError(f"{self.folder / file} is truncated")
+            raise damage_error(f"{self.folder / file} is truncated")
         if run >= _MIN_DIRECT_READ:
             lines = _run_starts(size[:outer], source_stride), _run_starts(size[:outer], target_stride)
             memory = memoryview(target)  # type: ignore[arg-type]  # arrays are buffers
@@ -195,7 +198,7 @@ class CheckpointFiles:
         while memory:
             got = os.preadv(handle, [memory], at)
             if got == 0:
-                raise CheckpointError(f"{self.folder / file} is truncated")
+                raise damage_error(f"{self.folder / file} is truncated")
             memory, at = memory[got:], at + got
 
     def _get_or_open(self, file: str) -> tuple[int, Any]:
@@ -227,7 +230,7 @@ class RemoteCheckpointFiles(CheckpointFiles):
         data = path.read(source, source + length)
         self.bytes_read += len(data)
         if len(data) < length:
-            raise CheckpointError(f"{path} is truncated")
+            raise damage_error(f"{path} is truncated")
         here = np.ndarray((*box.size, width), np.uint8, flatten_to_bytes(out).numpy().data, begin, (*ours, 1))
         here[...] = np.ndarray((*box.size, width), np.uint8, data, 0, (*theirs, 1))
 
@@ -262,9 +265,7 @@ def write_box(block: torch.Tensor, file: BinaryIO, at: int, shape: Sequence[int]
 
 
 def _contiguous_runs(size: Sequence[int], source: Sequence[int], target: Sequence[int], width: int) -> tuple[int, int]:
-    """Return the number of outer dims to iterate over, and the bytes that are contiguous in both memories for each of their
-    indices.
-    """
+    """Return how many outer dims to iterate over, and the bytes that are contiguous in both memories for each index of them."""
     dim, run = len(size), width
     while dim and (size[dim - 1] == 1 or source[dim - 1] == target[dim - 1] == run):
         dim -= 1

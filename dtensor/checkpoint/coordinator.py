@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import CheckpointError, RankLostError
-from ..mesh.process_groups import make_gloo_group
+from ..mesh.process_groups import make_library_group
 from ..watchdog.collective_hooks import diagnose_lost_ranks, log_event
 from ..watchdog.diagnosis import Diagnosis, format_ranks
 from ..watchdog.host_state import make_diagnosis_error
@@ -31,23 +31,21 @@ class RankGroup:
     others.
     """
 
-    def __init__(self, what: str, group: Any = None, *, apart: bool = False) -> None:
-        """Check that all ranks begin ``what``. ``apart=True`` uses a separate group, for a thread that communicates while the
-        main thread does too.
-        """
+    def __init__(self, what: str, group: Any = None, *, separate_group: bool = False) -> None:
+        """Check that all ranks begin ``what``. ``separate_group=True``: for a thread that communicates beside the main thread."""
         self.is_single_process = not dist.is_initialized()
         self.group = group if self.is_single_process or group is not None else dist.group.WORLD
         self.rank: int = 0 if self.is_single_process else dist.get_rank(self.group)
         self.size: int = 1 if self.is_single_process else dist.get_world_size(self.group)
         self.world_ranks: list[int] = [0] if self.is_single_process else dist.get_process_group_ranks(self.group)
         if not self.is_single_process:
-            self._check_call(what, apart)
+            self._check_call(what, separate_group)
 
-    def _check_call(self, what: str, apart: bool) -> None:
+    def _check_call(self, what: str, separate_group: bool) -> None:
         try:
-            log_event(self.world_ranks, f"{what}{' in the background' if apart else ''}")
-            if apart or "gloo" not in str(dist.get_backend_config(self.group)):
-                self.group = _gloo_group(self.group, apart)
+            log_event(self.world_ranks, f"{what}{' in the background' if separate_group else ''}")
+            if separate_group or "gloo" not in str(dist.get_backend_config(self.group)):
+                self.group = _get_or_make_gloo_group(self.group, separate_group)
         except RankLostError as error:
             raise CheckpointError(f"{what}: a rank was lost ({error}); nothing was changed") from error
 
@@ -189,11 +187,12 @@ _MESSAGE_TAG = 0x63686B70  # distinguishes these messages from those of the prog
 _GROUPS: dict[Any, Any] = {}
 
 
-def _gloo_group(group: Any, apart: bool) -> Any:
-    known = _GROUPS.get((group, apart))
-    if known is None:
-        known = _GROUPS[group, apart] = make_gloo_group(group, "cpu", "checkpoints")
-    return known
+def _get_or_make_gloo_group(group: Any, separate_group: bool) -> Any:
+    cached = _GROUPS.get((group, separate_group))
+    if cached is None:
+        ranks = dist.get_process_group_ranks(group)
+        cached = _GROUPS[group, separate_group] = make_library_group(group, ranks, "cpu", "checkpoints")
+    return cached
 
 
 def _send_message(value: Any, to: int, group: Any) -> None:

@@ -18,7 +18,7 @@ from ..base.torch_internals import StorageInfo as _StorageInfo
 from ..base.torch_internals import flatten_state_dict
 from ..errors import CheckpointError
 from .block_io import FileWindow, Stream, find_record
-from .files import StoragePath, check_name, file_size, open_for_reading, open_for_writing, read_file
+from .files import StoragePath, check_name, damage_error, file_size, open_for_reading, open_for_writing, read_file
 from .manifest import Manifest, StoredBlock, StoredTensor, check_entries
 from .tree import Stored, encode_tree, has_tensors, parse_dtype
 
@@ -114,7 +114,7 @@ def read_dcp_manifest(folder: StoragePath) -> Manifest:
     names = {check_name(info.relative_path, folder / METADATA_NAME) for info in locations.values()}
     files = {name: file_size(folder / name) for name in names}
     entries: dict[str, StoredTensor] = {}
-    tree: dict[str, Any] = {}
+    tree: dict[Any, Any] = {}  # indices of lists are int keys of dicts here, until all items are known
     for name, description in described.items():
         leaf: Any
         if type(description).__name__ == "TensorStorageMetadata":
@@ -122,7 +122,10 @@ def read_dcp_manifest(folder: StoragePath) -> Manifest:
             leaf = Stored(name)
         else:
             leaf = _read_value(folder, name, locations[name, None])
-        _insert_leaf(tree, paths.get(name, (name,)), leaf)
+        node, (*parents, last) = tree, paths.get(name, (name,))
+        for key in parents:
+            node = node.setdefault(key, {})
+        node[last] = leaf
     manifest = Manifest(entries, encode_tree(_restore_lists(tree)), files)
     check_entries(manifest, folder / METADATA_NAME)
     return manifest
@@ -140,17 +143,21 @@ def _read_entry(folder: StoragePath, name: str, description: Any, locations: Map
         offset, shape = tuple(chunk.offsets), tuple(chunk.sizes)
         if 0 not in shape:
             info = locations[name, offset]
-            with open_for_reading(folder / info.relative_path) as file:
-                at, stride = _locate_tensor(file, info, shape, parse_dtype(dtype).itemsize, name)
+            path = folder / info.relative_path
+            with open_for_reading(path) as file:
+                at, stride = _locate_tensor(file, path, info, shape, parse_dtype(dtype).itemsize, name)
             blocks.append(StoredBlock(offset, shape, info.relative_path, at, None, stride))
     return StoredTensor(tuple(description.size), dtype, tuple(blocks))
 
 
-def _locate_tensor(file: BinaryIO, info: Any, shape: tuple[int, ...], width: int, name: str) -> tuple[int, tuple[int, ...]]:
-    """Return the position of a stream's tensor, and its strides."""
+def _locate_tensor(
+    file: BinaryIO, path: StoragePath, info: Any, shape: tuple[int, ...], width: int, name: str
+) -> tuple[int, tuple[int, ...]]:
+    """Return the position of a stream's tensor in ``file``, and its strides. Errors name ``path``."""
     if getattr(info, "transform_descriptors", None):
         raise CheckpointError(
-            f"{name!r} is stored with the transforms {info.transform_descriptors}, but only plain streams can be read"
+            f"{name!r} in {path} is stored with the transforms {info.transform_descriptors}, but only plain streams can be read; "
+            "save it without transforms"
         )
     window = FileWindow(file, info.offset, info.length)
     try:
@@ -160,10 +167,10 @@ def _locate_tensor(file: BinaryIO, info: Any, shape: tuple[int, ...], width: int
                 raise zipfile.BadZipFile("its description is too long")
             tensor = _TensorUnpickler(io.BytesIO(archive.read(pickled))).load()
     except (zipfile.BadZipFile, StopIteration, pickle.UnpicklingError, EOFError) as error:
-        raise CheckpointError(f"{name!r} is damaged in {info.relative_path} ({error})") from error
+        raise damage_error(f"{name!r} is damaged in {path} ({error})") from error
     if not isinstance(tensor, _SavedTensor) or tensor.shape != shape:
-        raise CheckpointError(f"{name!r} in {info.relative_path} does not have the shape {shape} that the metadata says")
-    return info.offset + find_record(window, tensor.key) + tensor.start * width, tensor.stride
+        raise damage_error(f"{name!r} in {path} does not have the shape {shape}, which the metadata states")
+    return info.offset + find_record(window, tensor.key, path) + tensor.start * width, tensor.stride
 
 
 class _SavedTensor:
@@ -173,7 +180,7 @@ class _SavedTensor:
         self.key, self.start, self.shape, self.stride = key, start, tuple(shape), tuple(stride)
 
     def __setstate__(self, state: Any) -> None:
-        raise pickle.UnpicklingError("a saved tensor contains an object state, which does not belong in a checkpoint")
+        raise pickle.UnpicklingError("it contains an object state, which does not belong in a checkpoint")
 
 
 class _TensorUnpickler(pickle.Unpickler):
@@ -191,22 +198,21 @@ class _TensorUnpickler(pickle.Unpickler):
                 return name
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return name
-        raise CheckpointError(
-            f"a saved tensor refers to {module}.{name}, which does not belong in a checkpoint, so it is not loaded"
-        )
+        raise pickle.UnpicklingError(f"it refers to {module}.{name}, which does not belong in a checkpoint, so it is not loaded")
 
     def persistent_load(self, pid: Any) -> str:
         return str(pid[2])  # ("storage", type, key, device, elements)
 
 
 def _read_value(folder: StoragePath, name: str, info: Any) -> Any:
+    path = folder / info.relative_path
     try:
-        with open_for_reading(folder / info.relative_path) as file:
+        with open_for_reading(path) as file:
             content = io.BytesIO(FileWindow(file, info.offset, info.length).readall())
         value = torch.load(content, weights_only=True, map_location="cpu")
     except Exception as error:  # torch.load raises many types for damaged data
         reason = (str(error).splitlines() or [""])[0]
-        raise CheckpointError(f"{name!r} is damaged or holds more than tensors and plain data ({reason})") from error
+        raise damage_error(f"{name!r} in {path} is damaged or holds more than tensors and plain data ({reason})") from error
     if has_tensors(value):
         raise CheckpointError(
             f"{name!r} holds tensors that torch.distributed.checkpoint has stored inside of one value, as it does with tuples: "
@@ -216,15 +222,6 @@ def _read_value(folder: StoragePath, name: str, info: Any) -> Any:
 
 
 # --- the tree of the state -------------------------------------------------------------------------------------------------
-def _insert_leaf(tree: Any, path: tuple[Any, ...], leaf: Any) -> None:
-    """Insert a leaf. In a path, strings are keys of dicts and ints are indices of lists, which remain dicts until all items are
-    known.
-    """
-    for key in path[:-1]:
-        tree = tree.setdefault(key, {})
-    tree[path[-1]] = leaf
-
-
 def _restore_lists(tree: Any) -> Any:
     if isinstance(tree, dict) and tree and all(type(key) is int for key in tree):
         return [_restore_lists(tree[key]) for key in sorted(tree)]

@@ -80,11 +80,9 @@ def _to_words(block: torch.Tensor) -> tuple[NDArray[np.generic], int]:
 def _position_factors(dim: int, start: int, count: int) -> Words:
     """Return odd pseudo-random numbers for the positions ``start ..`` along a tensor dim."""
     first, last = start // _CHUNK_WORDS, -(-(start + count) // _CHUNK_WORDS)
-    inner, outer, start = (
-        _odd_random(2 * dim, 0, _CHUNK_WORDS),
-        _odd_random(2 * dim + 1, first, last),
-        start - first * _CHUNK_WORDS,
-    )
+    inner = _odd_random(2 * dim, 0, _CHUNK_WORDS)
+    outer = _odd_random(2 * dim + 1, first, last)
+    start = start - first * _CHUNK_WORDS
     with np.errstate(over="ignore"):
         if len(outer) == 1:
             return inner[start : start + count] * outer

@@ -99,8 +99,13 @@ class RemotePath:
 StoragePath: TypeAlias = Path | RemotePath
 
 
-def _missing_error(place: RemotePath) -> CheckpointError:
-    return CheckpointError(f"{place} is missing: the checkpoint is incomplete")
+def damage_error(problem: str) -> CheckpointError:
+    """Return the error for a damaged or missing file, which ``problem`` names, with the remedy."""
+    return CheckpointError(f"{problem}; restore the file, or load another checkpoint")
+
+
+def _missing_error(place: StoragePath) -> CheckpointError:
+    return damage_error(f"{place} is missing: the checkpoint is incomplete")
 
 
 def parse_path(path: str | os.PathLike[str]) -> StoragePath:
@@ -121,18 +126,6 @@ def parse_path(path: str | os.PathLike[str]) -> StoragePath:
     return Path(inner) if local else RemotePath(fs, inner)
 
 
-def parse_local_path(path: str | os.PathLike[str]) -> Path:
-    """Return a path on this machine.
-
-    Raises:
-        CheckpointError: ``path`` is an address of remote storage.
-    """
-    place = parse_path(path)
-    if isinstance(place, RemotePath):
-        raise CheckpointError(f"models are exported to a local file system, not to {path}; export to a local folder and copy it")
-    return place
-
-
 # --- files, local or remote ------------------------------------------------------------------------------------------------
 def open_regular(path: Path, links: bool = False) -> int:
     """Return a file descriptor to read a regular file. Anything else (a FIFO, a device, a folder) is not opened.
@@ -146,16 +139,16 @@ def open_regular(path: Path, links: bool = False) -> int:
     try:
         status = os.stat(path, follow_symlinks=links)
     except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing: the checkpoint is incomplete") from None
+        raise _missing_error(path) from None
     except ValueError as error:  # a name with a null character
-        raise CheckpointError(f"{path!s:.100} is missing: {error}") from None
+        raise damage_error(f"{path!s:.100} is missing: {error}") from None
     if not stat.S_ISREG(status.st_mode):
         what = "a symbolic link, which is not followed here" if stat.S_ISLNK(status.st_mode) else "no regular file"
-        raise CheckpointError(f"{path} is {what}")
+        raise CheckpointError(f"{path} is {what}; put a copy of the file there")
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if links else os.O_NOFOLLOW))
     if not stat.S_ISREG(os.fstat(handle).st_mode):  # it was replaced meanwhile
         os.close(handle)
-        raise CheckpointError(f"{path} is not a regular file")
+        raise CheckpointError(f"{path} is no regular file; put a copy of the file there")
     return handle
 
 

@@ -32,17 +32,17 @@ class Target(Stored):
     Attributes:
         like: a layout, the layout of the stack that the tensor is a flattened view of, or the shape of a plain tensor.
         device: device of the values.
-        asked: the requested tensor, if there is one, or the stack that it is a flattened view of. Its memory gets the values,
+        requested: the requested tensor, if there is one, or the stack that it is a flattened view of. Its memory gets the values,
             unless it is on meta: then a new tensor does.
-        shown: the requested tensor, if it is a flattened view of a stack.
+        requested_view: the requested tensor, if it is a flattened view of a stack.
     """
 
     name: str
     like: Layout | StackedLayout | tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-    asked: Any = None
-    shown: Any = None
+    requested: Any = None
+    requested_view: Any = None
     result: Any = None
 
     @staticmethod
@@ -50,8 +50,8 @@ class Target(Stored):
         """Return the target for ``tensor``. A tensor on ``meta`` only describes what is requested."""
         if isinstance(tensor, DTensor):
             device = torch.device(tensor._layout.mesh.device_type) if tensor.is_meta else tensor.device
-            if (found := stack_of(tensor)) is not None:
-                return Target(name, found[1], tensor.dtype, device, found[0], tensor)
+            if (stack := stack_of(tensor)) is not None:
+                return Target(name, stack[1], tensor.dtype, device, stack[0], tensor)
             return Target(name, tensor._layout, tensor.dtype, device, tensor)
         device = torch.device("cpu") if tensor.is_meta else tensor.device
         return Target(name, tuple(tensor.shape), tensor.dtype, device, tensor)
@@ -66,9 +66,7 @@ class Target(Stored):
         return self.like.layout if isinstance(self.like, StackedLayout) else self.like if isinstance(self.like, Layout) else None
 
     def buffers(self, dtype: torch.dtype) -> dict[int | None, torch.Tensor]:
-        """Allocate CPU memory for every local tensor of this process in ``dtype``, the stored dtype. Keys are members, None for
-        a plain tensor.
-        """
+        """Allocate CPU memory of ``dtype`` for the local tensors of this process, by member (None for a plain tensor)."""
         if self.layout is None:
             return {None: torch.empty(self.shape, dtype=dtype, device="cpu")}
         layout = self.layout.reduced()
@@ -83,7 +81,7 @@ class Target(Stored):
     @property
     def problem(self) -> str | None:
         """Return why the requested tensor cannot be filled, or None."""
-        x = self.asked
+        x = self.requested
         if x is None:
             return None
         if x.layout != torch.strided or x.is_quantized:
@@ -94,23 +92,23 @@ class Target(Stored):
 
     def finish(self, read: dict[int | None, torch.Tensor]) -> None:
         """Write the values into the memory of the requested tensor, or make a new tensor."""
-        value = self.assembled(read, self.device)
-        if self.asked is None or self.asked.is_meta:
+        value = self.assemble_result(read, self.device)
+        if self.requested is None or self.requested.is_meta:
             self.result = value.flatten(self.like.dim, self.like.dim + 1) if isinstance(self.like, StackedLayout) else value
             return
-        self.result = self.asked if self.shown is None else self.shown
-        if isinstance(self.asked, LazyView):  # its local tensors are computed when they are read
+        self.result = self.requested if self.requested_view is None else self.requested_view
+        if isinstance(self.requested, LazyView):  # its local tensors are computed when they are read
             with torch.no_grad():
-                self.asked.copy_(value)
+                self.requested.copy_(value)
             return
-        with torch.no_grad(), torch.inference_mode() if self.asked.is_inference() else contextlib.nullcontext():
-            for old, piece in zip(local_tensors_of(self.asked), local_tensors_of(value), strict=True):
+        with torch.no_grad(), torch.inference_mode() if self.requested.is_inference() else contextlib.nullcontext():
+            for old, piece in zip(local_tensors_of(self.requested), local_tensors_of(value), strict=True):
                 if piece.numel():
                     old.detach().copy_(piece)
-        if isinstance(self.asked, DTensor) and not self.asked.is_inference():
-            torch.autograd.graph.increment_version(self.asked)
+        if isinstance(self.requested, DTensor) and not self.requested.is_inference():
+            torch.autograd.graph.increment_version(self.requested)
 
-    def assembled(self, read: dict[int | None, torch.Tensor], device: torch.device) -> Any:
+    def assemble_result(self, read: dict[int | None, torch.Tensor], device: torch.device) -> Any:
         """Return the read values as a tensor like the requested one. A partial tensor gets its addends without communication."""
         if self.layout is None:
             return read[None].to(device)
@@ -177,7 +175,9 @@ def check_shared_memory(targets: Iterable[Target], read: Read) -> None:
     """
     for group in _overlapping_spans(targets):
         named = {span.target.name: span.target for span in group}
-        values = {name: local_tensors_of(target.assembled(read[name], torch.device("cpu"))) for name, target in named.items()}
+        values = {
+            name: local_tensors_of(target.assemble_result(read[name], torch.device("cpu"))) for name, target in named.items()
+        }
         if not _have_consistent_values(group, [values[span.target.name][span.number] for span in group]):
             raise CheckpointError(
                 f"{' and '.join(map(repr, list(named)[:6]))} share memory here but have different values in the "
@@ -198,7 +198,7 @@ def finish_targets(targets: Iterable[Target], read: dict[str, dict[int | None, t
 
 
 def _meta_identity(target: Target) -> object:
-    x = target.asked
+    x = target.requested
     if x is None or not x.is_meta:
         return target
     return target.like, x.dtype, tuple((_memory_position(piece), piece.shape, piece.stride()) for piece in local_tensors_of(x))
@@ -215,7 +215,7 @@ def _overlapping_spans(targets: Iterable[Target]) -> Iterator[list[_MemorySpan]]
     """Yield groups of spans that overlap others."""
     spans: dict[tuple[object, ...], list[_MemorySpan]] = {}
     for target in targets:
-        for number, piece in enumerate(local_tensors_of(target.asked) if target.asked is not None else ()):
+        for number, piece in enumerate(local_tensors_of(target.requested) if target.requested is not None else ()):
             if piece.numel():
                 space, begin = _memory_position(piece)
                 last = sum((n - 1) * step for n, step in zip(piece.shape, piece.stride(), strict=True))
@@ -241,7 +241,7 @@ def _have_consistent_values(group: list[_MemorySpan], values: list[torch.Tensor]
     )
     views = []
     for span, value in zip(group, values, strict=True):
-        piece = local_tensors_of(span.target.asked)[span.number]
+        piece = local_tensors_of(span.target.requested)[span.number]
         at = (span.begin - start) // piece.element_size()
         view = torch.empty(0, dtype=piece.dtype, device="cpu").set_(memory.untyped_storage(), at, piece.shape, piece.stride())
         stored = value.conj().resolve_conj() if piece.is_conj() else value

@@ -20,7 +20,7 @@ from .async_save import finish_pending_saves
 from .block_io import CheckpointFiles, CommonBox, RemoteCheckpointFiles
 from .coordinator import RankGroup, StateParts
 from .digest import MASK, block_digest
-from .files import RemotePath, StoragePath, parse_path, path_exists
+from .files import RemotePath, StoragePath, damage_error, parse_path, path_exists
 from .load_targets import Target, check_shared_memory, finish_targets
 from .manifest import MANIFEST_NAME, Manifest, StoredBlock, StoredTensor, check_files, read_manifest
 from .manifest_transforms import Arrange, arrange_manifest, rename_manifest
@@ -136,7 +136,7 @@ def _fill_state(
         ranks.run_on_all(
             what,
             lambda: _read_targets(match.targets, manifest, files, buffers, ranks),
-            lambda sums: _verify_digests(sums, manifest),
+            lambda sums: _verify_digests(sums, manifest, folder),
         )
         bytes_read = files.bytes_read
     finish_targets(match.targets.values(), buffers)
@@ -164,7 +164,7 @@ def find_manifest(folder: StoragePath) -> Manifest:
         raise CheckpointError(f"{folder} cannot be read ({error.strerror}: {error.filename})") from error
     except Exception as error:  # parsers raise many types for damaged files
         reason = str(error).splitlines() or [""]
-        raise CheckpointError(f"the checkpoint in {folder} is damaged ({type(error).__name__}: {reason[0]:.200})") from error
+        raise damage_error(f"the checkpoint in {folder} is damaged ({type(error).__name__}: {reason[0]:.200})") from error
     raise CheckpointError(f"{folder} {problem} (no {MANIFEST_NAME}, {metadata.METADATA_NAME} or {hugging_face.SINGLE_FILE_NAME})")
 
 
@@ -245,12 +245,10 @@ def _common_boxes(piece: LocalBlock, entry: StoredTensor) -> Iterator[CommonBox]
 def _map_block(
     target: Target, piece: LocalBlock, boxes: list[CommonBox], entry: StoredTensor, files: CheckpointFiles
 ) -> torch.Tensor | None:
-    """Return a block as a view of mapped memory if it is one stored block and is copied into a requested tensor's memory; else
-    None.
-    """
+    """Return a block as a view of mapped memory. None unless it is one stored block, to be copied into a requested tensor."""
     if (
-        target.asked is None
-        or target.asked.is_meta
+        target.requested is None
+        or target.requested.is_meta
         or piece.part is not None
         or len(boxes) != 1
         or boxes[0].size != tuple(piece.shape)
@@ -268,15 +266,13 @@ def _read_block(out: torch.Tensor, boxes: list[CommonBox], name: str, files: Che
         out.copy_(dense)
     uncovered = out.numel() - sum(math.prod(box.size) for box in boxes)
     if uncovered:
-        raise CheckpointError(f"the stored blocks of {name!r} do not cover {uncovered} of its elements")
+        raise damage_error(f"{files.folder}: the stored blocks of {name!r} do not cover {uncovered} of its elements")
 
 
 def _add_digests(
     read: torch.Tensor, piece: LocalBlock, boxes: list[CommonBox], name: str, files: CheckpointFiles, sums: Sums
 ) -> None:
-    """Verify stored blocks that were read completely. For others, add the digest of the read part to ``sums``, once for all
-    replicas.
-    """
+    """Verify stored blocks that were read completely. Of others, add the digest of the read part, once for all replicas."""
     for box in boxes:
         if box.block.digest is None:
             continue
@@ -284,21 +280,22 @@ def _add_digests(
         part_digest = block_digest(part, box.start)
         if box.size == box.block.shape:
             if part_digest != box.block.digest:
-                raise _corrupted_error(name, box.block, files.folder)
+                raise _corrupted_error(name, files.folder, box.block)
         elif piece.answers:
             sums[name, box.number] = (sums.get((name, box.number), 0) + part_digest) & MASK
 
 
-def _verify_digests(sums: list[Sums], manifest: Manifest) -> None:
+def _verify_digests(sums: list[Sums], manifest: Manifest, folder: StoragePath) -> None:
     total = Counter[tuple[str, int]]()
     for rank_sums in sums:
         total.update(rank_sums)
     for (name, number), value in total.items():
         block = manifest.tensors[name].blocks[number]
         if value & MASK != block.digest:
-            raise _corrupted_error(name, block, None)
+            raise _corrupted_error(name, folder, block)
 
 
-def _corrupted_error(name: str, block: StoredBlock, folder: StoragePath | None) -> CheckpointError:
-    file = block.file if folder is None else folder / block.file
-    return CheckpointError(f"{name!r} is corrupted: its block at {block.offset} in {file} does not match its checksum")
+def _corrupted_error(name: str, folder: StoragePath, block: StoredBlock) -> CheckpointError:
+    return damage_error(
+        f"{name!r} is corrupted: its block at {block.offset} in {folder / block.file} does not match its checksum"
+    )

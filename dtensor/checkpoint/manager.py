@@ -129,7 +129,7 @@ class Manager:
         extras = SaveExtras(
             {"metric": metric_value}, lambda: self._check_folder(step), lambda: self._remove_old(step, metric_value)
         )
-        ranks = RankGroup("Manager.save", self._group, apart=self._staging is not None)
+        ranks = RankGroup("Manager.save", self._group, separate_group=self._staging is not None)
         self._pending = start_save(state, self._folder_of(step), ranks, self._staging, extras)
         return True
 
@@ -228,14 +228,12 @@ class Manager:
         self.discarded_steps = {other for other in steps if other > chosen}
         return chosen
 
-    def _find_last_complete(self, asked: int | None) -> tuple[int | None, list[str], list[int]]:
-        """Return on the first rank the step to resume (None if there is no checkpoint), the problems of later ones, and all
-        steps.
-        """
+    def _find_last_complete(self, requested: int | None) -> tuple[int | None, list[str], list[int]]:
+        """Return the step to resume (None if there is no checkpoint), the problems of later ones, and all steps."""
         steps, damaged = self.steps(), []
-        if asked is not None and asked not in steps:
-            raise CheckpointError(f"there is no complete checkpoint of step {asked}; complete steps: {steps}")
-        for step in reversed(steps) if asked is None else (asked,):
+        if requested is not None and requested not in steps:
+            raise CheckpointError(f"there is no complete checkpoint of step {requested}; complete steps: {steps}")
+        for step in reversed(steps) if requested is None else (requested,):
             try:
                 find_manifest(self._folder_of(step))
             except CheckpointError as error:

@@ -16,7 +16,7 @@ import torch
 
 from ..base.memory_order import contiguous_stride
 from ..errors import CheckpointError
-from .files import StoragePath, check_name, file_size, path_exists, read_file, replace_file, sha256, strict_json
+from .files import StoragePath, check_name, damage_error, file_size, path_exists, read_file, replace_file, sha256, strict_json
 from .tree import Stored, decode_tree, parse_dtype
 
 MANIFEST_NAME = "manifest.json"
@@ -99,9 +99,11 @@ def read_manifest(folder: StoragePath) -> Manifest:
     outer = strict_json(read_file(path))
     body = outer["body"]
     if outer["format"] != _FORMAT:
-        raise CheckpointError(f"{path} has the format {outer['format']!r}; this version reads {_FORMAT!r}")
+        raise CheckpointError(
+            f"{path} has the format {outer['format']!r}; load it with the version that wrote it (this one reads {_FORMAT!r})"
+        )
     if outer["sha256"] != sha256(body.encode()):
-        raise CheckpointError(f"{path} is damaged: it does not match its checksum")
+        raise damage_error(f"{path} is damaged: it does not match its checksum")
     manifest = _parse_manifest(strict_json(body), path)
     check_entries(manifest, path)
     _check_dcp_metadata(manifest, folder)
@@ -119,7 +121,7 @@ def check_files(manifest: Manifest, folder: StoragePath) -> None:
         path = folder / name
         actual = file_size(path, manifest.links)
         if actual != size:
-            raise CheckpointError(f"{path} has {actual:,} bytes instead of {size:,}: the checkpoint is truncated or was changed")
+            raise damage_error(f"{path} has {actual:,} bytes instead of {size:,}: the checkpoint is truncated or was changed")
 
 
 def _check_dcp_metadata(manifest: Manifest, folder: StoragePath) -> None:
@@ -134,14 +136,14 @@ def _check_dcp_metadata(manifest: Manifest, folder: StoragePath) -> None:
 def _parse_manifest(data: Any, path: StoragePath) -> Manifest:
     tensors = {}
     for name, entry in data["tensors"].items():
-        blocks = tuple(StoredBlock(*[_as_tuple(block[part.name]) for part in fields(StoredBlock)]) for block in entry["blocks"])
-        tensors[name] = StoredTensor(tuple(entry["shape"]), entry["dtype"], blocks)
+        blocks = []
+        for block in entry["blocks"]:
+            values = [block[part.name] for part in fields(StoredBlock)]
+            arguments: list[Any] = [tuple(value) if isinstance(value, list) else value for value in values]
+            blocks.append(StoredBlock(*arguments))
+        tensors[name] = StoredTensor(tuple(entry["shape"]), entry["dtype"], tuple(blocks))
     files = {check_name(name, path): _check_count(size) for name, size in data["files"].items()}
     return Manifest(tensors, data["tree"], files, tuple(data["beside"]), notes=data.get("notes"))
-
-
-def _as_tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
 
 
 # --- validation ------------------------------------------------------------------------------------------------------------
@@ -159,7 +161,7 @@ def check_entries(manifest: Manifest, path: StoragePath) -> None:
         try:
             _check_entry(entry, manifest.files)
         except (TypeError, ValueError, KeyError) as error:
-            raise CheckpointError(f"{path} is damaged: {name!r} cannot be ({error})") from error
+            raise damage_error(f"{path} is damaged: the entry of {name!r} is not valid ({error})") from error
         for block in entry.blocks:
             check_name(block.file, path)
     decode_tree(manifest.tree, dict.fromkeys(manifest.tensors))

@@ -41,10 +41,13 @@ def arrange_manifest(manifest: Manifest, arrange: Arrange) -> Manifest:
         raise CheckpointError(
             "load(arrange=) needs a checkpoint that is a dict of tensors; load it without arrange= and rearrange the result"
         )
-    results = arrange({name: _stored_tensor(manifest.tensors[value.name]) for name, value in tree.items()})
+    entries = {name: manifest.tensors[value.name] for name, value in tree.items()}
+    results = arrange({name: _make_stored(e.shape, e.torch_dtype, e.blocks) for name, e in entries.items()})
     wrong = [name for name, value in results.items() if not isinstance(value, _StoredTensor)]
     if wrong:
-        raise CheckpointError(f"{wrong[0]!r} is not computed from tensors of the checkpoint")
+        raise CheckpointError(
+            f"{wrong[0]!r} is not computed from tensors of the checkpoint; return what arrange= computes from its arguments"
+        )
     tensors = {
         name: StoredTensor(tuple(x.shape), str(x.dtype).removeprefix("torch."), x._blocks)  # type: ignore[attr-defined]  # checked
         for name, x in results.items()
@@ -65,26 +68,22 @@ class _StoredTensor(Tensor):
                 "tensors of a checkpoint can be stacked, concatenated, sliced and transposed before they are "
                 f"read; {func} is not supported"
             )
-        meta_args, meta_kwargs = tree_map(lambda x: _to_meta(x) if isinstance(x, _StoredTensor) else x, (args, kwargs or {}))
+
+        def to_meta(x: Any) -> Any:
+            return torch.empty(x.shape, dtype=x.dtype, device="meta") if isinstance(x, _StoredTensor) else x
+
+        meta_args, meta_kwargs = tree_map(to_meta, (args, kwargs or {}))
         meta_result = func(*meta_args, **meta_kwargs)
         blocks = transform(*args, **{name: value for name, value in (kwargs or {}).items() if name == "dim"})
         if isinstance(meta_result, Tensor):
             if meta_result.dtype != (args[0] if isinstance(args[0], Tensor) else args[0][0]).dtype:
                 raise CheckpointError("tensors of a checkpoint keep their dtype until they are read; convert them afterwards")
-            return _make_stored(meta_result, blocks)
-        return [_make_stored(one, own_blocks) for one, own_blocks in zip(meta_result, blocks, strict=True)]
+            return _make_stored(meta_result.shape, meta_result.dtype, blocks)
+        return [_make_stored(one.shape, one.dtype, own_blocks) for one, own_blocks in zip(meta_result, blocks, strict=True)]
 
 
-def _to_meta(x: Tensor) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device="meta")
-
-
-def _stored_tensor(entry: StoredTensor) -> Tensor:
-    return _make_stored(torch.empty(entry.shape, dtype=entry.torch_dtype, device="meta"), entry.blocks)
-
-
-def _make_stored(meta: Tensor, blocks: Blocks) -> Tensor:
-    result: Any = make_wrapper_subclass(_StoredTensor, tuple(meta.shape), dtype=meta.dtype, device="meta")
+def _make_stored(shape: Sequence[int], dtype: torch.dtype, blocks: Blocks) -> Tensor:
+    result: Any = make_wrapper_subclass(_StoredTensor, tuple(shape), dtype=dtype, device="meta")
     result._blocks = blocks
     return result
 
@@ -146,7 +145,7 @@ def _slice_blocks(x: Any, dim: int = 0, start: int | None = None, end: int | Non
     d = dim % x.ndim
     first, last, _ = slice(start, end).indices(x.shape[d])
     if step != 1:
-        raise CheckpointError("tensors of a checkpoint can be sliced with step 1 only")
+        raise CheckpointError("tensors of a checkpoint can be sliced with step 1 only; take the step from the loaded tensor")
     result = []
     for block in x._blocks:
         low, high = max(first, block.offset[d]), min(last, block.offset[d] + block.shape[d])
@@ -243,7 +242,9 @@ def rename_manifest(manifest: Manifest, rename: Callable[[str], str] | Mapping[s
     def visit_dict(tree: dict[Any, Any], old: TreePath, path: TreePath) -> dict[Any, Any]:
         result: dict[Any, Any] = {}
         for key, item in tree.items():
-            dotted, value = name_of((*old, key)), _rename_params(key, item, new)
+            dotted, value = name_of((*old, key)), item
+            if key == "params" and isinstance(item, list):  # names of the parameters of an optimizer's group
+                value = [new(name) if isinstance(name, str) else name for name in item]
             matched_keys.update(names.keys() & {dotted, key})
             if old and dotted in names:
                 if names[dotted] in moved_values:
@@ -268,8 +269,8 @@ def rename_manifest(manifest: Manifest, rename: Callable[[str], str] | Mapping[s
     return replace(manifest, tensors=tensors, tree=encode_tree(tree))
 
 
-def nest_dotted_keys(stored: Any, asked: Any) -> Any:
-    """Return ``stored`` with its dotted keys split into nested dicts where ``asked`` has them nested.
+def nest_dotted_keys(stored: Any, requested: Any) -> Any:
+    """Return ``stored`` with its dotted keys split into nested dicts where ``requested`` has them nested.
 
     Raises:
         CheckpointError: ``stored`` has another value of the same dotted name.
@@ -277,10 +278,10 @@ def nest_dotted_keys(stored: Any, asked: Any) -> Any:
     >>> nest_dotted_keys({"net.0.weight": 1}, {"net": {"0.weight": 2}})
     {'net': {'0.weight': 1}}
     """
-    if not isinstance(stored, dict) or not isinstance(asked, Mapping):
+    if not isinstance(stored, dict) or not isinstance(requested, Mapping):
         return stored
-    for name in [key for key in stored if isinstance(key, str) and "." in key and key not in asked]:
-        path = _path_of(name, asked)
+    for name in [key for key in stored if isinstance(key, str) and "." in key and key not in requested]:
+        path = _path_of(name, requested)
         if path is not None:
             _insert(stored, path, stored.pop(name))
     return stored
@@ -319,10 +320,3 @@ def _unmatched(names: Mapping[str, str], tensors: Mapping[str, StoredTensor]) ->
 
 def _collision(path: TreePath) -> CheckpointError:
     return CheckpointError(f"rename gives two values of the checkpoint the name {name_of(path)!r}, or one inside of another")
-
-
-def _rename_params(key: Any, item: Any, new: Callable[[str], str]) -> Any:
-    """Return the parameters of an optimizer's group under their new names; any other item unchanged."""
-    if key == "params" and isinstance(item, list):
-        return [new(name) if isinstance(name, str) else name for name in item]
-    return item

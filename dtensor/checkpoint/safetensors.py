@@ -27,11 +27,13 @@ from .block_io import write_box
 from .coordinator import RankGroup, StateParts
 from .digest import MASK, block_digest
 from .files import (
+    RemotePath,
     StoragePath,
     check_name,
+    damage_error,
     file_size,
     open_for_reading,
-    parse_local_path,
+    parse_path,
     path_exists,
     read_file,
     replace_file,
@@ -110,7 +112,7 @@ def read_header(path: StoragePath) -> tuple[dict[str, StoredTensor], int]:
     with open_for_reading(path, links=True) as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(_MAX_HEADER_BYTES, size - 8):
-            raise CheckpointError(f"{path} is truncated, or is not a safetensors file")
+            raise damage_error(f"{path} is truncated, or is not a safetensors file")
         text = file.read(length)
     try:
         if not text.startswith(b"{"):
@@ -120,7 +122,7 @@ def read_header(path: StoragePath) -> tuple[dict[str, StoredTensor], int]:
         places = [_parse_place(name, description) for name, description in header.items() if name != "__metadata__"]
         _check_places(places, size - 8 - length)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(
+        raise damage_error(
             f"{path} is damaged or truncated: its header cannot be read ({type(error).__name__}: {error})"
         ) from error
     return {place.name: place.entry(path.name, 8 + length, digests.get(place.name)) for place in places}, size
@@ -201,7 +203,7 @@ def _make_manifest(folder: StoragePath, files: Mapping[str, set[str] | None]) ->
         entries, sizes[file] = read_header(folder / file)
         expected_names = entries.keys() if expected is None else expected
         if expected_names - entries.keys():
-            raise CheckpointError(
+            raise damage_error(
                 f"{folder / file} does not have {sorted(expected_names - entries.keys())[:4]}, which {INDEX_NAME} says are in it"
             )
         tensors |= {name: entry for name, entry in entries.items() if name in expected_names}
@@ -247,7 +249,9 @@ def save_safetensors(
     (60, 15.0)
     """
     finish_pending_saves()
-    ranks, folder = RankGroup("checkpoint.save_safetensors", process_group), parse_local_path(path)
+    ranks, folder = RankGroup("checkpoint.save_safetensors", process_group), parse_path(path)
+    if isinstance(folder, RemotePath):
+        raise CheckpointError(f"models are exported to a local file system, not to {path}; export to a local folder and copy it")
     what = f"exporting to {folder}"
     tensors: dict[str, Any] = {}
     files: list[_PlannedFile] = []
@@ -274,11 +278,21 @@ def save_safetensors(
 
 
 def _allocate_files(folder: Path, files: list[_PlannedFile], token: str) -> None:
+    """Allocate temporary files of their full size, so that a full disk raises before any rank writes."""
     if is_safetensors_model(folder):
         raise CheckpointError(f"{folder} has a model already; export into a new folder")
     for leftover in folder.glob(".model*.safetensors.*"):  # of a killed export
         leftover.unlink()
-    _allocate_paths(_temporary_paths(folder, files, token), files)
+    allocated = []
+    try:
+        for part, file in zip(_temporary_paths(folder, files, token), files, strict=True):
+            allocated.append(part)
+            with open(part, "xb") as out:
+                os.posix_fallocate(out.fileno(), 0, file.size)
+    except OSError:
+        for path in allocated:
+            path.unlink(missing_ok=True)
+        raise
 
 
 def _temporary_paths(folder: Path, files: Iterable[_PlannedFile], token: str) -> list[Path]:
@@ -326,7 +340,10 @@ def _plan_files(tensors: Mapping[str, Any], max_bytes: int) -> list[_PlannedFile
     used = 0
     for name, x in tensors.items():
         if x.dtype not in DTYPE_NAMES:
-            raise CheckpointError(f"{name!r} is {str(x.dtype).removeprefix('torch.')}, which safetensors files do not have")
+            raise CheckpointError(
+                f"{name!r} is {str(x.dtype).removeprefix('torch.')}, which safetensors files do not have; "
+                "convert it, for example by x.float()"
+            )
         nbytes = x.numel() * x.dtype.itemsize
         if groups[-1] and used + nbytes > max_bytes:
             groups.append([])
@@ -345,20 +362,6 @@ def _plan_file(file: str, tensors: Mapping[str, Any]) -> _PlannedFile:
         at = places[-1].last
     length = len(encode_header(places, {}))
     return _PlannedFile(file, tuple(places), length, length + at)
-
-
-def _allocate_paths(parts: list[Path], files: Iterable[_PlannedFile]) -> None:
-    """Allocate files of their full size, so that a full disk raises before any rank writes."""
-    allocated = []
-    try:
-        for part, file in zip(parts, files, strict=True):
-            allocated.append(part)
-            with open(part, "xb") as out:
-                os.posix_fallocate(out.fileno(), 0, file.size)
-    except OSError:
-        for path in allocated:
-            path.unlink(missing_ok=True)
-        raise
 
 
 def _write_blocks(
@@ -383,9 +386,7 @@ def _write_blocks(
 
 
 def _publish_files(folder: Path, files: list[_PlannedFile], parts: list[Path], sums: list[dict[str, int]]) -> None:
-    """Write headers with the digests that all ranks computed, and rename the files. The index is last: without it, files of a
-    larger model are no model.
-    """
+    """Write headers with the digests of all ranks, and rename the files. The index is last: it makes several files a model."""
     for file, part in zip(files, parts, strict=True):
         digests = {place.name: sum(each.get(place.name, 0) for each in sums) & MASK for place in file.places}
         with open(part, "r+b") as out:

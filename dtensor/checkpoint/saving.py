@@ -101,20 +101,19 @@ def save(state: Any, path: str | os.PathLike[str], *, async_op: bool = False, pr
     (15.0, 7)
     """
     finish_pending_saves()
-    return start_save(
-        state, parse_path(path), RankGroup("checkpoint.save", process_group, apart=async_op), Staging() if async_op else None
-    )
+    ranks = RankGroup("checkpoint.save", process_group, separate_group=async_op)
+    return start_save(state, parse_path(path), ranks, Staging() if async_op else None)
 
 
 def start_save(
-    state: Any, folder: StoragePath, ranks: RankGroup, staging: Staging | None, beside: SaveExtras = SaveExtras()
+    state: Any, folder: StoragePath, ranks: RankGroup, staging: Staging | None, extras: SaveExtras = SaveExtras()
 ) -> PendingSave | None:
     """Save as :func:`save` does; in the background if there is ``staging`` memory for this rank's blocks."""
-    job = _prepare_job(state, folder, ranks, staging, beside.notes)
+    job = _prepare_job(state, folder, ranks, staging, extras.notes)
     if staging is None:
-        _run_job(job, folder, ranks, beside)
+        _run_job(job, folder, ranks, extras)
         return None
-    return submit_save(lambda: _run_job(job, folder, ranks, beside, staging.wait))
+    return submit_save(lambda: _run_job(job, folder, ranks, extras, staging.wait))
 
 
 # --- steps of a save -------------------------------------------------------------------------------------------------------
@@ -152,21 +151,18 @@ def check_savable(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def state_parts(tree: Any, **beside: Any) -> StateParts:
     """Return what must be equal on all ranks: each leaf of a state in order, and the values ``beside`` them."""
-    parts = [
-        (name_of(path), _tensor_text(leaf) if isinstance(leaf, torch.Tensor) else repr(encode_tree(leaf, path)))
-        for path, leaf in iter_leaves(tree)
-    ]
+    parts = []
+    for path, leaf in iter_leaves(tree):
+        if isinstance(leaf, torch.Tensor):
+            text = describe_tensor(leaf._layout if isinstance(leaf, DTensor) else tuple(leaf.shape), leaf.dtype)
+        else:
+            text = repr(encode_tree(leaf, path))
+        parts.append((name_of(path), text))
     return [*parts, *((name, repr(value)) for name, value in beside.items())]
 
 
-def _tensor_text(x: torch.Tensor) -> str:
-    return describe_tensor(x._layout if isinstance(x, DTensor) else tuple(x.shape), x.dtype)
-
-
 def reduce_partials(tensors: dict[str, torch.Tensor], parts: StateParts, ranks: RankGroup, what: str) -> dict[str, Any]:
-    """Return the tensors with partial ones reduced. Before a reduction, the ranks check that all have come with the same
-    tensors.
-    """
+    """Return the tensors with partial ones reduced, after a check that all ranks have come with the same tensors."""
     partials = {name: x for name, x in tensors.items() if isinstance(x, DTensor) and x._layout.is_partial}
     if partials:
         ranks.run_if_same(what, lambda: parts, lambda: None)
@@ -201,7 +197,7 @@ def _run_job(
     job: _SaveJob | Exception,
     folder: StoragePath,
     ranks: RankGroup,
-    beside: SaveExtras,
+    extras: SaveExtras,
     copied: Callable[[], None] = lambda: None,
 ) -> None:
     def files(token: str) -> tuple[StoragePath, StoragePath]:
@@ -222,8 +218,8 @@ def _run_job(
         f"saving to {folder}",
         job if isinstance(job, Exception) else job.parts,
         write=write,
-        begin=lambda token: beside.begin(),
-        commit=lambda shares, token: _commit_save(_checked_job(job), folder, shares, token, beside),
+        begin=lambda token: extras.begin(),
+        commit=lambda shares, token: _commit_save(_checked_job(job), folder, shares, token, extras),
         discard=remove_uncommitted,
         left="the folder holds the checkpoint that it held before, or the new one",
     )
@@ -250,7 +246,7 @@ def _write_share(job: _SaveJob, file: StoragePath) -> list[tuple[str, StoredBloc
 
 
 def _commit_save(
-    job: _SaveJob, folder: StoragePath, shares: list[list[tuple[str, StoredBlock, Stream]]], token: str, beside: SaveExtras
+    job: _SaveJob, folder: StoragePath, shares: list[list[tuple[str, StoredBlock, Stream]]], token: str, extras: SaveExtras
 ) -> None:
     """Commit the written blocks as the checkpoint."""
     from . import dcp_metadata as metadata  # imports torch.distributed.checkpoint, which takes a second
@@ -266,13 +262,13 @@ def _commit_save(
     checksums = (sha256(metadata_file), *((sha256(read_file(metadata_path)),) if path_exists(metadata_path) else ()))
     files = {name: file_size(folder / name) for name in {values.name, *(block.file for _, block, _ in written)}}
     sync_folder(folder)
-    Manifest(entries, job.encoded, files, checksums, notes=beside.notes).write(folder)
+    Manifest(entries, job.encoded, files, checksums, notes=extras.notes).write(folder)
     try:
         replace_file(metadata_path, metadata_file)
         for path in folder.iterdir():
             if _DATA_FILE.fullmatch(path.name) and token not in path.name:
                 path.unlink()
-        beside.done()
+        extras.done()
     except OSError as error:
         raise CheckpointError(f"the new checkpoint is complete, but files next to it could not be updated: {error}") from error
 

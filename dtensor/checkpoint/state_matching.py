@@ -45,50 +45,50 @@ class MatchResult:
         return parts + [(name, "not in the checkpoint") for name in self.missing]
 
 
-def match_trees(asked: Expanded, manifest: Manifest, strict: bool, convert: bool = False) -> MatchResult:
+def match_trees(requested: Expanded, manifest: Manifest, strict: bool, convert: bool = False) -> MatchResult:
     """Return every leaf of the state with its value in the checkpoint.
 
     Raises:
         CheckpointError: other shapes, dtypes or types; with ``strict`` missing or unexpected keys.
     """
-    stored = nest_dotted_keys(manifest.nested(), asked.tree)
+    stored = nest_dotted_keys(manifest.nested(), requested.tree)
     result = MatchResult(convert=convert)
-    result.tree = _match_value(asked.tree, stored, (), manifest, result)
+    result.tree = _match_value(requested.tree, stored, (), manifest, result)
     if result.wrong:
         raise CheckpointError(_join_limited(result.wrong, "; "))
     if strict and (result.missing or result.unexpected):
         parts = [("not in the checkpoint: ", result.missing), ("in the checkpoint, not asked for: ", result.unexpected)]
         text = "; ".join(head + _join_limited(names, ", ") for head, names in parts if names)
         raise CheckpointError(f"{text}. Give strict=False to load what both have")
-    for path in asked.installs:
-        ours, theirs = _value_at(asked.tree, path), _value_at(stored, path)
+    for path in requested.installs:
+        ours, theirs = _value_at(requested.tree, path), _value_at(stored, path)
         if all(isinstance(tree, Mapping) and "param_groups" in tree for tree in (ours, theirs)):
             check_groups(ours, theirs, path)
     return result
 
 
-def _match_value(asked: Any, stored: Any, path: TreePath, manifest: Manifest, result: MatchResult) -> Any:
-    match asked, stored:
+def _match_value(requested: Any, stored: Any, path: TreePath, manifest: Manifest, result: MatchResult) -> Any:
+    match requested, stored:
         case ((torch.Tensor() | Target()), Stored()):
-            return _match_tensor(asked, stored.name, manifest, result)
-        case Mapping(), Mapping() if _is_structure(asked, stored):
-            return _match_dicts(asked, stored, path, manifest, result)
-        case ((list() | tuple()), (list() | tuple())) if len(asked) == len(stored) and (
-            has_tensors(asked) or has_tensors(stored)
+            return _match_tensor(requested, stored.name, manifest, result)
+        case Mapping(), Mapping() if _is_structure(requested, stored):
+            return _match_dicts(requested, stored, path, manifest, result)
+        case ((list() | tuple()), (list() | tuple())) if len(requested) == len(stored) and (
+            has_tensors(requested) or has_tensors(stored)
         ):
-            pairs = enumerate(zip(asked, stored, strict=True))
+            pairs = enumerate(zip(requested, stored, strict=True))
             items = [_match_value(a, s, (*path, i), manifest, result) for i, (a, s) in pairs]
-            return items if isinstance(asked, list) else tuple(items)
-    if has_tensors(asked) or has_tensors(stored):
-        result.wrong.append(f"{name_of(path)!r} is {_kind_text(asked)} here and {_kind_text(stored)} in the checkpoint")
-        return asked
+            return items if isinstance(requested, list) else tuple(items)
+    if has_tensors(requested) or has_tensors(stored):
+        result.wrong.append(f"{name_of(path)!r} is {_kind_text(requested)} here and {_kind_text(stored)} in the checkpoint")
+        return requested
     return stored
 
 
-def _match_dicts(asked: Any, stored: Any, path: TreePath, manifest: Manifest, result: MatchResult) -> dict[Any, Any]:
+def _match_dicts(requested: Any, stored: Any, path: TreePath, manifest: Manifest, result: MatchResult) -> dict[Any, Any]:
     unmatched = {str(key): key for key in stored}  # in torch's checkpoints all keys are strings
     filled = {}
-    for key, item in asked.items():
+    for key, item in requested.items():
         stored_key = key if key in stored else unmatched.get(str(key))
         if stored_key is None or stored_key not in stored:
             result.missing += _leaf_names(item, (*path, key))
@@ -101,16 +101,16 @@ def _match_dicts(asked: Any, stored: Any, path: TreePath, manifest: Manifest, re
     return filled
 
 
-def _is_structure(asked: Any, stored: Any) -> bool:
+def _is_structure(requested: Any, stored: Any) -> bool:
     """Return True if the dicts are nesting, with string keys or tensors inside, which is matched key by key. Others are plain
     values.
     """
-    return all(isinstance(key, str) for key in (*asked, *stored)) or has_tensors(asked) or has_tensors(stored)
+    return all(isinstance(key, str) for key in (*requested, *stored)) or has_tensors(requested) or has_tensors(stored)
 
 
-def _match_tensor(asked: Any, name: str, manifest: Manifest, result: MatchResult) -> Any:
+def _match_tensor(requested: Any, name: str, manifest: Manifest, result: MatchResult) -> Any:
     entry = manifest.tensors[name]
-    target = asked if isinstance(asked, Target) else Target.of(name, asked)
+    target = requested if isinstance(requested, Target) else Target.of(name, requested)
     if target.shape != entry.shape:
         result.wrong.append(f"{name!r} has shape {list(target.shape)} here and {list(entry.shape)} in the checkpoint")
     elif target.dtype != entry.torch_dtype and not (result.convert and _is_convertible(target.dtype, entry.torch_dtype)):
@@ -165,9 +165,7 @@ def _value_at(tree: Any, path: TreePath) -> Any:
 
 # --- assignment to the state -----------------------------------------------------------------------------------------------
 def assign_values(state: Any, filled: Any, installs: Mapping[TreePath, Install], path: TreePath = ()) -> Any:
-    """Assign the values of ``filled`` to ``state`` and return the new value. Dicts and lists are changed in place, objects get
-    their state.
-    """
+    """Assign ``filled`` to ``state``, and return the new value. Dicts and lists change in place, objects get their state."""
     if path in installs:
         installs[path](_resolve_targets(filled))
         return state

@@ -73,9 +73,7 @@ def _tied_names(module: nn.Module) -> list[list[str]]:
 
 
 def _module_tree(module: nn.Module, path: TreePath, stored: Mapping[str, StoredTensor] | None) -> dict[str, Any]:
-    """Return the state dict of a module. For a load, names of tied parameters that the checkpoint lacks are dropped if it has
-    another one.
-    """
+    """Return the state dict of a module. A load drops names of a tied parameter that the checkpoint has under another name."""
     tree = module.state_dict()
     for names in _tied_names(module) if stored is not None else ():
         missing = [name for name in names if name_of((*path, name)) not in stored]  # type: ignore[operator]  # not None
@@ -130,8 +128,8 @@ def _optimizer_tree(
         parameters = [p for group in getattr(optimizer, "inner", optimizer).param_groups for p in group["params"]]
         for key, parameter in zip(keys, parameters, strict=True):
             if key not in state:
-                asked = _stored_state_targets(parameter, (*path, "state", key), stored)
-                state |= {key: asked} if asked else {}
+                requested = _stored_state_targets(parameter, (*path, "state", key), stored)
+                state |= {key: requested} if requested else {}
     groups = [{**group, "params": [keys[k] for k in group["params"]]} for group in tree["param_groups"]]
     return {**tree, "state": state, "param_groups": groups}
 
@@ -159,13 +157,13 @@ def _optimizer_installer(optimizer: Optimizer, names: Mapping[int, str]) -> Inst
     return install
 
 
-def check_groups(asked: Any, found: Any, path: TreePath) -> None:
+def check_groups(requested: Any, found: Any, path: TreePath) -> None:
     """Check that the parameter groups of an optimizer and of a checkpoint have the same parameters.
 
     Raises:
         CheckpointError: they differ.
     """
-    ours, theirs = ([group["params"] for group in tree["param_groups"]] for tree in (asked, found))
+    ours, theirs = ([group["params"] for group in tree["param_groups"]] for tree in (requested, found))
     if ours != theirs:
         raise CheckpointError(
             f"{name_of(path)!r}: the parameter groups of the optimizer, {_shorten(ours)}, differ from those of "

@@ -160,8 +160,12 @@ def decode_tree(data: Any, tensors: Mapping[str, Any]) -> Any:
 
 
 def parse_dtype(name: str) -> torch.dtype:
-    """Return the dtype with this name, such as ``"float32"``."""
+    """Return the dtype with this name, such as ``"float32"``.
+
+    Raises:
+        CheckpointError: this version of torch has no such dtype.
+    """
     dtype = getattr(torch, name, None) if isinstance(name, str) else None
     if not isinstance(dtype, torch.dtype):
-        raise CheckpointError(f"unknown dtype {name!r}")
+        raise CheckpointError(f"the checkpoint has values of the unknown dtype {name!r}; load it with the torch that saved it")
     return dtype

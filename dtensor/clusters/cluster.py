@@ -13,10 +13,9 @@ from ..mesh.device_mesh import DeviceMesh
 from .model_sizes import Transformer
 
 MESH_DIMS = ("dp", "pp", "ep", "cp", "tp")  # mesh dims, outermost first: ranks along tp are adjacent
-_MIN_POSITIONS, _MAX_RING = (
-    1024,
-    16,
-)  # limits of the search: fewest positions of a sequence per rank, most ranks that shard a sequence
+# limits of the search: fewest positions of a sequence per rank, most ranks that shard a sequence
+_MIN_POSITIONS = 1024
+_MAX_RING = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -132,9 +131,7 @@ class Degrees:
 
 
 def iter_degrees(model: Transformer, ranks: int, node: int, sequence: int, batch: int) -> Iterator[Degrees]:
-    """Yield powers of two along all dims but ``dp``, which gets the remaining ranks; ``tp`` only within a node; ``ep`` for
-    models with experts.
-    """
+    """Yield powers of two along all dims but ``dp``, which gets the other ranks; ``tp`` within a node, ``ep`` for experts."""
     twos = [2**k for k in range(ranks.bit_length()) if ranks % 2**k == 0]
     for tp in (size for size in twos if size <= node):
         for cp in (size for size in twos if size == 1 or (size * tp * _MIN_POSITIONS <= sequence and size <= _MAX_RING)):

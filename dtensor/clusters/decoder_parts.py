@@ -25,17 +25,16 @@ from ..tensor.distribute import distribute_tensor
 from ..tensor.dtensor import DTensor
 from .model_sizes import Transformer
 
+# operations that backward recomputes, so that less memory is saved for it
 RECOMPUTATIONS = (
     "nothing",
     "elementwise",
     "everything",
-)  # operations that backward recomputes, so that less memory is saved for it
+)
 
 
 class Attention(nn.Module):
-    """Causal attention with rotary positions. The sequence is sharded over ``cp``, and keys and values are passed around the
-    ring.
-    """
+    """Causal attention with rotary positions. ``cp`` shards the sequence, and keys and values are passed around the ring."""
 
     plan: ClassVar[dict[str, ParallelStyle]] = {
         "": PrepareModuleInput(input_layouts=(Shard(1), None, None), desired_input_layouts=(Replicate(), None, None)),
@@ -176,9 +175,7 @@ class DecoderLayer(nn.Module):
 
 
 class _LastProduct:
-    """Checkpoint policy for half a layer with recomputed elementwise operations: save all products but the last, because
-    nothing in the half depends on it.
-    """
+    """Checkpoint policy for half a layer: save all products but the last, on which nothing in the half depends."""
 
     def __init__(self) -> None:
         self.running = False

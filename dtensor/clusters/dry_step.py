@@ -130,8 +130,10 @@ def dry_step(part: str, model: Transformer, mesh: DeviceMesh, sequence: int, mic
 def _summarize(
     bytes_held: Sequence[int], positions: Sequence[int], micro: Work, once: Work, state: float, boundary: float
 ) -> DryStep:
-    """Return the result. ``at``: log positions at the beginning, after each forward and backward pass, and after the optimizer
-    step.
+    """Return the result.
+
+    Args:
+        positions: log positions at the beginning, after each forward and backward pass, and after the optimizer step.
     """
     gathered, first, forward = (bytes_held[moment] for moment in positions[1:4])
     saved = forward - first

@@ -92,7 +92,7 @@ def estimate(
     """
     degrees.check(model, sequence, batch)
     if batch // degrees.dp % micro:
-        raise PlanError(f"micro batches of {micro} do not divide the {batch // degrees.dp} sequences of a rank")
+        raise PlanError(f"micro batches of {micro} do not divide the {batch // degrees.dp} sequences of a rank; pass a divisor")
     request = _StepRequest(model, cluster, degrees, sequence, batch, micro, chunks)
     return _estimate_least_recomputation(request, request.parts(degrees), RECOMPUTATIONS if again is None else (again,))
 
@@ -156,13 +156,8 @@ def _compose_estimate(request: _StepRequest, parts: DryRunOf, again: str) -> Est
     memory["activations"] = in_flight * model.layers / pp * layer.saved
     memory["logits"] = end.saved
     memory["passing"] = max(part.most for part, _ in shares)
-    mfu = (
-        3
-        * model.flops(request.sequence)
-        * request.sequence
-        * request.batch
-        / (sum(seconds.values()) * degrees.ranks * cluster.peak)
-    )
+    model_flops = 3 * model.flops(request.sequence) * request.sequence * request.batch
+    mfu = model_flops / (sum(seconds.values()) * degrees.ranks * cluster.peak)
     nbytes = {dim: total[dim] for dim in ("tp", "cp", "ep", "pp", "dp")}
     return Estimate(degrees, again, memory, nbytes, seconds, mfu, sum(memory.values()) < _USABLE_MEMORY * cluster.memory)
 
@@ -205,26 +200,23 @@ def best(model: Transformer, cluster: Cluster, ranks: int, sequence: int, batch:
     for family in families.values():
         for degrees in family:
             request = _StepRequest(model, cluster, degrees, sequence, batch)
-            push(
-                0, _compose_estimate(request, _without_data_parallel(request.parts(_cheapest_degrees(family))), RECOMPUTATIONS[0])
-            )
+            parts = _without_data_parallel(request.parts(_cheapest_degrees(family)))
+            push(0, _compose_estimate(request, parts, RECOMPUTATIONS[0]))
     results: list[Estimate] = []
     while queue and len(results) < most:
         _, _, certainty, one = heappop(queue)
         request, family = _StepRequest(model, cluster, one.degrees, sequence, batch), families[_family_key(one.degrees)]
         if certainty == 2:
             results.append(one)
-        elif (
-            refined := _estimate_least_recomputation(
-                request,
-                request.parts(one.degrees) if certainty else _without_data_parallel(request.parts(_cheapest_degrees(family))),
-            )
-        ).fits:
+            continue
+        exact = request.parts(one.degrees) if certainty else None
+        parts = exact or _without_data_parallel(request.parts(_cheapest_degrees(family)))
+        if (refined := _estimate_least_recomputation(request, parts)).fits:
             push(certainty + 1, refined)
     if not results:
         raise PlanError(
             f"no layout tp x cp x pp x dp of {ranks} ranks with {batch} sequences of {sequence} tokens fits "
-            f"into {cluster.memory / 1e9:,.0f} GB per rank"
+            f"into {cluster.memory / 1e9:,.0f} GB per rank; use more ranks, a smaller batch or shorter sequences"
         )
     return results
 

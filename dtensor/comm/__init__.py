@@ -96,4 +96,4 @@ def map_ranks(fn: Callable[..., Any], *args: Any, mesh: Any = None, **kwargs: An
             return fn(coordinates[member], *args, **kwargs)
 
     results = communicator.map(run, *args, **kwargs)
-    return prepare_for_program(results if runs is None else runs.separated(results))
+    return prepare_for_program(results if runs is None else runs.copy_shared_results(results))

@@ -75,9 +75,8 @@ _TRAITS = {
     "mpi": BackendTraits(reduces=False, sends_lists=False, one_round_bytes=1 << 16),
     "fake": BackendTraits(reduces=True, sends_lists=False),  # no communication; torch has it for measurements of host time
 }
-_DEFAULT_TRAITS = BackendTraits(
-    reduces=True, sends_lists=True, direct_bytes=1 << 22, one_round_bytes=1 << 16
-)  # nccl and the collectives of other vendors
+# nccl and the collectives of other vendors
+_DEFAULT_TRAITS = BackendTraits(reduces=True, sends_lists=True, direct_bytes=1 << 22, one_round_bytes=1 << 16)
 
 
 def traits_of(group: Group) -> BackendTraits:
@@ -147,9 +146,7 @@ def make_pending(works: list[Waitable], finish: Callable[[], T]) -> Pending[T]:
 
 
 def wait_then(works: list[Waitable], finish: Callable[[], T]) -> T:
-    """Wait for all ``works``, then return ``finish()``. Work handles keep the tensors that they send, so they are released
-    first.
-    """
+    """Wait for all ``works``, releasing each with the tensors that it sends, then return ``finish()``."""
     while works:
         works.pop(0).wait()
     return finish()
@@ -167,7 +164,10 @@ def row_major(x: Tensor, shape: tuple[int, ...]) -> Tensor:
         LayoutError: ``x`` does not have the shape that its layout gives.
     """
     if x.shape != shape:
-        raise LayoutError(f"a local tensor has shape {tuple(x.shape)}, but its layout says {tuple(shape)}")
+        raise LayoutError(
+            f"a local tensor has shape {tuple(x.shape)}, but its layout says {tuple(shape)}; "
+            "do not resize a local tensor in place"
+        )
     x = x.detach() if x.requires_grad else x
     return row_major_copy(x) if not x.is_contiguous() or x.is_conj() or x.is_neg() else x
 
@@ -192,9 +192,7 @@ def view_as_message(row: Tensor) -> Tensor:
 
 @mark_reported
 def all_to_all_rows(group: Group, into: Tensor, row: Tensor, recv_lengths: list[int], send_lengths: list[int]) -> list[Waitable]:
-    """Start an all-to-all of the parts of ``row``, with ``leaving`` elements each, into ``into``, with ``arriving`` elements
-    each.
-    """
+    """Start an all-to-all of the parts of ``row`` (``send_lengths`` elements) into ``into`` (``recv_lengths`` elements)."""
     nbytes = max(into.nbytes, row.nbytes) - recv_lengths[group.torch_rank] * row.dtype.itemsize  # without the rank's own part
     if row.dtype not in _NATIVE_DTYPES:
         unit = row.dtype.itemsize

@@ -88,7 +88,7 @@ def wrap_checked(
             record = records.keep(
                 key, CollectiveRecord.of(f"{text} {_describe_operand(x, compare_shape)}", mesh_dims, lengths_text)
             )
-        _admit(log, group, ranks, level, record)
+        _log_and_compare(log, group, ranks, level, record)
         number = log.count
         try:
             pending = run(x)
@@ -138,9 +138,7 @@ def ranks_computing_with(layouts: Sequence[Layout]) -> frozenset[int]:
 
 
 def operation_hash_of(layouts: Sequence[Layout]) -> OperationHash | None:
-    """Return the rolling hash of the ranks that compute with these tensors, see :func:`ranks_computing_with`; None for fewer
-    than two ranks.
-    """
+    """Return the rolling hash of the :func:`ranks_computing_with` these tensors; None for fewer than two ranks."""
     ranks = ranks_computing_with(layouts)
     return operation_records_of(layouts[0].mesh._root.world).trail_of(ranks) if len(ranks) > 1 else None
 
@@ -191,7 +189,7 @@ def _add_to_hash(mesh: DeviceMesh, value: int, text: str) -> None:
         ring.mix(value)
 
 
-def _admit(log: CollectiveLog, group: Group, ranks: list[int], level: str, record: CollectiveRecord) -> None:
+def _log_and_compare(log: CollectiveLog, group: Group, ranks: list[int], level: str, record: CollectiveRecord) -> None:
     """Log a collective, and compare it with other ranks.
 
     Raises:

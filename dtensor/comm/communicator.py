@@ -120,7 +120,7 @@ class Communicator(ABC):
         if not self.held:
             return Pending.of
         nbytes = functools.cache(lambda: self._max_received(dims, transfer) * transfer.dtype.itemsize)
-        return self._issuing(transfer.kind, dims, self._transfer(dims, transfer), lambda _: nbytes())
+        return self._wrap_issue(transfer.kind, dims, self._transfer(dims, transfer), lambda _: nbytes())
 
     def _max_received(self, dims: Dims, transfer: Transfer) -> int:
         """Return the number of elements that a rank receives, the maximum over ranks."""
@@ -156,7 +156,7 @@ class Communicator(ABC):
             max_numel = max(box.numel for group in self._groups(dims) for box in scatter.chunks_of(group[0]))
             return (self.group_size(dims) - 1) * max_numel * scatter.dtype.itemsize
 
-        return self._issuing("reduce_scatter", dims, self._reduce_scatter(dims, scatter), received)
+        return self._wrap_issue("reduce_scatter", dims, self._reduce_scatter(dims, scatter), received)
 
     def bind_all_reduce(self, mesh_dims: Sequence[int], op: Op, dtype: torch.dtype) -> BoundReduction:
         """Bind an all-reduce: each rank of a group gets the reduction of the group's local values of one dtype."""
@@ -172,13 +172,17 @@ class Communicator(ABC):
         if size == 1:
             return BoundReduction(lambda x: Pending.of(self.map(lambda _, term: fold([term], op), x)))
 
+        def num_received(x: Local) -> int:
+            nbytes = max(shard.numel() * shard.dtype.itemsize for shard in shards_of(x))
+            return events.all_reduce_bytes(nbytes, size, op)
+
         def wrap(run: BoundCollective) -> BoundCollective:
-            return self._issuing("all_reduce", dims, run, lambda x: events.all_reduce_bytes(_nbytes(x), size, op), bound.at_once)
+            return self._wrap_issue("all_reduce", dims, run, num_received, bound.at_once)
 
         bound = self._all_reduce(dims, op, dtype)
         return BoundReduction(wrap(bound.run), None if bound.taking is None else wrap(bound.taking), bound.at_once)
 
-    def _issuing(
+    def _wrap_issue(
         self, kind: str, dims: Dims, run: BoundCollective, nbytes: Callable[[Local], int], at_once: bool = True
     ) -> BoundCollective:
         """Wrap ``run`` so that it is recorded by an active recorder, and reported to listeners and the profiler.
@@ -188,7 +192,7 @@ class Communicator(ABC):
 
         def issue(x: Local) -> Pending[Local]:
             if ACTIVE_RECORDERS and (recorder := current_recorder()) is not None:
-                return recorder.site(issue, (x,), {})
+                return recorder.record_op(issue, (x,), {})
             if events.listeners or profiler_enabled() or (count_dispatch_modes() and has_range_observer()):
                 return events.report_events(self._event(kind, dims, nbytes(x)), lambda: run(x), x)
             return run(x)
@@ -201,7 +205,7 @@ class Communicator(ABC):
         """Return the local value with these shards, one for each member held here."""
         return shards[0]
 
-    def pieces(self, local: Local) -> dict[int, torch.Tensor]:
+    def shards_by_member(self, local: Local) -> dict[int, torch.Tensor]:
         """Return the shards of a local value, by member held here."""
         return dict(zip(self.held, shards_of(local), strict=False))  # a rank outside the mesh has none
 
@@ -272,12 +276,10 @@ class Communicator(ABC):
         def new_of(member: int) -> tuple[int, ...]:
             return (sum(lengths[self.mesh.members_of(dims, member)]),)
 
-        description, max_received = (
-            _describe_lengths((lengths[group] for group in lengths), owner),
-            max(sum(group_lengths) - min(group_lengths) for group_lengths in lengths.values()),
-        )
+        description = _describe_lengths((lengths[group] for group in lengths), owner)
+        max_received = max(sum(group_lengths) - min(group_lengths) for group_lengths in lengths.values())
         return self.bind_transfer(
-            dims, Transfer(route_of, dtype, "all_gather", said=description, new_of=new_of, max_received=max_received)
+            dims, Transfer(route_of, dtype, "all_gather", description=description, new_of=new_of, max_received=max_received)
         )
 
     @recorded_op
@@ -363,9 +365,7 @@ class Communicator(ABC):
     def _make_dense_transfer(
         self, dims: Dims, route_of: Callable[[int], SendRecvPlan], dtype: torch.dtype, kind: str
     ) -> Transfer:
-        """Make a transfer in which each rank is assumed to send to all others: a rank need not know what others send to each
-        other.
-        """
+        """Make a transfer in which each rank is assumed to send to all others, since no rank knows all routes."""
         traffic = Traffic(0, self.group_size(dims), False)
         return Transfer(route_of, dtype, kind, lambda _: traffic)
 
@@ -424,7 +424,7 @@ class Communicator(ABC):
             return broadcast_route(shape, size, source, group.index(member))
 
         description = f"from {source}, {next(iter(shapes.values()))}"
-        return self.bind_transfer(dims, Transfer(route_of, x.dtype, "broadcast", said=description))(x)
+        return self.bind_transfer(dims, Transfer(route_of, x.dtype, "broadcast", description=description))(x)
 
     @untracked
     def all_gather_object(self, value: Any, mesh_dims: Sequence[int]) -> list[Any]:
@@ -459,7 +459,7 @@ class Communicator(ABC):
         group = self.mesh.members_of(dims, self.held[0])
         lengths, description = [(length,)] * len(group), f"of {length} whole numbers"
         route_of = lambda member: gather_route(lengths, group.index(member))  # noqa: E731
-        return self._transfer(dims, Transfer(route_of, torch.int64, "all_gather", said=description, blocking=True))
+        return self._transfer(dims, Transfer(route_of, torch.int64, "all_gather", description=description, blocking=True))
 
     def report(self, kind: str, mesh_dims: Sequence[int], nbytes: Callable[[], int] = lambda: 0) -> None:
         """Report an event that is no collective of its own to the listeners."""
@@ -506,8 +506,3 @@ def containing_mesh(one: DeviceMesh, other: DeviceMesh) -> DeviceMesh | None:
     """Return the mesh that has all the ranks of both meshes, None if neither has."""
     a, b = set(one.ranks), set(other.ranks)
     return one if a >= b else other if b >= a else None
-
-
-def _nbytes(x: Local) -> int:
-    """Return the bytes of a local value, the maximum over the members held here."""
-    return max(shard.numel() * shard.dtype.itemsize for shard in shards_of(x))

@@ -32,12 +32,12 @@ class RankSummaries(NamedTuple):
     Attributes:
         same: whether the values that must be equal are equal.
         numbers: the integers of each rank.
-        loads: for each rank a row of bytes that begins with its payload.
+        payloads: for each rank a row of bytes that begins with its payload.
     """
 
     same: bool
     numbers: list[tuple[int, ...]]
-    loads: torch.Tensor
+    payloads: torch.Tensor
 
 
 def payload_bytes(mesh: DeviceMesh) -> int:
@@ -51,9 +51,9 @@ def check_identical(
 ) -> tuple[T, RankSummaries | None]:
     """Return ``make()`` and the summaries of all ranks of the mesh; None instead of summaries if there is no other rank.
 
-    ``tell(result)`` returns a value that must be equal on all ranks and can be printed, up to 64 integers, and a payload of up
-    to :func:`payload_bytes` bytes. On process groups this takes one exchange of a fixed form (a second one, of the texts, if they
-    differ); in one process none.
+    ``summarize(result)`` returns a value that must be equal on all ranks and can be printed, up to 64 integers, and a payload of
+    up to :func:`payload_bytes` bytes. On process groups this takes one exchange of a fixed form (a second one, of the texts, if
+    they differ); in one process none.
 
     Raises:
         LayoutError: on all ranks with one text, if the values differ. The error of ``make``, if all ranks have the same.
@@ -77,15 +77,15 @@ def check_identical(
 
 
 def gather_summaries(
-    mesh: DeviceMesh, said: Hashable, numbers: Sequence[int] = (), load: bytes = b"", room: int = 0
+    mesh: DeviceMesh, text: Hashable, numbers: Sequence[int] = (), payload: bytes = b"", payload_size: int = 0
 ) -> RankSummaries:
-    """Return the summaries of all ranks: whether ``said`` is equal on all, up to 64 ``numbers``, and ``payload_bytes`` bytes,
-    in one exchange.
+    """Return the summaries of all ranks: whether ``text`` is equal on all, up to 64 ``numbers``, and ``payload_size``
+    bytes that begin with ``payload``, in one exchange.
     """
-    row = bytearray(_HEADER_BYTES + room)
-    head = array("q", (_hash_text(said), len(numbers), *numbers)).tobytes()
+    row = bytearray(_HEADER_BYTES + payload_size)
+    head = array("q", (_hash_text(text), len(numbers), *numbers)).tobytes()
     row[: len(head)] = head
-    row[_HEADER_BYTES : _HEADER_BYTES + len(load)] = load
+    row[_HEADER_BYTES : _HEADER_BYTES + len(payload)] = payload
     rows = communicator_of(mesh).all_gather_rows(row, tuple(range(mesh.ndim)))
     heads = rows[:, : 2 + _MAX_NUMBERS].tolist()
     numbers_of = [tuple(head[2 : 2 + head[1]]) for head in heads]
@@ -93,23 +93,23 @@ def gather_summaries(
 
 
 @memoize(1024)
-def _hash_text(said: Hashable) -> int:
-    return int.from_bytes(hashlib.blake2b(str(said).encode(), digest_size=8).digest(), "big", signed=True)
+def _hash_text(text: Hashable) -> int:
+    return int.from_bytes(hashlib.blake2b(str(text).encode(), digest_size=8).digest(), "big", signed=True)
 
 
-def exchange_and_compare_texts(mesh: DeviceMesh, what: str, said: str, problem: Exception | None = None) -> None:
-    """Raise LayoutError on all ranks if ``said`` differs between them, after an exchange of the texts."""
-    check_texts_equal(mesh, what, communicator_of(mesh).all_gather_object(said, tuple(range(mesh.ndim))), problem)
+def exchange_and_compare_texts(mesh: DeviceMesh, what: str, text: str, problem: Exception | None = None) -> None:
+    """Raise LayoutError on all ranks if ``text`` differs between them, after an exchange of the texts."""
+    check_texts_equal(mesh, what, communicator_of(mesh).all_gather_object(text, tuple(range(mesh.ndim))), problem)
 
 
-def check_texts_equal(mesh: DeviceMesh, what: str, said: Sequence[str], problem: Exception | None = None) -> None:
-    """Raise LayoutError on all ranks unless all texts are equal; ``said`` has the text of each position in the mesh."""
-    other = next((position for position, text in enumerate(said) if text != said[0]), None)
+def check_texts_equal(mesh: DeviceMesh, what: str, texts: Sequence[str], problem: Exception | None = None) -> None:
+    """Raise LayoutError on all ranks unless all texts are equal; ``texts`` has the text of each position in the mesh."""
+    other = next((position for position, text in enumerate(texts) if text != texts[0]), None)
     if other is None:
         return
     ranks = mesh.current_ranks()
     raise LayoutError(
-        f"{what}: arguments differ between ranks: {said[other]} on rank {ranks[other]}, {said[0]} on rank "
+        f"{what}: arguments differ between ranks: {texts[other]} on rank {ranks[other]}, {texts[0]} on rank "
         f"{ranks[0]}; pass the same arguments on all ranks of {mesh!r}"
     ) from problem
 

@@ -17,9 +17,7 @@ from .transfer import is_packed, make_packings
 
 
 class DryRun(Communicator):
-    """The communicator of a dry run. Each collective returns meta tensors; a reduce-scatter keeps its addends until
-    ``wait()``.
-    """
+    """The communicator of a dry run. It returns meta tensors; a reduce-scatter keeps its addends until ``wait()``."""
 
     held, talks = (0,), False
 

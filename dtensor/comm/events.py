@@ -59,7 +59,7 @@ class Event:
 
     @property
     def over(self) -> str:
-        """The names of the mesh dims."""
+        """Return the names of the mesh dims."""
         return "+".join(map(str, self.mesh_dims if self.mesh is None else self.mesh.named(self.mesh_dims)))
 
 
@@ -85,9 +85,7 @@ def report_event(event: Event) -> list[CollectiveWrapper]:
 
 
 def report_events(event: Event, issue: Callable[[], T], sent: Any = None) -> T:
-    """Return ``issue()``, reported to listeners with what it sends; if the result is :class:`Pending`, they see its completion
-    too.
-    """
+    """Return ``issue()``, reported to listeners with what it sends. They see the completion of a :class:`Pending` too."""
     arounds = report_event(event)
     if has_range_observer():
         arounds = [_profiler_range(str(event)), *arounds]

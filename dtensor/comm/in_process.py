@@ -71,7 +71,7 @@ class InProcess(Communicator):
                 with run_as_member(self.mesh._root, group[0]):  # a user's Monoid may call mesh.get_rank()
                     total = fold([shards[member] for member in group], op)
                 results.update({member: row_major_copy(total) for member in group[1:]} | {group[0]: total})
-            return self._make_done(results)
+            return Pending.of(PerRank(results[member] for member in self.held))
 
         return BoundReduction(run_reduction)
 
@@ -100,9 +100,6 @@ class InProcess(Communicator):
             return (x,) * len(self.held)
         count_ranks(x, len(self.held))
         return x.shards
-
-    def _make_done(self, results: dict[int, Tensor]) -> Pending[PerRank]:
-        return Pending.of(PerRank(results[member] for member in self.held))
 
 
 def _list_copies(

@@ -39,8 +39,8 @@ DTYPES_WITHOUT_SUM = frozenset({torch.float8_e8m0fnu})  # powers of two without 
 _REDUCE_STEPS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "sum": Tensor.add_,
     "product": Tensor.mul_,
-    "max": lambda total, term: torch.maximum(total, term, out=total),
-    "min": lambda total, term: torch.minimum(total, term, out=total),
+    "max": lambda total, addend: torch.maximum(total, addend, out=total),
+    "min": lambda total, addend: torch.minimum(total, addend, out=total),
 }
 _BOOL_REDUCE_STEPS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "sum": Tensor.logical_or_,
@@ -78,32 +78,34 @@ def row_major_copy(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format).copy_(x)
 
 
-def fold(terms: Sequence[Tensor], op: Op, out: Tensor | None = None) -> Tensor:
-    """Return the reduction of the addends in ``terms``, in their order, as a new row-major tensor of the same dtype.
+def fold(addends: Sequence[Tensor], op: Op, out: Tensor | None = None) -> Tensor:
+    """Return the reduction of ``addends``, in their order, as a new row-major tensor of the same dtype.
 
     With ``out``, which is row-major and not one of the addends, the result is written there.
     """
     if isinstance(op, Monoid):
-        return _reduce_monoid(terms, op)
-    dtype = terms[0].dtype
+        return _reduce_monoid(addends, op)
+    dtype = addends[0].dtype
     if dtype.is_complex and op in ("sum", "avg"):
         # torch computes a + 1 * b, in which infinity becomes NaN; backends add real and imaginary parts
-        parts = fold([torch.view_as_real(term.detach().resolve_conj()) for term in terms], op)
+        parts = fold([torch.view_as_real(addend.detach().resolve_conj()) for addend in addends], op)
         return torch.view_as_complex(parts) if out is None else out.copy_(torch.view_as_complex(parts))
-    if dtype in FUSED_SUM_DTYPES and op in ("sum", "avg") and len(terms) > 1:
-        return _sum_in_blocks(terms, op, torch.empty(terms[0].shape, dtype=dtype, device=terms[0].device) if out is None else out)
-    folded = _reduce_uint64(terms, op) if dtype is torch.uint64 else _reduce_by_steps(terms, op)
+    if dtype in FUSED_SUM_DTYPES and op in ("sum", "avg") and len(addends) > 1:
+        if out is None:
+            out = torch.empty(addends[0].shape, dtype=dtype, device=addends[0].device)
+        return _sum_in_blocks(addends, op, out)
+    folded = _reduce_uint64(addends, op) if dtype is torch.uint64 else _reduce_by_steps(addends, op)
     return folded if out is None else out.copy_(folded)
 
 
-def _reduce_by_steps(terms: Sequence[Tensor], op: str) -> Tensor:
-    dtype = terms[0].dtype
+def _reduce_by_steps(addends: Sequence[Tensor], op: str) -> Tensor:
+    dtype = addends[0].dtype
     compute_dtype = _ACCUMULATION_DTYPES.get(dtype, dtype)
-    total = row_major_copy(terms[0], compute_dtype)
+    total = row_major_copy(addends[0], compute_dtype)
     if op == "avg":
-        return _mean_into(total, total, (addend.detach().to(compute_dtype) for addend in terms[1:]), len(terms)).to(dtype)
+        return _mean_into(total, total, (addend.detach().to(compute_dtype) for addend in addends[1:]), len(addends)).to(dtype)
     step = (_BOOL_REDUCE_STEPS if dtype is torch.bool else _REDUCE_STEPS)[op]
-    for addend in terms[1:]:
+    for addend in addends[1:]:
         step(total, addend.detach().to(compute_dtype))
     return total.to(dtype)
 
@@ -135,15 +137,15 @@ FUSED_SUM_DTYPES = frozenset({torch.float32, torch.float64, torch.int64, torch.i
 _BLOCK_ELEMENTS = 1 << 16  # elements of each addend that are summed at a time, so that they stay in the cache
 
 
-def _sum_in_blocks(terms: Sequence[Tensor], op: str, out: Tensor) -> Tensor:
-    terms = [addend.detach() for addend in terms]
-    if out.numel() > 2 * _BLOCK_ELEMENTS and len(terms) > 2 and all(addend.is_contiguous() for addend in terms):
-        blocks = list(zip(*(addend.view(-1).split(_BLOCK_ELEMENTS) for addend in (out, *terms)), strict=True))
+def _sum_in_blocks(addends: Sequence[Tensor], op: str, out: Tensor) -> Tensor:
+    addends = [addend.detach() for addend in addends]
+    if out.numel() > 2 * _BLOCK_ELEMENTS and len(addends) > 2 and all(addend.is_contiguous() for addend in addends):
+        blocks = list(zip(*(addend.view(-1).split(_BLOCK_ELEMENTS) for addend in (out, *addends)), strict=True))
     else:
-        blocks = [(out, *terms)]
+        blocks = [(out, *addends)]
     for total, first, second, *rest in blocks:
         if op == "avg":
-            _mean_into(total, first, (second, *rest), len(terms))
+            _mean_into(total, first, (second, *rest), len(addends))
             continue
         torch.add(first, second, out=total)
         for addend in rest:
@@ -151,16 +153,16 @@ def _sum_in_blocks(terms: Sequence[Tensor], op: str, out: Tensor) -> Tensor:
     return out
 
 
-def _reduce_monoid(terms: Sequence[Tensor], op: Monoid) -> Tensor:
-    if len(terms) > 1 and (op.combine_all is not None or (op.elementwise and len(terms) > 2)):
-        return reduce_stack(torch.stack([term.detach() for term in terms]), op)
-    total = functools.reduce(op.combine, terms)
+def _reduce_monoid(addends: Sequence[Tensor], op: Monoid) -> Tensor:
+    if len(addends) > 1 and (op.combine_all is not None or (op.elementwise and len(addends) > 2)):
+        return reduce_stack(torch.stack([addend.detach() for addend in addends]), op)
+    total = functools.reduce(op.combine, addends)
     if op.finalize is not None:
         total = op.finalize(total)
     # combine and finalize may return an addend, or a view of one
     return (
         row_major_copy(total)
-        if any(_shares_storage(total, term) for term in terms) or not total.is_contiguous()
+        if any(_shares_storage(total, addend) for addend in addends) or not total.is_contiguous()
         else total.detach()
     )
 
@@ -184,22 +186,21 @@ def reduce_pairwise(combine: Callable[[Tensor, Tensor], Tensor], states: Tensor,
 
 
 def _shares_storage(a: Tensor, b: Tensor) -> bool:
-    return a is b or (
-        a.numel() > 0 and a.untyped_storage()._cdata == b.untyped_storage()._cdata
-    )  # data_ptr is not available for fake tensors
+    # data_ptr is not available for fake tensors
+    return a is b or (a.numel() > 0 and a.untyped_storage()._cdata == b.untyped_storage()._cdata)
 
 
 _SIGN_BIT = -(2**63)
 
 
-def _reduce_uint64(terms: Sequence[Tensor], op: str) -> Tensor:
+def _reduce_uint64(addends: Sequence[Tensor], op: str) -> Tensor:
     """Reduce uint64 addends as int64.
 
     Modular sums and products have equal bits in both dtypes. For max and min the top bit is flipped, which keeps the order.
     """
     flip = op in ("max", "min")
-    signed = [term.view(torch.int64) for term in terms]
-    total = fold([term ^ _SIGN_BIT for term in signed] if flip else signed, op)
+    signed = [addend.view(torch.int64) for addend in addends]
+    total = fold([addend ^ _SIGN_BIT for addend in signed] if flip else signed, op)
     return (total ^ _SIGN_BIT if flip else total).view(torch.uint64)
 
 
@@ -217,9 +218,7 @@ def reduction_identity(op: Op, like: torch.Tensor) -> torch.Tensor:
 
 
 def sum_identity(dtype: torch.dtype) -> complex:
-    """Return the identity of a sum: 0, or -0.0 for floats, which also keeps the sign of a zero (only ``-0.0 + -0.0`` is
-    ``-0.0``).
-    """
+    """Return the identity of a sum: 0, or -0.0 for floats, which keeps the sign of a zero (``-0.0 + -0.0`` is ``-0.0``)."""
     return complex(-0.0, -0.0) if dtype.is_complex else -0.0 if dtype.is_floating_point else 0
 
 

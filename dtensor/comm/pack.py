@@ -89,7 +89,7 @@ class Transfer:
         kind: ``"all_gather"`` (each member gets the blocks of all), ``"broadcast"``, ``"scatter"`` or ``"all_to_all"``.
         traffic_of: gives the :class:`Traffic` of a member's group, if it is found faster than from all routes; None if only the
             routes determine it.
-        said: description that is equal on all ranks of the group, which they compare.
+        description: text that is equal on all ranks of the group, which they compare.
         new_of: gives the shape of a member's new block, if it is known without the member's route.
         max_received: elements that a rank receives, the maximum over ranks, if it is known without all routes.
         blocking: whether each rank waits right after it issues the transfer, so that the transfer may take rounds.
@@ -99,7 +99,7 @@ class Transfer:
     dtype: torch.dtype
     kind: str = "all_to_all"
     traffic_of: Callable[[int], Traffic | None] | None = None
-    said: str = ""
+    description: str = ""
     new_of: Callable[[int], tuple[int, ...]] | None = None
     max_received: int | None = None
     blocking: bool = False
@@ -110,7 +110,7 @@ class Scatter:
     """A reduce-scatter: position k gets region ``chunks_of(member)[k]`` of the blocks of a group, reduced by ``op``.
 
     ``old(member)`` is the shape of a member's block, ``new(member)`` that of its result. The regions of one position have one
-    shape on all ranks. ``said``: as for :class:`Transfer`.
+    shape on all ranks. ``description``: as for :class:`Transfer`.
     """
 
     chunks_of: Callable[[int], tuple[Box, ...]]
@@ -118,7 +118,7 @@ class Scatter:
     old: Callable[[int], tuple[int, ...]]
     new: Callable[[int], tuple[int, ...]]
     dtype: torch.dtype
-    said: str = ""
+    description: str = ""
 
 
 def view_region(x: Tensor, box: Box) -> Tensor:

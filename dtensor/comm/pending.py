@@ -49,7 +49,9 @@ class Pending(Generic[T]):
         Returns:
             Whether it was started. Never while a recorder is active: it records the wait as one step.
         """
-        if self._begin is None or (ACTIVE_RECORDERS and (recorder := current_recorder()) is not None and recorder.knows(self)):
+        if self._begin is None or (
+            ACTIVE_RECORDERS and (recorder := current_recorder()) is not None and recorder.has_recorded(self)
+        ):
             return False
         begin, self._begin = self._begin, None
         self._rest = begin()
@@ -62,17 +64,15 @@ class Pending(Generic[T]):
 
     def wait(self) -> T:
         """Complete the collective, and return its result. Further calls return the same result."""
-        if ACTIVE_RECORDERS and (recorder := current_recorder()) is not None and recorder.knows(self):
-            return cast(T, recorder.site(Pending.wait, (self,), {}))
+        if ACTIVE_RECORDERS and (recorder := current_recorder()) is not None and recorder.has_recorded(self):
+            return cast(T, recorder.record_op(Pending.wait, (self,), {}))
         if self._finish is not None:
             self._result = self._finish()
             self._finish = None
         return self._result  # a T once _finish is gone
 
     def within(self, around: Callable[[Callable[[], Any]], Any], rounds: bool = False) -> Pending[T]:
-        """Run the completion as ``around(finish)``, and return self. With ``rounds`` each of two rounds runs inside its own
-        ``around``.
-        """
+        """Run the completion as ``around(finish)``, and return self. ``rounds``: each of two rounds in its own ``around``."""
         finish, begin = self._finish, self._begin
         if rounds and begin is not None:
             self._begin = lambda: partial(around, around(begin))

@@ -49,8 +49,8 @@ class ProcessGroups(Communicator):
 
     def _transfer(self, dims: Dims, transfer: Transfer) -> BoundCollective:
         group = self._group(dims)
-        lengths = None if transfer.said else lengths_of(transfer.route_of(group.members[group.position]))
-        description = f"{transfer.kind} {transfer.said}".rstrip()
+        lengths = None if transfer.description else lengths_of(transfer.route_of(group.members[group.position]))
+        description = f"{transfer.kind} {transfer.description}".rstrip()
         run = wrap_checked(group, description, self._name_dims(dims), bind_transfer(group, transfer), lengths=lengths)
         return select_when_traced(run, lambda: traced_collectives.bind_traced_transfer(group, transfer))
 
@@ -68,7 +68,7 @@ class ProcessGroups(Communicator):
         name = whole_name if all_take_part else handle.group_name
         order, backend = torch_rank_order(handle, ranks), backend_name(handle, target.device_type)
         group = Group(handle, tuple(range(len(ranks))), ranks.index(rank), order, backend, name)
-        description, mesh_dims = f"transfer to another mesh {transfer.said}", f"ranks {', '.join(map(str, ranks))}"
+        description, mesh_dims = f"transfer to another mesh {transfer.description}", f"ranks {', '.join(map(str, ranks))}"
         route = transfer.route_of(group.position)
         if dist.get_world_size(handle) == len(ranks):
             run = wrap_checked(group, description, mesh_dims, bind_transfer(group, transfer), lengths=lengths_of(route))
@@ -86,7 +86,7 @@ class ProcessGroups(Communicator):
         return traced_collectives.add_traced_reduction(BoundReduction(run, taking, bound.at_once), group, op, dtype)
 
     def _reduce_scatter(self, dims: Dims, scatter: Scatter) -> BoundCollective:
-        group, description = self._group(dims), f"reduce_scatter({scatter.op}) {scatter.said}"
+        group, description = self._group(dims), f"reduce_scatter({scatter.op}) {scatter.description}"
         run = wrap_checked(group, description, self._name_dims(dims), bind_scatter(group, scatter))
         return select_when_traced(run, lambda: traced_collectives.bind_traced_scatter(group, scatter))
 

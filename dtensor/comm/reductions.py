@@ -101,9 +101,8 @@ def bind_all_reduce(group: Group, op: Op, dtype: torch.dtype) -> BoundReduction:
         return _bind_pair_sum(group, op == "avg")
     if isinstance(op, Monoid) and op.combine_all is not None:
         return BoundReduction(_bind_stacked(group, op))
-    max_one_round_bytes = (
-        sys.maxsize if isinstance(op, Monoid) else traits_of(group).one_round_bytes
-    )  # the addends of a monoid cannot be split
+    # the addends of a monoid cannot be split
+    max_one_round_bytes = sys.maxsize if isinstance(op, Monoid) else traits_of(group).one_round_bytes
 
     def issue_reduction(x: Tensor) -> Pending[Tensor]:
         nbytes = x.numel() * x.dtype.itemsize
@@ -212,10 +211,9 @@ def _reduce_in_place(group: Group, x: Tensor, op: Op) -> Pending[Tensor]:
     if not block.numel():
         return Pending.of(result)
     length = -(-block.numel() // size)
-    addend_chunks, result_chunks = (
-        block.view(-1).split(length),
-        result.view(-1).split(length),
-    )  # the last chunks may be shorter or missing
+    # the last chunks may be shorter or missing
+    addend_chunks = block.view(-1).split(length)
+    result_chunks = result.view(-1).split(length)
     own = len(addend_chunks[mine]) if mine < len(addend_chunks) else 0
     scratch = [chunk if len(chunk) >= own else block.new_empty(own) for chunk in result_chunks]
     scratch += [block.new_empty(own) for _ in range(size - len(result_chunks))]

@@ -73,7 +73,7 @@ class TracedCollective:
     Attributes:
         kind: "exchange", "gather", "reduce" or "reduce_scatter".
         group, size: name of the process group, and its number of ranks.
-        said: description, which ranks compare.
+        description: text that ranks compare.
         op: the backend's reduction.
         lengths: of an exchange: elements received from each rank, then elements sent to each. Empty if they are symbolic; the
             operator gets those as an argument.
@@ -82,7 +82,7 @@ class TracedCollective:
     kind: str
     group: str
     size: int
-    said: str
+    description: str
     op: Any = None
     lengths: tuple[int, ...] = ()
 
@@ -97,14 +97,15 @@ class TracedCollective:
     def encode(self) -> str:
         """Return it as text. The text is complete, so that nothing must be kept as long as the graph exists."""
         op = None if self.op is None else self.op.name
-        return json.dumps([self.kind, self.group, self.size, self.said, op, self.lengths])
+        return json.dumps([self.kind, self.group, self.size, self.description, op, self.lengths])
 
     @staticmethod
     @memoize(4096)
     def decode(name: str) -> TracedCollective:
         """Return the collective that ``name`` encodes."""
-        kind, group, size, said, op, lengths = json.loads(name)
-        return TracedCollective(kind, group, size, said, None if op is None else getattr(dist.ReduceOp, op), tuple(lengths))
+        kind, group, size, description, op, lengths = json.loads(name)
+        reduction = None if op is None else getattr(dist.ReduceOp, op)
+        return TracedCollective(kind, group, size, description, reduction, tuple(lengths))
 
     def make_result(self, row: Tensor, lengths: Sequence[int]) -> Tensor:
         """Return an empty tensor with shape and dtype of the result."""
@@ -119,9 +120,7 @@ class TracedCollective:
                 return row.new_empty(row.numel() // self.size)
 
     def bind(self, handle: Any, lengths: Sequence[int], device_type: str) -> Issue:
-        """Bind it to a process group. Each run is compared with other ranks before it sends anything, as eager collectives
-        are.
-        """
+        """Bind it to a process group. As with eager collectives, ranks compare each run before it sends anything."""
         ranks = dist.get_process_group_ranks(handle)
         group = Group(handle, tuple(range(self.size)), handle.rank(), None, backend_name(handle, device_type))
         recv_lengths, send_lengths = list(lengths[: self.size]), list(lengths[self.size :])
@@ -134,7 +133,7 @@ class TracedCollective:
         mesh_dims = f"a graph of ranks {', '.join(map(str, ranks))}"
         run_checked = wrap_checked(
             group,
-            self.said,
+            self.description,
             mesh_dims,
             issue_collective,
             compare_shape=not lengths,
@@ -145,8 +144,8 @@ class TracedCollective:
         def run_reported(row: Tensor) -> Pending[Tensor]:
             if not (listeners or has_range_observer()):
                 return run_checked(row)
-            nbytes = row.dtype.itemsize * (self._received(row.numel()) if num_received is None else num_received)
-            kind = self.said.split("(")[0].split()[0]
+            nbytes = row.dtype.itemsize * (self._received_elements(row.numel()) if num_received is None else num_received)
+            kind = self.description.split("(")[0].split()[0]
             return report_events(Event(kind, (), self.size, nbytes, groups=(tuple(ranks),)), lambda: run_checked(row), row)
 
         return run_reported
@@ -166,7 +165,7 @@ class TracedCollective:
         scatter = bind_native_reduce_scatter(group, self.op)
         return lambda row, into: scatter(into, row)
 
-    def _received(self, elements: int) -> int:
+    def _received_elements(self, elements: int) -> int:
         """Return how many elements a rank receives from others, for rows of ``elements``."""
         from_each = {"gather": elements, "reduce_scatter": elements // self.size}.get(self.kind)
         return all_reduce_bytes(elements, self.size) if from_each is None else from_each * (self.size - 1)
@@ -232,11 +231,9 @@ def call_in_graph(name: str, *args: Any) -> Any:
     mode = torch_internals.infra_mode(_PROXY_MODE_KEY)
     if mode is None:
         return operator(*args)
-    nodes, last, is_backward = (
-        mode.tracer.graph.nodes,
-        _LAST_RESULTS.setdefault(mode.tracer, {}),
-        torch_internals.graph_task() >= 0,
-    )
+    nodes = mode.tracer.graph.nodes
+    last = _LAST_RESULTS.setdefault(mode.tracer, {})
+    is_backward = torch_internals.graph_task() >= 0
     before = len(nodes)
     last[is_backward] = result = operator(*args, after=last.get(is_backward))
     for node in islice(reversed(nodes), len(nodes) - before):
@@ -269,9 +266,8 @@ def _define_operators() -> Any:
 
 _BOUND_COLLECTIVES: BoundedDict[Any, tuple[Any, Issue]] = BoundedDict(1024, "comm.graph_ops.collectives")
 _PROXY_MODE_KEY = torch_internals.DISPATCH_MODE_KEYS.PROXY
-_LAST_RESULTS: WeakKeyDictionary[Any, dict[bool, Any]] = (
-    WeakKeyDictionary()
-)  # by tracer of a graph: the last result in the forward and in the backward pass
+# by tracer of a graph: the last result in the forward and in the backward pass
+_LAST_RESULTS: WeakKeyDictionary[Any, dict[bool, Any]] = WeakKeyDictionary()
 _LIBRARY = torch.library.Library("dtensor", "FRAGMENT")
 
 
@@ -290,44 +286,43 @@ def select_when_traced(eager: BoundCollective, bind: Any) -> BoundCollective:
     return issue_either
 
 
-def _make_collective(group: Group, kind: str, said: str, op: Any = None) -> TracedCollective:
-    return TracedCollective(kind, group.name, group.size, said, op)
+def _make_collective(group: Group, kind: str, description: str, op: Any = None) -> TracedCollective:
+    return TracedCollective(kind, group.name, group.size, description, op)
 
 
-def _exchange_rows(group: Group, row: Tensor, recv_lengths: list[int], send_lengths: list[int], said: str) -> Tensor:
-    """Run one all-to-all of the parts of ``row``, by ranks of torch's group; ``said`` is a description, which ranks compare."""
-    return _make_collective(group, "exchange", said).of(row, [*recv_lengths, *send_lengths])
+def _exchange_rows(group: Group, row: Tensor, recv_lengths: list[int], send_lengths: list[int], description: str) -> Tensor:
+    """Run one all-to-all of the parts of ``row``, by ranks of torch's group. Ranks compare ``description``."""
+    return _make_collective(group, "exchange", description).of(row, [*recv_lengths, *send_lengths])
 
 
 def _view_as(row: Tensor, dtype: torch.dtype) -> Tensor:
     return row if row.dtype is dtype else row.view(dtype)
 
 
-def _without_sizes(said: str) -> str:
-    """Remove the sizes in brackets from a description. One rank may have a graph for any size, and another one a graph for one
-    size.
-    """
-    return sub(r"\[[^]]*\]", "", said, count=1)
+def _without_sizes(description: str) -> str:
+    """Remove the sizes in brackets from a description, since ranks may have graphs for any size and for one size."""
+    return sub(r"\[[^]]*\]", "", description, count=1)
 
 
 def bind_traced_transfer(group: Group, transfer: Transfer) -> BoundCollective:
     """Bind a transfer for traced local values."""
     route = transfer.route_of(group.members[group.position])
     if transfer.kind == "all_gather" and traits_of(group).reduces and Traffic.of_gather(route).alike:
-        return _bind_gather(group, route, _without_sizes(transfer.said))
+        return _bind_gather(group, route, _without_sizes(transfer.description))
     send_packing, recv_packing = make_packings(group, route)
-    said = f"{transfer.kind} {_without_sizes(transfer.said)}"
+    description = f"{transfer.kind} {_without_sizes(transfer.description)}"
 
     def issue_transfer(x: Tensor) -> Pending[Tensor]:
-        row = _exchange_rows(group, send_packing.pack(row_major(x, route.old)), recv_packing.lengths, send_packing.lengths, said)
-        return Pending.of(recv_packing.unpack(row))
+        row = send_packing.pack(row_major(x, route.old))
+        received = _exchange_rows(group, row, recv_packing.lengths, send_packing.lengths, description)
+        return Pending.of(recv_packing.unpack(received))
 
     return issue_transfer
 
 
-def _bind_gather(group: Group, route: Any, said: str) -> BoundCollective:
+def _bind_gather(group: Group, route: Any, description: str) -> BoundCollective:
     arriving = make_gather_packing(group, route)
-    gather = _make_collective(group, "gather", f"all_gather {said}")
+    gather = _make_collective(group, "gather", f"all_gather {description}")
 
     def issue_gather(x: Tensor) -> Pending[Tensor]:
         return Pending.of(arriving.unpack(gather.of(view_as_row(row_major(x, route.old)))))
@@ -350,22 +345,23 @@ def bind_traced_scatter(group: Group, scatter: Scatter) -> BoundCollective:
     old, chunks = tuple(scatter.old(member)), scatter.chunks_of(member)
     own = chunks[group.position]
     leaving = Packing(tuple(group.to_torch(chunks)), old)
-    native, said = native_reduction(group, op, scatter.dtype), f"reduce_scatter({op}) {_without_sizes(scatter.said)}"
+    native = native_reduction(group, op, scatter.dtype)
+    description = f"reduce_scatter({op}) {_without_sizes(scatter.description)}"
     if native is not None and len({box.size for box in chunks}) == 1:
-        return _bind_native_scatter(group, leaving, own.size, native, said)
+        return _bind_native_scatter(group, leaving, own.size, native, description)
 
     def issue_scatter(x: Tensor) -> Pending[Tensor]:
-        rows = _exchange_rows(group, leaving.pack(row_major(x, old)), [own.numel] * group.size, leaving.lengths, said)
+        rows = _exchange_rows(group, leaving.pack(row_major(x, old)), [own.numel] * group.size, leaving.lengths, description)
         return Pending.of(fold(group.to_mesh(rows.view(group.size, *own.size).unbind(0)), op))
 
     return issue_scatter
 
 
 def _bind_native_scatter(
-    group: Group, leaving: Packing, size: tuple[int, ...], native: tuple[Any, torch.dtype], said: str
+    group: Group, leaving: Packing, size: tuple[int, ...], native: tuple[Any, torch.dtype], description: str
 ) -> BoundCollective:
     op, seen = native
-    reduce = _make_collective(group, "reduce_scatter", said, op)
+    reduce = _make_collective(group, "reduce_scatter", description, op)
 
     def issue_scatter(x: Tensor) -> Pending[Tensor]:
         row = view_as_row(leaving.pack(row_major(x, leaving.shape))).view(seen)

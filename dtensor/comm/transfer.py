@@ -128,9 +128,8 @@ def _bind_packed(group: Group, route: SendRecvPlan) -> Issue:
     send_packing, recv_packing = make_packings(group, route)
 
     def issue_transfer(x: Tensor) -> Pending[Tensor]:
-        block = (
-            row_major(x, route.old) if send_packing.nonempty_boxes else x.detach()
-        )  # else nothing of x is read, so its strides do not matter
+        # else nothing of x is read, so its strides do not matter
+        block = row_major(x, route.old) if send_packing.nonempty_boxes else x.detach()
         row = send_packing.pack(block)
         if recv_packing.is_block:
             result = block.new_empty(route.new)

@@ -117,9 +117,7 @@ _MATRIX_SIDES = {"cpu": (128, 256, 512), "cuda": (1024, 4096, 8192)}
 
 
 def _measure_device(device_type: str, seconds: float) -> Device:
-    """Return the measured rates of this machine. Rates of integers and 8-bit dtypes are the built-in ones of its kind of
-    device.
-    """
+    """Return the measured rates of this machine, with built-in rates of its kind of device for integers and 8-bit dtypes."""
     name = "this CPU" if device_type == "cpu" else torch.cuda.get_device_name()
     built_in = DEVICES[DEFAULT_DEVICE[device_type] if device_type == "cpu" else nearest_device(name)]
     number = torch.ones((), device=device_type)

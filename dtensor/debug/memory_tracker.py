@@ -248,7 +248,7 @@ def local_tensors_of(x: Any) -> list[tuple[int | None, Tensor]]:
         if type(x)._local is not _PLAIN_LOCAL:
             return []
         mesh = x._layout.mesh
-        own = communicator_of(mesh).pieces(x._local)
+        own = communicator_of(mesh).shards_by_member(x._local)
         return [(mesh.ranks[k] if mesh.kind == "in_process" else None, local) for k, local in own.items()]
     if isinstance(x, PerRank):
         return list(enumerate(x.shards))

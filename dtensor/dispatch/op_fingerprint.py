@@ -122,7 +122,7 @@ class PlanFingerprints:
             if numbers:
                 (so_far := trail.numbers).extend(numbers)
                 if len(so_far) > many:
-                    trail.settle()
+                    trail.read_hash()
             return program
 
         self.find = find

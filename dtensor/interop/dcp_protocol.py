@@ -31,7 +31,7 @@ def chunks(x: Any) -> list[ChunkStorageMetadata]:
         return [ChunkStorageMetadata(torch.Size((0,) * x.ndim), x.size())]
     if not x.is_inference():  # torch writes to the local tensors: copies in other layouts that are cached become stale
         torch.autograd.graph.increment_version(x)
-    return [_chunk(block) for block in _blocks_here(x)]
+    return [_make_chunk_metadata(block) for block in _blocks_here(x)]
 
 
 def write_items(x: Any, fqn: str) -> list[WriteItem]:
@@ -40,7 +40,7 @@ def write_items(x: Any, fqn: str) -> list[WriteItem]:
     if x.numel() == 0:
         distinct = [ChunkStorageMetadata(torch.Size((0,) * x.ndim), x.size())]
     else:
-        distinct = list({block.offset: _chunk(block) for block in _blocks_here(x)}.values())
+        distinct = list({block.offset: _make_chunk_metadata(block) for block in _blocks_here(x)}.values())
     return [
         WriteItem(
             index=MetadataIndex(fqn, chunk.offsets, i),
@@ -68,7 +68,7 @@ def shard_at(x: Any, index: MetadataIndex) -> torch.Tensor:
     raise CheckpointError(f"this rank has no shard of {index.fqn!r} at offset {index.offset}")
 
 
-def _chunk(block: LocalBlock) -> ChunkStorageMetadata:
+def _make_chunk_metadata(block: LocalBlock) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(block.offset), torch.Size(block.shape))
 
 

@@ -40,9 +40,9 @@ class _PostImportFinder(MetaPathFinder):
             return spec
         execute = spec.loader.exec_module
 
-        def executed(module: ModuleType) -> None:
+        def execute_and_act(module: ModuleType) -> None:
             execute(module)
             self.action(module)
 
-        spec.loader.exec_module = executed  # type: ignore[method-assign]  # of this one loader
+        spec.loader.exec_module = execute_and_act  # type: ignore[method-assign]  # of this one loader
         return spec

@@ -125,13 +125,13 @@ def _adapt_function(dtensor: Any, plain: Any) -> Any:
     """Return the function that torch applies to its DTensors, for a DTensor of this package."""
     name = getattr(dtensor, "__qualname__", "").split(".")[0]
     if name == "_gather_state_dict":
-        return lambda x, *_: _to_full_tensor(x)
+        return _to_full_tensor
     if name == "_create_cpu_state_dict":
         return lambda x, *rest: x if x.ndim == 0 else wrap(each_shard(plain, x._local, *rest), x._layout)
     return dtensor
 
 
-def _to_full_tensor(x: DTensor) -> Tensor:
+def _to_full_tensor(x: DTensor, *_: Any) -> Tensor:
     """Return the global value as one plain tensor. In one process it is a PerRank tensor if copies on a submesh differ."""
     with torch.no_grad():
         full = x.full_tensor()

@@ -68,12 +68,8 @@ def current_coordinate(root: Root, coordinates: Sequence[tuple[int, ...]], ndim:
     """
     running = RUNNING_RANK.at
     if root.kind == "in_process" and running is None:
-        return tuple(map(collapse_if_equal, _transpose(coordinates, ndim)))
+        return tuple(collapse_if_equal(tuple(coordinate[dim] for coordinate in coordinates)) for dim in range(ndim))
     if root.kind == "in_process" and running is not None and running[0].ranks[running[1]] not in root.ranks:
         return None
     member = current_member(root)
     return None if member is None else coordinates[member]
-
-
-def _transpose(rows: Sequence[tuple[int, ...]], count: int) -> list[tuple[int, ...]]:
-    return [tuple(row[k] for row in rows) for k in range(count)]

@@ -80,7 +80,7 @@ class DeviceMesh(Geometry, TorchDeviceMesh):
         """Return the number of ranks: of the mesh, or along one mesh dim or flattened dim."""
         if mesh_dim is None:
             return math.prod(self.shape)
-        mesh, dim = self._along(mesh_dim, "size")
+        mesh, dim = self._mesh_and_dim(mesh_dim, "size")
         return mesh.shape[dim]
 
     @uncached_property
@@ -98,9 +98,7 @@ class DeviceMesh(Geometry, TorchDeviceMesh):
         return current_rank(self._root)
 
     def get_coordinate(self) -> tuple[Any, ...] | None:
-        """Return the index of the current rank along each mesh dim (see ``get_local_rank``), or None if the rank is not in the
-        mesh.
-        """
+        """Return the index of the current rank along each mesh dim (see ``get_local_rank``); None outside of the mesh."""
         return current_coordinate(self._root, self.coordinates, self.ndim)
 
     def get_local_rank(self, mesh_dim: int | str | None = None) -> Any:
@@ -117,15 +115,13 @@ class DeviceMesh(Geometry, TorchDeviceMesh):
         >>> map_ranks(lambda at: mesh.get_local_rank("tp"), mesh=mesh)
         RankValues(rank 0: 0, rank 1: 1, rank 2: 0, rank 3: 1)
         """
-        mesh, dim = self._along(mesh_dim, "get_local_rank")
+        mesh, dim = self._mesh_and_dim(mesh_dim, "get_local_rank")
         if (coordinate := mesh.get_coordinate()) is None:
-            raise MeshError(f"rank {self.get_rank()} is not part of {self!r}")
+            raise MeshError(f"rank {self.get_rank()} is not part of {self!r}; check mesh.get_coordinate() is not None before")
         return coordinate[dim]
 
     def get_group(self, mesh_dim: int | str | None = None) -> Any:
-        """Return the ``torch.distributed`` process group along one mesh dim or flattened dim. ``mesh_dim`` is optional for a
-        1-d mesh.
-        """
+        """Return the ``torch.distributed`` group along a mesh dim or flattened dim. A 1-d mesh needs no ``mesh_dim``."""
         return getattr(_GROUPS, _register_group_name(self, mesh_dim))
 
     def get_all_groups(self) -> list[Any]:
@@ -137,7 +133,7 @@ class DeviceMesh(Geometry, TorchDeviceMesh):
         """Return the group name of every mesh dim, for torch's functional collectives."""
         return [_register_group_name(self, mesh_dim) for mesh_dim in range(self.ndim)]
 
-    def _along(self, mesh_dim: int | str | None, what: str) -> tuple[DeviceMesh, int]:
+    def _mesh_and_dim(self, mesh_dim: int | str | None, what: str) -> tuple[DeviceMesh, int]:
         """Return a mesh and its dim: this mesh, or the mesh of a flattened dim that the root has under this name."""
         if mesh_dim is None:
             if self.ndim != 1:
@@ -194,9 +190,7 @@ class DeviceMesh(Geometry, TorchDeviceMesh):
         return self._derive(tuple((dim,) for dim in range(len(self._root.shape))), self._root.names)
 
     def _get_all_submeshes(self, mesh_dim_name: str) -> list[DeviceMesh]:  # type: ignore[override]  # returns meshes of this class
-        """Return one mesh for each group along a mesh dim, also for the groups that the current rank is not in. Torch's code
-        calls it.
-        """
+        """Return one mesh for each group along a mesh dim, also groups of other ranks. Torch's code calls it."""
         dim, ranks = self.dim_index(mesh_dim_name), self._root.ranks
         groups = dict.fromkeys(self.members_of((dim,), member) for member in self.members)
         return [DeviceMesh(self.device_type, [ranks[m] for m in group], mesh_dim_names=(mesh_dim_name,)) for group in groups]
@@ -233,9 +227,7 @@ class DeviceMesh(Geometry, TorchDeviceMesh):
 
     @staticmethod
     def from_torch(mesh: TorchDeviceMesh) -> DeviceMesh:
-        """Convert a ``torch.distributed.device_mesh.DeviceMesh``, with its process groups and flattened dims. A slice becomes a
-        slice of the converted root.
-        """
+        """Convert a mesh of torch, with its process groups and flattened dims. A slice becomes a slice of the root."""
         return _convert_torch_slice(mesh) or _convert_torch_root(mesh)
 
     # --- value semantics --------------------------------------------------------------------------------------
@@ -275,24 +267,19 @@ class DeviceMesh(Geometry, TorchDeviceMesh):
 ENTERED_MESHES: ModeStack[DeviceMesh] = ModeStack("mesh")
 
 
-def current_mesh() -> DeviceMesh:
-    """Return the innermost mesh that ``with mesh:`` entered.
+def as_mesh(mesh: Any) -> DeviceMesh:
+    """Return ``mesh`` as a :class:`DeviceMesh`. A torch mesh is converted, None means the innermost mesh of ``with mesh:``.
 
     Raises:
-        MeshError: no mesh was given and none is entered.
+        MeshError: ``mesh`` is no mesh, or None while no mesh is entered.
     """
-    if (mesh := ENTERED_MESHES.last(None)) is None:
-        raise MeshError("no device mesh: pass device_mesh=, or enter one with `with mesh:`")
-    return mesh
-
-
-def as_mesh(mesh: Any) -> DeviceMesh:
-    """Return ``mesh`` as a :class:`DeviceMesh`. A torch mesh is converted, None means the entered mesh."""
     match unwrap_graph_constant(mesh):
         case DeviceMesh() as mesh:
             return mesh
         case None:
-            return current_mesh()
+            if (entered := ENTERED_MESHES.last(None)) is None:
+                raise MeshError("no device mesh: pass device_mesh=, or enter one with `with mesh:`")
+            return entered
         case TorchDeviceMesh():
             return DeviceMesh.from_torch(mesh)
         case _:
@@ -368,7 +355,7 @@ _GROUPS = _GroupNamespace()
 
 def _register_group_name(mesh: DeviceMesh, mesh_dim: int | str | None) -> str:
     """Register the process group along a mesh dim in ``_GROUPS`` and return its name."""
-    named, dim = mesh._along(mesh_dim, "get_group")
+    named, dim = mesh._mesh_and_dim(mesh_dim, "get_group")
     handle = get_torch_group(named, (dim,))
     setattr(_GROUPS, handle.group_name, handle)
     return str(handle.group_name)

@@ -96,7 +96,10 @@ def _make_group_view(handle: Any, members: tuple[int, ...], ranks: list[int], me
 def _program_handle(mesh: Geometry, mesh_dims: Sequence[int]) -> tuple[Any, tuple[int, ...], list[int]]:
     member = mesh.current_member()
     if member is None:
-        raise MeshError(f"rank {dist.get_rank()} is not part of {mesh!r}: it has no process group there")
+        raise MeshError(
+            f"rank {dist.get_rank()} is not part of {mesh!r}: it has no process group there; "
+            "ask for groups on ranks of the mesh only"
+        )
     members = mesh.members_of(mesh_dims, member)
     ranks = [mesh.ranks[m] for m in members]
     return _get_or_make_handle(mesh, mesh_dims, ranks), members, ranks
@@ -162,7 +165,7 @@ def _get_or_make_handle(mesh: Geometry, mesh_dims: Sequence[int], ranks: list[in
     group_id = mesh.group_id(mesh_dims)
     if group_id in groups:
         return groups[group_id]
-    key = mesh._root.wide(group_id)  # equal for groups of the same ranks in any order
+    key = mesh._root.multi_rank_dims(group_id)  # equal for groups of the same ranks in any order
     if key in groups and key:
         return groups[key]
     world, backend = dist.group.WORLD, mesh._root.backends.get(key)
@@ -183,22 +186,16 @@ def make_torch_group(mesh: Geometry, mesh_dims: Sequence[int], ranks: list[int],
     world = dist.group.WORLD
     for hook in BEFORE_NEW_GROUP:
         hook(ranks, backend_name(world, mesh.device_type) if backend is None or backend.name is None else backend.name)
-    options = {"timeout": _timeout_of(world, mesh.device_type), "group_desc": _group_description(mesh, mesh_dims)}
+    names = mesh.mesh_dim_names or [f"dim_{d}" for d in range(mesh.ndim)]
+    description = "_".join(["mesh", *(names[d] for d in mesh_dims)])  # for torch's traces, as torch's meshes describe groups
+    options = {"timeout": _timeout_of(world, mesh.device_type), "group_desc": description}
     if backend is not None:
         options |= {"backend": backend.name, "pg_options": backend.options}
     return _make_among_all(mesh, mesh_dims, ranks, options) if _splits_world(world) else _make_among_members(ranks, options)
 
 
-def _group_description(mesh: Geometry, mesh_dims: Sequence[int]) -> str:
-    """Return the description of the group for torch's traces: ``mesh_dp``, as torch's meshes give it, or ``mesh_dim_0``."""
-    names = mesh.mesh_dim_names or [f"dim_{d}" for d in range(mesh.ndim)]
-    return "_".join(["mesh", *(names[d] for d in mesh_dims)])
-
-
 def _splits_world(world: Any) -> bool:
-    """Return True if new groups are split off the communicator of the world (NCCL bound to a device), which all of the world
-    must join.
-    """
+    """Return True if all of the world must join a new group, because NCCL, bound to a device, splits it off the world's."""
     return getattr(world, "bound_device_id", None) is not None
 
 
@@ -228,9 +225,7 @@ def _make_among_all(mesh: Geometry, mesh_dims: Sequence[int], ranks: list[int], 
 
 @contextmanager
 def _name_new_groups(ranks: list[int]) -> Iterator[None]:
-    """Name the groups that are made inside of the block by their ranks and by how many the library made of these ranks. All
-    members get the same name.
-    """
+    """Name groups that are made in the block by their ranks and the number of groups of these ranks, equal on all members."""
     key = tuple(sorted(ranks))
     _GROUP_CACHE.reset_for_world(dist.group.WORLD)
     _GROUP_CACHE.counts[key] += 1
@@ -272,7 +267,7 @@ def library_group(handle: Any, device_type: str) -> Any:
     with group_lock:  # several threads may communicate for the first time at once
         group = _LIBRARY_GROUPS.get(handle)
         if group is None:
-            group = _LIBRARY_GROUPS[handle] = _make_library_group(handle, dist.get_process_group_ranks(handle), device_type)
+            group = _LIBRARY_GROUPS[handle] = make_library_group(handle, dist.get_process_group_ranks(handle), device_type)
     return group
 
 
@@ -283,16 +278,12 @@ def library_subgroup(handle: Any, ranks: Sequence[int], device_type: str) -> Any
     subgroups, key = _LIBRARY_SUBGROUPS.setdefault(handle, {}), tuple(sorted(ranks))
     group = subgroups.get(key)
     if group is None:
-        group = subgroups[key] = _make_library_group(handle, list(ranks), device_type)
+        group = subgroups[key] = make_library_group(handle, list(ranks), device_type)
     return group
 
 
-def make_gloo_group(handle: Any, device_type: str, what: str) -> Any:
-    """Make a gloo group of the ranks of ``handle``. All of them must call this together."""
-    return _make_library_group(handle, dist.get_process_group_ranks(handle), device_type, what)
-
-
-def _make_library_group(handle: Any, ranks: list[int], device_type: str, what: str = "of dtensor") -> Any:
+def make_library_group(handle: Any, ranks: list[int], device_type: str, what: str = "of dtensor") -> Any:
+    """Make a gloo group of some ranks of the program's group ``handle``. All of them must call this together."""
     for hook in BEFORE_NEW_GROUP:
         hook(ranks, "gloo")
     description = f"{handle.group_desc}, {what}"

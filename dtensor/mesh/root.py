@@ -84,10 +84,8 @@ class Root:
         self.units[dims] = self.units.get(dims, 0) + 1
         return self.units[dims]
 
-    def wide(self, dims: Iterable[int]) -> tuple[int, ...]:
-        """Return the root dims among ``dims`` with several ranks, sorted. Groups over dims with equal results have the same
-        ranks.
-        """
+    def multi_rank_dims(self, dims: Iterable[int]) -> tuple[int, ...]:
+        """Return the root dims among ``dims`` with several ranks, sorted. Equal results mean groups of the same ranks."""
         return tuple(sorted(d for d in dims if self.shape[d] > 1))
 
 
@@ -156,7 +154,7 @@ def make_root(device_type: str, mesh: Any, names: Sequence[str] | None) -> Root:
         if len(names) != array.ndim:
             raise MeshError(f"a mesh of shape {array.shape} needs {array.ndim} mesh_dim_names, got {names}")
         if len(set(names)) != len(names):
-            raise MeshError(f"two mesh dims have the same name: mesh_dim_names={names}")
+            raise MeshError(f"two mesh dims have the same name: mesh_dim_names={names}; give each its own")
     kind: Kind = "in_process"
     world = None
     if device_type == "meta":
@@ -166,7 +164,9 @@ def make_root(device_type: str, mesh: Any, names: Sequence[str] | None) -> Root:
         kind, world = "process_group", dist.group.WORLD
         if max(ranks) >= dist.get_world_size():
             size = dist.get_world_size()
-            raise MeshError(f"the mesh has rank {max(ranks)}, but the world has {size} ranks, 0 to {size - 1}")
+            raise MeshError(
+                f"the mesh has rank {max(ranks)}, but the world has {size} ranks, 0 to {size - 1}; start more processes"
+            )
         for hook in MESH_HOOKS:
             hook()
     named: dict[str, tuple[int, ...]] = {name: (dim,) for dim, name in enumerate(names or ())}

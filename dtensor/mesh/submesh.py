@@ -27,7 +27,9 @@ def slice_dims(mesh: Geometry, names: str | tuple[str, ...]) -> tuple[Dims, Name
         elif name in root.flattened and mesh._is_root:
             dims.append(root.flattened[name])
         elif known is None:
-            raise MeshDimError(f"{mesh!r} has no mesh dim {name!r}: it was made without mesh_dim_names")
+            raise MeshDimError(
+                f"{mesh!r} has no mesh dim {name!r}: it was made without mesh_dim_names; pass them when you make the mesh"
+            )
         else:
             raise MeshDimError(f"Invalid mesh_dim_name: {mesh!r} has no mesh dim {name!r}; its dims are {known}")
     used = [d for group in dims for d in group]
@@ -49,8 +51,8 @@ def flatten_dims(mesh: Geometry, name: str | None, backend_override: Any = None)
     if name is None:
         return (dims,), None
     if requested and name not in root.named and name not in root.flattened:
-        root.backends[root.wide(dims)] = requested[0,]
-        root.groups.pop(root.wide(dims), None)  # holders of the earlier group keep it
+        root.backends[root.multi_rank_dims(dims)] = requested[0,]
+        root.groups.pop(root.multi_rank_dims(dims), None)  # holders of the earlier group keep it
     known = root.named.get(name) or root.flattened.setdefault(name, dims)
     if known != dims:
         raise MeshError(f"a mesh dim named {name!r} exists already; give flatten() another name")
@@ -60,12 +62,13 @@ def flatten_dims(mesh: Geometry, name: str | None, backend_override: Any = None)
 def unflatten_dims(
     mesh: Geometry, dim: int | str, sizes: Sequence[int], names: Sequence[str] | None, backend_override: Any
 ) -> tuple[Any, Dims, Names, dict[tuple[int, ...], Backend]]:
-    """Return ranks, dims, names and backends for ``DeviceMesh.unflatten``. The new mesh has its own root, because the old root
-    has no dims for it.
-    """
+    """Return ranks, dims, names and backends of an unflattened mesh, which needs a new root with the new dims."""
     at, sizes, root = mesh.dim_index(dim), tuple(sizes), mesh._root
     if math.prod(sizes) != mesh.shape[at] or any(size < 1 for size in sizes):
-        raise MeshError(f"mesh dim {dim!r} of {mesh!r} has {mesh.shape[at]} ranks and cannot be unflattened to {sizes}")
+        raise MeshError(
+            f"mesh dim {dim!r} of {mesh!r} has {mesh.shape[at]} ranks and cannot be unflattened to {sizes}; "
+            "give sizes with that product"
+        )
     if (mesh.mesh_dim_names is None) != (names is None) or (names is not None and len(names) != len(sizes)):
         raise MeshError(
             f"the mesh dims of {mesh!r} have the names {mesh.mesh_dim_names} and the {len(sizes)} new ones "
@@ -85,7 +88,7 @@ def unflatten_dims(
         if len(set(dim_names)) != len(dim_names):
             raise MeshError(f"mesh dims need different names, got {tuple(dim_names)}")
     array = ranks.reshape(*other_sizes[:before], *sizes, *other_sizes[before:])
-    split, new_dims = set(root.wide(group)), [before + k for k, size in enumerate(sizes) if size > 1]
+    split, new_dims = set(root.multi_rank_dims(group)), [before + k for k, size in enumerate(sizes) if size > 1]
     backends = {}
     for key, backend in root.backends.items():
         if not (shared := split & set(key)) or shared == split:  # else no dims of the new mesh have the ranks of this group
@@ -134,11 +137,9 @@ def unify_roots(meshes: Sequence[Any]) -> list[Any]:
     known = ("with", *new_dims_of)
     if common is None and (common := roots[0].derived.get(known)) is None:
         common = roots[0].derived[known] = type(meshes[0])(roots[0].device_type, np.reshape(roots[0].ranks, shape))
-        common._root.simulated_mesh, common._root.profile, common._root.backends = (
-            roots[0].simulated_mesh,
-            roots[0].profile,
-            backends,
-        )
+        common._root.simulated_mesh = roots[0].simulated_mesh
+        common._root.profile = roots[0].profile
+        common._root.backends = backends
     new_dims = [
         tuple(tuple(d for old in dims for d in new_dims_of[mesh._root.key][old]) for dims in mesh._dims) for mesh in meshes
     ]
@@ -184,9 +185,7 @@ def join_dims(one: Geometry, other: Geometry) -> tuple[Dims, Names]:
 
 
 def dims_of_ranks(mesh: Geometry, ranks: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Return the mesh dims, outermost first, over which the current rank forms the group ``ranks`` in that order; None if there
-    are none.
-    """
+    """Return the mesh dims, outermost first, over which the current rank's group is ``ranks`` in that order, or None."""
     member = mesh.current_member()
     if member is None:
         return None

@@ -31,52 +31,50 @@ class RandomBlock:
     device: torch.device
 
     def uniform(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return uniform numbers on [0, 1): multiples of 2**-digits of ``dtype``, which defaults to the (floating) dtype of the
-        block.
-        """
+        """Return uniform numbers on [0, 1): multiples of 2**-digits of ``dtype``, by default the block's dtype."""
         dtype = self.dtype if dtype is None else dtype
-        return self._fill(dtype, dtype == torch.float64, lambda w: _to_fraction(w, dtype))
+        return self._fill_from_words(dtype, dtype == torch.float64, lambda w: _to_fraction(w, dtype))
 
-    def inside(self) -> torch.Tensor:
-        """Return uniform numbers on (0, 1), in float32 or float64: half a step above :meth:`uniform`, so that their logarithm
-        is finite.
-        """
+    def open_uniform(self) -> torch.Tensor:
+        """Return uniform numbers on (0, 1), in float32 or float64, so that their logarithm is finite."""
         dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
         digits = 53 if dtype == torch.float64 else 23
-        return self._fill(dtype, dtype == torch.float64, lambda w: _to_fraction(w, dtype, digits) + 2.0 ** -(digits + 1))
+        half_step = 2.0 ** -(digits + 1)
+        return self._fill_from_words(dtype, dtype == torch.float64, lambda w: _to_fraction(w, dtype, digits) + half_step)
 
     def normal(self) -> torch.Tensor:
         """Return standard normal numbers (Box and Muller), pairs of adjacent columns from pairs of uniform numbers."""
         dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
-        return self._fill(dtype, dtype == torch.float64, lambda w: _box_muller(_to_fraction(w, dtype)))
+        return self._fill_from_words(dtype, dtype == torch.float64, lambda w: _box_muller(_to_fraction(w, dtype)))
 
     def integers(self, low: int, high: int) -> torch.Tensor:
-        """Return uniform integers from low to high - 1, as int64. As in torch, they are not exactly uniform if the range is not
-        a power of two.
-        """
+        """Return uniform integers from low to high - 1, as int64; exactly uniform only over powers of two, as in torch."""
         span = high - low
         if span <= 1 << 31:
-            return self._fill(torch.int64, False, lambda w: ((w * span) >> 32).add_(low))
+            return self._fill_from_words(torch.int64, False, lambda w: ((w * span) >> 32).add_(low))
         narrowed = (1 << 63) - 1
-        return self._fill(torch.int64, True, lambda w: ((w[:, 0::2] << 32 | w[:, 1::2]) & narrowed).remainder_(span).add_(low))
 
-    def _fill(self, dtype: torch.dtype, wide: bool, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        def to_range(words: torch.Tensor) -> torch.Tensor:
+            return ((words[:, 0::2] << 32 | words[:, 1::2]) & narrowed).remainder_(span).add_(low)
+
+        return self._fill_from_words(torch.int64, True, to_range)
+
+    def _fill_from_words(self, dtype: torch.dtype, wide: bool, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """Fill the block. ``make`` converts words to elements: one word for each element, or two if ``wide``."""
         per_group = 2 if wide else 4
         width, start = (self.size[-1], self.offset[-1]) if self.size else (1, 0)
         first, last = start // per_group, -(-(start + width) // per_group)
-        rows = self._rows()
+        rows = self._global_rows()
         result = torch.empty(len(rows), width, dtype=dtype, device=self.device)
         for down, across, generated in generate_words(self.key, rows, first, last - first):
             elements = make(generated)
-            first_column = (
-                across.start * per_group // 4 + first * per_group - start
-            )  # column of the block at which these elements begin
+            # column of the block at which these elements begin
+            first_column = across.start * per_group // 4 + first * per_group - start
             columns = slice(max(first_column, 0), min(first_column + elements.shape[1], width))
             result[down, columns] = elements[:, columns.start - first_column : columns.stop - first_column]
         return result.reshape(self.size)
 
-    def _rows(self) -> torch.Tensor:
+    def _global_rows(self) -> torch.Tensor:
         """Return the global row number of every row of the block."""
         rows = torch.zeros(1, dtype=torch.int64, device=self.device)
         for full, start, size in zip(self.shape[:-1], self.offset[:-1], self.size[:-1], strict=True):
@@ -99,36 +97,34 @@ def _box_muller(uniform: torch.Tensor) -> torch.Tensor:
 
 
 # --- samplers: values of a block by the name of the distribution, in any dtype ------------------------------------------
-def _sample_uniform(block: RandomBlock, given: Arguments) -> torch.Tensor:
-    low, high = given.get("from", 0.0), given.get("to", 1.0)
+def _sample_uniform(block: RandomBlock, arguments: Arguments) -> torch.Tensor:
+    low, high = arguments.get("from", 0.0), arguments.get("to", 1.0)
     return block.uniform().mul_(high - low).add_(low)
 
 
-def _sample_normal(block: RandomBlock, given: Arguments) -> torch.Tensor:
-    return block.normal().mul_(given.get("std", 1.0)).add_(given.get("mean", 0.0))
+def _sample_normal(block: RandomBlock, arguments: Arguments) -> torch.Tensor:
+    return block.normal().mul_(arguments.get("std", 1.0)).add_(arguments.get("mean", 0.0))
 
 
-def _sample_geometric(block: RandomBlock, given: Arguments) -> torch.Tensor:
-    scale = math.log1p(-given["p"]) if given["p"] < 1 else -math.inf
-    return block.inside().log_().div_(scale).ceil_().clamp_(min=1)
+def _sample_geometric(block: RandomBlock, arguments: Arguments) -> torch.Tensor:
+    scale = math.log1p(-arguments["p"]) if arguments["p"] < 1 else -math.inf
+    return block.open_uniform().log_().div_(scale).ceil_().clamp_(min=1)
 
 
-def _sample_bernoulli(block: RandomBlock, given: Arguments) -> torch.Tensor:
-    return block.uniform(torch.float64 if block.dtype == torch.float64 else torch.float32) < given["p"]
+def _sample_bernoulli(block: RandomBlock, arguments: Arguments) -> torch.Tensor:
+    return block.uniform(torch.float64 if block.dtype == torch.float64 else torch.float32) < arguments["p"]
 
 
-def _sample_integers(block: RandomBlock, given: Arguments) -> torch.Tensor:
-    low = given.get("from", given.get("low"))
-    high = given.get("to", given.get("high"))
+def _sample_integers(block: RandomBlock, arguments: Arguments) -> torch.Tensor:
+    low = arguments.get("from", arguments.get("low"))
+    high = arguments.get("to", arguments.get("high"))
     if high is None:
         high = _max_random_integer(block.dtype) + 1
     return block.integers(0 if low is None else int(low), int(high))
 
 
 def _max_random_integer(dtype: torch.dtype) -> int:
-    """Return the greatest integer of ``random_()``: of an integer dtype its maximum, of a floating dtype the last one up to
-    which all are exact.
-    """
+    """Return the maximum of ``random_()``: of a floating dtype, the last integer up to which all are exact."""
     if dtype == torch.bool:
         return 1
     return 2 ** _MANTISSA_DIGITS[dtype] if dtype in _MANTISSA_DIGITS else min(torch.iinfo(dtype).max, 2**63 - 2)
@@ -140,9 +136,9 @@ SAMPLERS: dict[str, Sampler] = {
     "rand_like": _sample_uniform,
     "normal": _sample_normal,
     "randn_like": _sample_normal,
-    "exponential": lambda block, given: block.inside().log_().div_(-given["lambd"]),
-    "log_normal": lambda block, given: _sample_normal(block, given).exp_(),
-    "cauchy": lambda block, given: block.inside().sub_(0.5).mul_(math.pi).tan_().mul_(given["sigma"]).add_(given["median"]),
+    "exponential": lambda block, arguments: block.open_uniform().log_().div_(-arguments["lambd"]),
+    "log_normal": lambda block, arguments: _sample_normal(block, arguments).exp_(),
+    "cauchy": lambda block, args: block.open_uniform().sub_(0.5).mul_(math.pi).tan_().mul_(args["sigma"]).add_(args["median"]),
     "geometric": _sample_geometric,
     "bernoulli": _sample_bernoulli,
     "random": _sample_integers,
@@ -156,14 +152,14 @@ def sampler_of(name: str) -> Sampler | None:
 
 
 def sample_block(
-    sampler: Sampler, given: Arguments, key: int, shape: Sequence[int], offset: Any, size: Any, like: Any
+    sampler: Sampler, arguments: Arguments, key: int, shape: Sequence[int], offset: Any, size: Any, like: Any
 ) -> torch.Tensor:
     """Return one block in the dtype and on the device of ``like``. Complex numbers are pairs of real numbers."""
     dtype: torch.dtype = like[0]
     if dtype.is_complex:
         real = torch.empty((), dtype=dtype, device="cpu").real.dtype
-        parts = sample_block(sampler, given, key, (*shape, 2), (*offset, 0), (*size, 2), (real, like[1]))
+        parts = sample_block(sampler, arguments, key, (*shape, 2), (*offset, 0), (*size, 2), (real, like[1]))
         numbers = torch.view_as_complex(parts.contiguous())
         return numbers.mul_(math.sqrt(0.5)) if sampler is _sample_normal else numbers
     block = RandomBlock(key, tuple(shape), tuple(offset), tuple(size), dtype, like[1])
-    return sampler(block, given).to(dtype)
+    return sampler(block, arguments).to(dtype)

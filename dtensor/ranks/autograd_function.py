@@ -104,9 +104,7 @@ class _JointCall:
 
 
 class _ValueSpec:
-    """Number of tensors of which an argument or result consists: one for each rank, one, or none. Without a tensor it has the
-    value itself.
-    """
+    """Number of tensors of an argument or result: one per rank, one, or none. Without a tensor it has the value itself."""
 
     __slots__ = ("count", "ranks", "value")
 
@@ -180,9 +178,7 @@ class _JointContext:
 
 
 class _JointFunction(Function):
-    """The function that autograd sees, from the tensors of all ranks to the tensors of all ranks. It calls the user's function
-    once.
-    """
+    """Autograd's function from and to the tensors of all ranks. It calls the user's function once."""
 
     @staticmethod
     def forward(ctx: Any, call: _JointCall, *tensors: Any) -> Any:
@@ -209,9 +205,7 @@ class _JointNode:
         return f"{self._call.function.__name__}Backward"
 
     def register_hook(self, hook: Callable[..., Any]) -> Any:
-        """Register ``hook(gradients of arguments, gradients of results)``, which runs after the node and may return other
-        gradients of arguments.
-        """
+        """Register ``hook(grads of arguments, grads of results)``; it may return other gradients of arguments."""
         args, outputs = self._call.args, self._call.outputs
 
         def over_flat(grads: Any, output_grads: Any) -> Any:

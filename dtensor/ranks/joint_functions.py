@@ -92,9 +92,7 @@ def merge_grads(grads: Sequence[Any], like: Sequence[Tensor] | None = None) -> P
 
 
 def _joint_make_dual(x: Any, tangent: Any, *level: Any, **named: Any) -> Any:
-    """Make a dual tensor. Under ``torch.func.jvp`` it is one wrapped tensor for all ranks, as under ``grad``, unless shards are
-    ragged.
-    """
+    """Make a dual tensor. Under ``torch.func.jvp`` it is one wrapped tensor for all ranks, unless shards are ragged."""
     if functorch_active() and len({shard.shape for value in (x, tangent) for shard in flatten_ranks([value])}) == 1:
         with DisableTorchFunctionSubclass():
             return make_dual(x, tangent, *level, **named)
@@ -108,9 +106,7 @@ def _joint_custom_function(function: Any, *args: Any) -> Any:
 
 # --- random functions: ranks that are processes start with equal generators and draw equal numbers --------------------------
 def _run_random(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run ``func`` once per rank, each time from the present state of the generator. Afterwards the generator has the state in
-    which the first rank left it.
-    """
+    """Run ``func`` per rank, each from the present state of the generator, which then has the state after the first rank."""
     generator = kwargs.get("generator")
     if generator is None:
         x = next((x for x in (*args, *kwargs.values()) if isinstance(x, PerRank)), None)

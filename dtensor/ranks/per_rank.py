@@ -79,7 +79,9 @@ class PerRank(Tensor):
             return joint(*args, **(kwargs or {}))
         for x in args:
             if type(x) is PerRank and x.shards[0].requires_grad and torch.is_grad_enabled():
-                return rerun_with_autograd(func, args, kwargs or {})
+                # under a torch.func transform, autograd saw no graph: the ranks' tensors of a hidden ``PerRank`` have the graphs
+                with reenable_autograd():
+                    return over_ranks(func, args, kwargs or {})
         return over_ranks(func, args, kwargs or {})
 
     def backward(
@@ -133,16 +135,6 @@ def prepare_torch() -> None:
         prepare()
 
 
-def rerun_with_autograd(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run ``func`` once per rank with autograd enabled.
-
-    Under a torch.func transform a hidden ``PerRank`` reaches this point below autograd, which saw no graph: the ranks' tensors
-    have the graphs.
-    """
-    with reenable_autograd():
-        return over_ranks(func, args, kwargs)
-
-
 def shards_of(local: Any) -> tuple[Tensor, ...]:
     """Return the tensors of a local value, one for each member held here."""
     return local.shards if isinstance(local, PerRank) else (local,)
@@ -150,9 +142,7 @@ def shards_of(local: Any) -> tuple[Tensor, ...]:
 
 # --- mapping over ranks ----------------------------------------------------------------------------------------------
 def over_ranks(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Return the results of ``func`` on each rank's part of the arguments, merged. An argument written in place is returned
-    itself.
-    """
+    """Return the merged results of ``func`` on each rank's arguments. An argument written in place is returned itself."""
     rows = None if kwargs else _arguments_by_rank(args)
     if rows is not None:
         results = [func(*own) for own in rows]
@@ -273,9 +263,8 @@ def _values_by_rank(value: Any, count: int) -> Iterable[Any]:
 
 
 def _describe_function(func: Any) -> str:
-    target = (
-        func.__self__ if getattr(func, "__name__", "") == "__get__" else func
-    )  # the getter of a property such as Tensor.shape
+    # the getter of a property such as Tensor.shape
+    target = func.__self__ if getattr(func, "__name__", "") == "__get__" else func
     name = getattr(target, "__name__", str(target))
     return f"`{name}` of a PerRank tensor"
 
@@ -290,7 +279,8 @@ def count_ranks(value: Any, expected: int = 0) -> int:
         count = len(value if isinstance(value, RankValues) else value.values if isinstance(value, RankNumber) else value.shards)
         if expected not in (0, count):
             raise MeshError(
-                f"a value of {count} ranks and one of {expected} ranks cannot be combined: they belong to different meshes"
+                f"a value of {count} ranks and one of {expected} ranks cannot be combined: they belong to different meshes; "
+                "use values of one mesh"
             )
         return count
     for item in _list_items(value):

@@ -43,9 +43,7 @@ class SplitRanks(torch.autograd.Function):
 
 
 class JoinRanks(torch.autograd.Function):
-    """Autograd function from a tensor for each rank, each under transforms, to one wrapped ``PerRank``: the inverse of
-    :class:`SplitRanks`.
-    """
+    """Autograd function from ranks' tensors under transforms to one wrapped ``PerRank``: inverse of :class:`SplitRanks`."""
 
     @classmethod
     def apply(cls, *args: Any) -> Any:

@@ -52,9 +52,8 @@ _OBJECT_FUNCTIONS = (  # functions of the tensor object itself, which compute no
     Tensor.__deepcopy__,
     Tensor.__reduce_ex__,
 )
-_COMPUTED_ATTRIBUTES = [
-    vars(TensorBase)[name].__get__ for name in ("T", "mT", "H", "mH", "real", "imag")
-]  # attributes that return new tensors
+# attributes that return new tensors
+_COMPUTED_ATTRIBUTES = [vars(TensorBase)[name].__get__ for name in ("T", "mT", "H", "mH", "real", "imag")]
 _PRUNE_ENTRIES = 4096  # number of entries at which entries of freed storages are first removed
 
 
@@ -80,27 +79,26 @@ class RankRuns:
             stream.restart()
         before, _ACTIVE_RUN.run = _ACTIVE_RUN.run, (self, rank)
         try:
-            with RunMode(partial(self.follow, rank)):
+            with RunMode(partial(self.run_function, rank)):
                 yield
         finally:
             _ACTIVE_RUN.run = before
         for stream in self._streams.values():
             stream.finish()
 
-    def separated(self, value: Any) -> Any:
+    def copy_shared_results(self, value: Any) -> Any:
         """Return the results of the runs. If several ranks returned one tensor, each gets a copy of its own."""
         if isinstance(value, PerRank):
-            shards = value.shards
-            shared = [_is_shared(x, shards[:k] + shards[k + 1 :]) for k, x in enumerate(shards)]
-            return PerRank(self._cloned(k, x) if shared[k] else x for k, x in enumerate(shards)) if any(shared) else value
+            shards = list(value.shards)
+            shared = [_is_shared(x, value.shards[:k] + value.shards[k + 1 :]) for k, x in enumerate(shards)]
+            for k in [k for k, is_shared in enumerate(shared) if is_shared]:
+                shards[k] = (self.own_copy(k, shards[k]) if torch.is_grad_enabled() else shards[k]).clone()
+            return PerRank(shards) if any(shared) else value
         if isinstance(value, (list, tuple)) and not isinstance(value, RankValues):
-            return rebuild_sequence(value, [self.separated(item) for item in value])
+            return rebuild_sequence(value, [self.copy_shared_results(item) for item in value])
         return value
 
-    def _cloned(self, rank: int, x: Tensor) -> Tensor:
-        return (self.own_copy(rank, x) if torch.is_grad_enabled() else x).clone()
-
-    def follow(self, rank: int, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    def run_function(self, rank: int, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Return ``func(*args, **kwargs)``, which the run of ``rank`` calls.
 
         Raises:
@@ -233,10 +231,11 @@ class _StorageRanks:
 
     def add(self, rank: int, x: Tensor) -> None:
         if _storage_key(x):
+            # no other storage gets this key while the weak reference exists
             self._ranks[_storage_key(x)] = (
                 StorageWeakRef(x.untyped_storage()),
                 rank,
-            )  # no other storage gets this key while the weak reference exists
+            )
         if len(self._ranks) > self._max_entries:
             self._ranks = {key: entry for key, entry in self._ranks.items() if not entry[0].expired()}
             self._max_entries = max(_PRUNE_ENTRIES, 2 * len(self._ranks))

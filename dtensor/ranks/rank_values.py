@@ -114,9 +114,7 @@ class RankNumber:
 
 
 class RankZeroBool(RankNumber):
-    """Answers of all ranks whether they are (or are not) rank 0. Under ``if`` it is the answer of rank 0; calculations use each
-    rank's own.
-    """
+    """Whether each rank is (or is not) rank 0. ``if`` takes the answer of rank 0; calculations use each rank's own."""
 
     __slots__ = ("first",)
     first: bool
@@ -130,9 +128,7 @@ class RankZeroBool(RankNumber):
 
 
 class RankIndices(RankNumber):
-    """The global rank of each rank. ``if rank == 0`` takes the branch of rank 0: a process with all ranks does what rank 0 does
-    for all.
-    """
+    """The global rank of each rank. ``if rank == 0`` takes the branch of rank 0, which acts for all ranks of the process."""
 
     __slots__ = ()
 
@@ -174,7 +170,7 @@ def _map_operator(fn: Callable[..., Any]) -> Callable[..., Any]:
             columns.append(other.values if isinstance(other, RankNumber) else (other,) * len(self.values))
         if any(len(column) != len(self.values) for column in columns):
             counts = " and one of ".join(f"{len(column)} ranks" for column in columns)
-            raise MeshError(f"a number of {counts} cannot be combined: they belong to different meshes")
+            raise MeshError(f"a number of {counts} cannot be combined: they belong to different meshes; use values of one mesh")
         return collapse_if_equal(list(map(fn, *columns)))
 
     return method

@@ -25,9 +25,7 @@ _GRADIENTS_NOT_COMPILED = (
 
 
 class RunMode(TorchFunctionMode):
-    """A mode that calls ``follow(func, args, kwargs)`` for each torch function. Calls that are being compiled are not
-    followed.
-    """
+    """Mode that calls ``follow(func, args, kwargs)`` for each torch function, except in calls that are being compiled."""
 
     def __init__(self, follow: Callable[..., Any]) -> None:
         super().__init__()

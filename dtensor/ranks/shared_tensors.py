@@ -34,9 +34,8 @@ def write_value(target: Any, value: Any) -> Any:
         return target.copy_(value)
     destination = target._local if hasattr(target, "_layout") else target
     if value is not destination:
-        destination.copy_(
-            value if hasattr(destination, "shards") else getattr(value, "shards", (value,))[0]
-        )  # all ranks have the same value
+        # all ranks have the same value
+        destination.copy_(value if hasattr(destination, "shards") else getattr(value, "shards", (value,))[0])
     return target
 
 
@@ -47,9 +46,7 @@ _INPLACE_METHODS |= frozenset(("__iand__", "__ior__", "__ixor__", "__ilshift__",
 
 
 class JoinEqualShards(torch.autograd.Function):
-    """Autograd function from the tensors of all ranks, which have one value, to one plain tensor. Each rank gets the full
-    gradient, as it would from a copy of its own.
-    """
+    """Autograd function from all ranks' equal tensors to one plain tensor. Each rank gets the full gradient."""
 
     @staticmethod
     def forward(*shards: Tensor) -> Tensor:
@@ -99,11 +96,12 @@ def _list_written(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[st
 
 
 _FUNCTIONAL_NORMS = (F.batch_norm, F.instance_norm)  # (input, running_mean, running_var, weight, bias, flag, ...)
+# (input, weight, bias, running_mean, ..., flag, ...)
 _OPERATOR_NORMS = (
     torch.batch_norm,
     torch.instance_norm,
     torch.native_batch_norm,
-)  # (input, weight, bias, running_mean, ..., flag, ...)
+)
 _OPERATOR_NORMS += tuple(
     getattr(torch.ops.aten, name).default
     for name in ("batch_norm", "instance_norm", "native_batch_norm", "_native_batch_norm_legit")
@@ -111,9 +109,7 @@ _OPERATOR_NORMS += tuple(
 
 
 def list_written_statistics(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[Any]:
-    """Return the running statistics to which a normalization function writes. Neither its name nor its schema shows that it
-    does.
-    """
+    """Return the running statistics that a normalization function writes, which neither its name nor its schema shows."""
     if func not in _FUNCTIONAL_NORMS and func not in _OPERATOR_NORMS:
         return ()
     is_training = args[5] if len(args) > 5 else kwargs.get("training", kwargs.get("use_input_stats", func is F.instance_norm))
@@ -149,9 +145,7 @@ def write_equal_shards(target: Tensor, shards: Sequence[Tensor]) -> None:
 
 
 class ReplicateToRanks(torch.autograd.Function):
-    """Autograd function from a plain tensor to a copy for each rank. On processes each rank would have its own tensor, with a
-    gradient of its own.
-    """
+    """Autograd function from a plain tensor to a copy for each rank, with a gradient of its own as on processes."""
 
     @staticmethod
     def forward(x: Tensor, count: int) -> tuple[Tensor, ...]:
@@ -178,22 +172,22 @@ class ReplicateToRanks(torch.autograd.Function):
             LayoutError: the gradients of the ranks differ.
         """
         present = [grad for grad in grads if grad is not None]
-        compare(*[unwrap_functorch(grad.detach()) for grad in present])
+        check_equal_gradients(*[unwrap_functorch(grad.detach()) for grad in present])
         if not present or not torch.is_grad_enabled():
             return (present[0] if present else None), None
         return JoinEqualShards.apply(*present), None
 
 
 @recorded_op  # the check reads values, so each replay of a recording repeats it
-def compare(*values: Tensor) -> None:
+def check_equal_gradients(*values: Tensor) -> None:
     """Raise LayoutError if the gradients that ranks have with respect to one value differ."""
     values = tuple(x if x.layout is torch.strided else x.to_dense() for x in values)
     for grad in values[1:]:
         if not has_no_values(grad) and not torch.allclose(grad, values[0], *gradient_tolerance(values[0]), equal_nan=True):
-            raise LayoutError(differing(grad.shape))
+            raise LayoutError(gradient_difference_text(grad.shape))
 
 
-def differing(shape: Sequence[int]) -> str:
+def gradient_difference_text(shape: Sequence[int]) -> str:
     """Return the error text for gradients that differ between ranks, with respect to a tensor of this shape."""
     return (
         f"the gradient of a tensor of shape {tuple(shape)} that all ranks have differs between ranks, which used it with values "

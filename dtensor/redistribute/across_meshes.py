@@ -74,7 +74,7 @@ class CrossMeshExchange:
     def bound(self) -> BoundCollective:
         """Return the transfer, bound for this process."""
         transfer = Transfer(
-            self.route_of, self.before.dtype, said=f"{placements_text(self.before)} -> {placements_text(self.after)}"
+            self.route_of, self.before.dtype, description=f"{placements_text(self.before)} -> {placements_text(self.after)}"
         )
         return communicator_of(self.before.mesh).bind_transfer_to(self.after.mesh, self.ranks, transfer)
 

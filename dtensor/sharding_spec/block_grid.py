@@ -57,7 +57,7 @@ def layout_of_cells(
     Raises:
         PlacementError: there is none.
     """
-    problem = f"{what} cannot be said for a tensor of shape {list(shape)} on {mesh!r}"
+    problem = f"{what} cannot be written as placements of a tensor of shape {list(shape)} on {mesh!r}"
     cells_of: dict[int, list[Cell]] = {}
     for cell in cells:
         for rank in {member_of[place] for place in cell.places}:
@@ -70,7 +70,9 @@ def layout_of_cells(
         intervals = [(box[dim] if box else (0, 0)) for box in boxes]
         split = _find_split(mesh, intervals, shape[dim])
         if split is False:
-            raise PlacementError(f"{problem}: no order of its mesh dims shards tensor dim {dim} as {intervals}")
+            raise PlacementError(
+                f"{problem}: no order of its mesh dims shards tensor dim {dim} as {intervals}; pass another mesh, or none"
+            )
         splits.append(split)
     return Layout.from_splits(mesh, splits, [None] * mesh.ndim, tuple(shape), None, dtype)  # type: ignore[arg-type]  # no False
 
@@ -88,9 +90,7 @@ def bounding_box(cells: Sequence[Cell]) -> tuple[Interval, ...] | None:
 
 
 def _find_split(mesh: DeviceMesh, intervals: Sequence[Interval], size: int) -> Split | bool | None:
-    """Return how mesh dims shard a tensor dim so that members have these intervals: a split, None for no split, or False if
-    they cannot.
-    """
+    """Return the split of a tensor dim that gives members these intervals, None if it is not split, False if there is none."""
     if all(interval == (0, size) for interval in intervals):
         return None
     groups = [[mesh.members_of((d,), member) for member in mesh.members] for d in range(mesh.ndim)]

@@ -107,7 +107,9 @@ def single_split(dim: int, placements: Sequence[Any], shard_sizes: Sequence[int]
         raise PlacementError(f"single_split: pass a list of device placements, one for each shard, got {placements!r}")
     sizes = None if shard_sizes is None else tuple(int(size) for size in shard_sizes)
     if sizes is not None and (len(sizes) != len(placements) or min(sizes) < 0):
-        raise PlacementError(f"single_split: {len(sizes)} shard_sizes {list(sizes)} for {len(placements)} shards")
+        raise PlacementError(
+            f"single_split: {len(sizes)} shard_sizes {list(sizes)} for {len(placements)} shards; give one size for each"
+        )
     return SingleSplit(dim, tuple(parse_replicas(each) for each in placements), sizes)
 
 
@@ -129,17 +131,20 @@ def mesh(placements: Any, shard_sizes: Sequence[Sequence[int] | None] | None = N
     try:
         array = np.asarray(placements.tolist() if hasattr(placements, "tolist") else placements, dtype=object)
     except ValueError as error:
-        raise PlacementError(f"mesh: the array of device placements is ragged: {placements!r}") from error
+        raise PlacementError(
+            f"mesh: the array of device placements is ragged: {placements!r}; give rows of equal length"
+        ) from error
     if array.size == 0 or array.ndim == 0 or any(isinstance(each, (list, tuple)) for each in array.reshape(-1)):
         raise PlacementError(f"mesh: pass an n-d array of device placements with rows of equal length, got {placements!r}")
     sizes = None if shard_sizes is None else tuple(None if s is None else tuple(int(n) for n in s) for s in shard_sizes)
-    if sizes is not None and not _fit_array(sizes, array.shape):
-        raise PlacementError(f"mesh: shard_sizes {shard_sizes!r} do not fit an array of shape {array.shape}")
+    if sizes is not None and (
+        len(sizes) != array.ndim or any(s is not None and len(s) != n for s, n in zip(sizes, array.shape, strict=True))
+    ):
+        raise PlacementError(
+            f"mesh: shard_sizes {shard_sizes!r} do not fit an array of shape {array.shape}; "
+            "give for each dim None or as many sizes"
+        )
     return MeshSplit(tuple(array.shape), tuple(parse_replicas(each) for each in array.reshape(-1)), sizes)
-
-
-def _fit_array(sizes: Sequence[tuple[int, ...] | None], shape: Sequence[int]) -> bool:
-    return len(sizes) == len(shape) and all(s is None or len(s) == n for s, n in zip(sizes, shape, strict=True))
 
 
 def whole(*placements: Any) -> Whole:

@@ -74,7 +74,7 @@ def common_device_type(places: Iterable[Place]) -> str:
     """
     types = sorted({torch.device(place.device).type for place in places if place.device is not None})
     if len(types) > 1:
-        raise MeshError(f"one tensor's shards live on devices of one type, got {types}")
+        raise MeshError(f"one tensor's shards live on devices of one type, got {types}; choose one of them")
     if not types:
         return "cpu"
     (found,) = types

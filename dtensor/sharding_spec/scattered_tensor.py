@@ -165,9 +165,7 @@ class ScatteredTensor:
         return reshard(self, spec)
 
     def local_shard(self) -> list[torch.Tensor]:
-        """Return this rank's blocks, in the order of the grid. With all ranks in this process, return those of the current
-        rank.
-        """
+        """Return the blocks of this rank (the current rank, with all ranks in this process), in the order of the grid."""
         member = self.device_mesh.current_member()
         return [] if member is None else self.local_shards().get(self.device_mesh.ranks[member], [])
 
@@ -175,7 +173,7 @@ class ScatteredTensor:
         """Return the blocks of each rank of this process."""
         mesh, cells_of = self.device_mesh, _cells_by_rank(self._spec, self.shape)
         blocks_of = {}
-        for member, flat in communicator_of(mesh).pieces(self.packed._local).items():
+        for member, flat in communicator_of(mesh).shards_by_member(self.packed._local).items():
             rank = mesh.ranks[member]
             cells = cells_of.get(rank, [])
             parts = flat.split([math.prod(cell.shape) for cell in cells]) if cells else ()
@@ -275,8 +273,6 @@ def parse_tensor_spec(said: Any) -> Spec:
 
 
 def with_spec(x: DTensor, spec: Spec) -> DTensor:
-    """Store ``spec`` on ``x`` and return ``x``. The spec has the names of devices, and adjacent blocks that a local tensor
-    joins.
-    """
+    """Store ``spec``, which has devices and the blocks that a local tensor joins, on ``x``, and return ``x``."""
     x._sharding_spec = spec  # type: ignore[attr-defined]  # in the instance dictionary; results made from x do not have it
     return x

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -120,9 +121,9 @@ def _resolve_specs(module: nn.Module, spec_or_plan: Any, mesh: DeviceMesh | None
             else:
                 requested[name][key] = _fit_spec(spec, x)
     if unused:
-        raise PlacementError(
-            f"{sorted(unused)} match no parameter of {type(module).__name__}; its names are {_parameter_names(module)}"
-        )
+        names = [name for name, _ in module.named_parameters()]
+        listed = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+        raise PlacementError(f"{sorted(unused)} match no parameter of {type(module).__name__}; its names are {listed}")
     return requested
 
 
@@ -143,17 +144,14 @@ def _fit_spec(spec: Spec | None, x: torch.Tensor) -> Spec | None:
     return spec
 
 
-def _parameter_names(module: nn.Module) -> str:
-    names = [name for name, _ in module.named_parameters()]
-    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
-
-
 # --- meshes of submodules --------------------------------------------------------------------------------------------------
 def _common_mesh(requested: dict[str, SubmoduleSpecs]) -> DeviceMesh:
     """Return the finest mesh of a spec that has all places, else the 1-d mesh of all of them."""
     specs = list(dict.fromkeys(spec for specs_of in requested.values() for spec in specs_of.values() if spec is not None))
     if not specs:
-        raise PlacementError("shard_model: the spec matches no parameter of the module")
+        raise PlacementError(
+            "shard_model: the spec matches no parameter of the module; print(dict(module.named_parameters())) lists their names"
+        )
     ranks = [set(mesh_ranks_of(spec.places).values()) for spec in specs]
     everywhere = [spec for spec, each in zip(specs, ranks, strict=True) if each == set().union(*ranks)]
     if everywhere:
@@ -218,21 +216,19 @@ def _register_hooks(module: nn.Module, meshes: dict[int, DeviceMesh], home: Devi
         has_tensors = any(True for _ in own_tensors(sub))
         if sub is module or (has_several_meshes and has_tensors):
             target = meshes[id(sub)] if has_tensors else home
-            sub.register_forward_pre_hook(_redistribute_inputs(target), with_kwargs=True)
+            sub.register_forward_pre_hook(partial(_redistribute_inputs, target), with_kwargs=True)
         if has_several_meshes and has_tensors and sub is not module and id(sub) not in in_sequence:
             sub.register_forward_hook(lambda mod, args, out: _move_to_mesh(out, home))
     if has_several_meshes:
         module.register_forward_hook(lambda mod, args, out: _move_to_mesh(out, home))
 
 
-def _redistribute_inputs(mesh: DeviceMesh) -> Any:
-    return lambda mod, args, kwargs: (_move_to_mesh(args, mesh), _move_to_mesh(kwargs, mesh))
+def _redistribute_inputs(mesh: DeviceMesh, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    return _move_to_mesh(args, mesh), _move_to_mesh(kwargs, mesh)
 
 
 def _move_to_mesh(value: Any, mesh: DeviceMesh) -> Any:
-    """Return ``value`` with all tensors on ``mesh``: those of other meshes are redistributed, plain ones become replicated
-    DTensors.
-    """
+    """Return ``value`` with tensors of other meshes redistributed to ``mesh``, and plain ones as replicated DTensors."""
     if isinstance(value, DTensor):
         return value if set(value.device_mesh.ranks) == set(mesh.ranks) else value.redistribute(mesh, [Replicate()] * mesh.ndim)
     if isinstance(value, torch.Tensor) and not isinstance(value, PerRank):

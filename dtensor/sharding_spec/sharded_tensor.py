@@ -14,17 +14,10 @@ from typing import Any
 import torch
 
 from ..errors import PlacementError
-from ..layout.layout import Layout
 from ..tensor import create
 from ..tensor.distribute import distribute_tensor
 from ..tensor.dtensor import DTensor
-from .scattered_tensor import (
-    ScatteredTensor,
-    flat_mesh,
-    parse_tensor_spec,
-    reshard,
-    with_spec,
-)
+from .scattered_tensor import ScatteredTensor, flat_mesh, parse_tensor_spec, reshard, with_spec
 
 ShardedTensor = DTensor
 
@@ -141,20 +134,12 @@ def shard_tensor(tensor: torch.Tensor, sharding_spec: Any, src_rank: int | None 
     if layout is None:
         return ScatteredTensor.of(distribute_tensor(tensor, flat_mesh(spec), None, src_data_rank=src_rank), spec)
     if src_rank:
-        src_rank = _along_each_dim(layout, src_rank)
+        coordinates = layout.mesh.coordinates
+        indices = set(coordinates[src_rank]) if src_rank < len(coordinates) else set()
+        if len(indices) != 1:
+            raise PlacementError(f"src_rank={src_rank}: pass 0, or a rank with the same index along all dims of {layout.mesh!r}")
+        (src_rank,) = indices
     return with_spec(distribute_tensor(tensor, layout.mesh, layout.placements, src_data_rank=src_rank), spec)
-
-
-def _along_each_dim(layout: Layout, source: int) -> int:
-    """Return the index that the rank at ``source`` has along every mesh dim.
-
-    Raises:
-        PlacementError: the indices differ.
-    """
-    coordinate = layout.mesh.coordinates[source] if source < len(layout.mesh.coordinates) else ()
-    if len(set(coordinate)) != 1:
-        raise PlacementError(f"src_rank={source}: pass 0, or a rank with the same index along all dims of {layout.mesh!r}")
-    return coordinate[0]
 
 
 def _make_tensor(factory: Callable[..., DTensor], size: Any, sharding_spec: Any, options: dict[str, Any]) -> Any:

@@ -35,9 +35,7 @@ class Spec:
     shards: tuple[Replicas, ...]
 
     def grid(self, ndim: int) -> tuple[Any, tuple[tuple[int, ...] | None, ...]]:
-        """Return the places of the blocks as an array with one dim per tensor dim, and the given block sizes along each dim (or
-        None).
-        """
+        """Return the places of the blocks, an array with a dim per tensor dim, and the given block sizes per dim (or None)."""
         raise NotImplementedError
 
     def to_data(self) -> Any:
@@ -147,7 +145,7 @@ class SingleSplit(Spec):
 
     def grid(self, ndim: int) -> tuple[Any, tuple[tuple[int, ...] | None, ...]]:
         if not -ndim <= self.dim < ndim:
-            raise PlacementError(f"{self!r} does not fit a tensor of {ndim} dims: it has no dim {self.dim}")
+            raise PlacementError(f"{self!r} does not fit a tensor of {ndim} dims: it has no dim {self.dim}; split another dim")
         dim = self.dim % ndim
         shape = [len(self.shards) if d == dim else 1 for d in range(ndim)]
         return _place_array(self.shards, shape), tuple(self.shard_sizes if d == dim else None for d in range(ndim))
@@ -218,7 +216,7 @@ def parse_replicas(said: Any) -> Replicas:
     parts = said.split("|") if isinstance(said, str) else [said]
     places = tuple(Place.of(part) for part in parts)
     if len(set(places)) != len(places):
-        raise MeshError(f"{said!r} has a device placement twice")
+        raise MeshError(f"{said!r} has a device placement twice; name each once")
     return places
 
 

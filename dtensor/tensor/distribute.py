@@ -14,10 +14,10 @@ from torch import nn
 
 from ..base.caches import memoize
 from ..base.recorder_hooks import current_recorder
+from ..base.tensor_tree import map_inner_tensors
 from ..base.torch_internals import functorch_active, is_traceable_wrapper_subclass
 from ..base.tracing import is_tracing
 from ..base.validation import check_int, check_strided
-from ..base.wrapper_subclass import map_inner_tensors
 from ..comm import PerRank, communicator_of, shards_of
 from ..comm.communicator import BoundCollective
 from ..comm.cross_rank_check import check_identical, payload_bytes
@@ -129,7 +129,7 @@ def _agree_on_layout(tensor: torch.Tensor, mesh: DeviceMesh, placements: Any, so
     layout = layout.replace(stride=by_rank.numbers[position])  # this rank's tensor may have other strides
     if special or layout.nbytes > payload_bytes(mesh):
         return layout, None
-    return layout, tensor_from_bytes(by_rank.loads[position, : layout.nbytes], layout.shape, layout.dtype)
+    return layout, tensor_from_bytes(by_rank.payloads[position, : layout.nbytes], layout.shape, layout.dtype)
 
 
 @memoize(1024)

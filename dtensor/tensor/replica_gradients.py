@@ -26,7 +26,7 @@ from ..errors import LayoutError
 from ..layout.layout import Layout
 from ..placement import Replicate
 from ..ranks.per_rank_functorch import unwrap_functorch
-from ..ranks.shared_tensors import compare, differing
+from ..ranks.shared_tensors import check_equal_gradients, gradient_difference_text
 from ..watchdog.levels import CheckLevel
 
 LocalUse = tuple[str, int, Layout]
@@ -72,7 +72,7 @@ def compare_replicas(layout: Layout, grads: Sequence[torch.Tensor], use: LocalUs
         return
     if len(grads) > 1:
         for members in {layout.mesh.members_of(dims, member) for member in layout.mesh.members}:
-            compare(*[unwrap_functorch(grads[member].detach()) for member in members])
+            check_equal_gradients(*[unwrap_functorch(grads[member].detach()) for member in members])
     elif use is not None:
         grad = unwrap_functorch(grads[0].detach())
         if not has_no_values(grad) and _is_due(use):
@@ -102,7 +102,7 @@ def _compare_on_processes(layout: Layout, dims: Sequence[int], grad: torch.Tenso
     payload = torch.cat([numbers.new_tensor([len(numbers), scale]), numbers]).numpy().tobytes()
     rows = (
         gather_summaries(mesh, "the gradient of a replicated tensor", (), payload, size)
-        .loads.cpu()
+        .payloads.cpu()
         .contiguous()
         .view(torch.float64)
     )
@@ -113,7 +113,7 @@ def _compare_on_processes(layout: Layout, dims: Sequence[int], grad: torch.Tenso
         length = 2 + int(first[0])
         for other in others:
             if not torch.allclose(other[2:length], first[2:length], tolerance, tolerance * first[1].item(), equal_nan=True):
-                raise LayoutError(differing(layout.local_shape(mesh.coordinates[members[0]])))
+                raise LayoutError(gradient_difference_text(layout.local_shape(mesh.coordinates[members[0]])))
 
 
 def _summarize(grad: torch.Tensor, count: int) -> tuple[torch.Tensor, float]:

@@ -89,7 +89,7 @@ def _shard_differences(got: DTensor, expected: torch.Tensor, options: CompareOpt
         detached = got.detach()
         assert isinstance(detached, DTensor)
         reduced = detached.redistribute(placements=layout.reduced().placements)
-    for member, local in communicator_of(layout.mesh).pieces(reduced._local).items():
+    for member, local in communicator_of(layout.mesh).shards_by_member(reduced._local).items():
         expected_block = local_block(expected, reduced.layout, member)
         if not is_close(local, expected_block, options.tolerance):
             where = f"rank {layout.mesh.ranks[member]} at {layout.mesh.coordinates[member]} of {layout!r}"
@@ -99,7 +99,7 @@ def _shard_differences(got: DTensor, expected: torch.Tensor, options: CompareOpt
 
 def _shard_shape_problems(got: DTensor) -> list[str]:
     layout, problems = got.layout, []
-    for member, local in communicator_of(layout.mesh).pieces(got._local).items():
+    for member, local in communicator_of(layout.mesh).shards_by_member(got._local).items():
         shape = layout.local_shape(layout.mesh.coordinates[member])
         if tuple(local.shape) != shape or local.dtype != layout.dtype:
             problems.append(

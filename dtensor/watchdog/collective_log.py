@@ -169,7 +169,7 @@ class CollectiveLog(EventLog):
         count = hashed = 0
         for ranks, log in list(self._records.logs.items()):
             if ranks.issuperset(self.ranks):
-                hashed ^= mix_hash(log.settle(), fingerprint(repr(sorted(ranks))), 0)
+                hashed ^= mix_hash(log.read_hash(), fingerprint(repr(sorted(ranks))), 0)
                 count += log.count
         if hashed:  # else the hash must stay as it is, since other ranks of the group may be in no other set
             self.mix(hashed)
@@ -184,7 +184,7 @@ class CollectiveLog(EventLog):
         for ranks, operations in list(self._records.hashes.items()):
             if ranks.issuperset(self.ranks):
                 text = operations.take_texts() or text
-                hashed ^= mix_hash(value, operations.key, 0) if (value := operations.settle()) else 0
+                hashed ^= mix_hash(value, operations.key, 0) if (value := operations.read_hash()) else 0
         if hashed:
             self.mix(hashed)
         return text

@@ -46,9 +46,7 @@ _GATHERING_S = 1.0  # time to wait for ranks that are about to log the same numb
 
 
 def diagnose_difference(host_state: HostState, key: int, ranks: Sequence[int], number: int) -> Diagnosis:
-    """Return the diagnosis for ranks that logged different collectives under one number, or diverged in an operation before
-    it.
-    """
+    """Return the diagnosis for ranks with different collectives of one number, or with different operations before it."""
     deadline = time.monotonic() + _GATHERING_S
     events = _find_events(host_state, key, ranks, number)
     while len(events) < len(ranks) and time.monotonic() < deadline and host_state.find_diagnosis() is None:

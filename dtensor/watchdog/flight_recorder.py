@@ -170,7 +170,7 @@ class EventLog:
         self.add(_UNORDERED_MARK, text, mesh_dims, line)
         self.unordered += hashed
 
-    def settle(self) -> int:
+    def read_hash(self) -> int:
         """Return the hash of all events so far, with and without an order."""
         return self.hash ^ (self.unordered & _UINT64_MASK)
 
@@ -186,7 +186,7 @@ class OperationHash:
         key: hash of the set of ranks.
         hash: rolling hash of all operations with an order.
         unordered: sum of the fingerprints of operations that ranks may do in any order.
-        numbers: Python numbers that entered operations since the last :meth:`settle`, not yet in the hash.
+        numbers: Python numbers that entered operations since the last :meth:`read_hash`, not yet in the hash.
         last, raised: texts of the last operation, and of the last that raised an error, since the last :meth:`take_texts`.
     """
 
@@ -206,10 +206,8 @@ class OperationHash:
         """Record that an operation raised an error, so that ranks on which it did not raise have another hash."""
         self.hash, self.raised = hash((self.hash, FAILED_MARK)), text
 
-    def settle(self) -> int:
-        """Return a hash of all operations and numbers, 0 if there were none. It does not depend on earlier calls of this
-        method.
-        """
+    def read_hash(self) -> int:
+        """Return a hash of all operations and numbers, 0 if there were none, whatever calls of this method came before."""
         if self.numbers:
             self._number_hash = zlib.crc32(marshal.dumps(self.numbers, 2)[_MARSHAL_HEADER_BYTES:], self._number_hash)
             self.numbers.clear()

@@ -389,9 +389,7 @@ def list_folders(shared: Path | None = None) -> list[Path]:
 
 
 def remove_stale_folders(shared: Path) -> None:
-    """Remove the folders of jobs that ended with an error, except for the newest ``_KEPT_FOLDERS``, for the post-mortem
-    reader.
-    """
+    """Remove folders of failed jobs but the newest ``_KEPT_FOLDERS``, which the post-mortem reader may read."""
     stale = 0
     for folder in list_folders(shared):
         with suppress(OSError):  # a folder of another user, or one that a rank removes meanwhile

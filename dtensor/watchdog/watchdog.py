@@ -174,12 +174,12 @@ class Watchdog:
     def _run(self) -> None:
         while not self._stopped.wait(_PERIOD_S):
             try:
-                if self._look():
+                if self._examine_wait():
                     return
             except Exception:  # a state file may be removed meanwhile
                 _LOG.debug("the watchdog could not read the states of the ranks", exc_info=True)
 
-    def _look(self) -> bool:
+    def _examine_wait(self) -> bool:
         """Publish this rank's state, and examine its wait. Return True if there is nothing more to watch."""
         host_state = self.host_state
         if not host_state.is_current:

@@ -1,8 +1,8 @@
-"""Whole programs on the accelerator that is there, all ranks on one device; without one on the CPU.
+"""Programs on an accelerator, with all ranks on one device, or on the CPU if there is none.
 
     python -m pytest -m slow tests/accelerator
 
-Rules by themselves: ``python -m dtensor verify --device cuda``, ``python benchmarks/op_coverage.py --device cuda``.
+For single rules: ``python -m dtensor verify --device cuda``, ``python benchmarks/op_coverage.py --device cuda``.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ pytestmark = pytest.mark.slow
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
-LINE = dt.init_device_mesh(DEVICE, (4,), mesh_dim_names=("x",))
-GRID = dt.init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("dp", "tp"))
+MESH_1D = dt.init_device_mesh(DEVICE, (4,), mesh_dim_names=("x",))
+MESH_2D = dt.init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("dp", "tp"))
 R, S0, S1, S2 = Replicate(), Shard(0), Shard(1), Shard(2)
 ROWS = ([S0], [S1], [R])
 on_cuda = pytest.mark.skipif(not CUDA, reason="of CUDA")
 
 
-def put(x: Tensor, *places: Any, mesh: Any = LINE) -> Any:
+def put(x: Tensor, *places: Any, mesh: Any = MESH_1D) -> Any:
     return dt.distribute_tensor(x, mesh, list(places))
 
 
-def close(ours: Any, plain: Tensor, tolerance: float | None = None) -> None:
+def assert_close(ours: Any, plain: Tensor, tolerance: float | None = None) -> None:
     whole = ours.full_tensor() if isinstance(ours, dt.DTensor) else ours
     assert whole.device.type == DEVICE
     torch.testing.assert_close(whole, plain, rtol=tolerance, atol=tolerance)
 
 
-# --- attention: each operator that torch chooses among ------------------------------------------------------------------------
+# --- attention backends -------------------------------------------------------------------------------------------------
 KINDS = {
     "plain": {},
     "causal": {"is_causal": True},
@@ -77,7 +77,7 @@ def takes(backend: Any, kind: str) -> bool:
     + [pytest.param(one, marks=on_cuda) for one in (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION)],
     ids=str,
 )
-def test_attention(backend: Any, places: list[Any], kind: str) -> None:
+def test_attention_backends_equal_plain_torch(backend: Any, places: list[Any], kind: str) -> None:
     options = dict(KINDS[kind])
     masked = options.pop("masked", False)
     if not takes(backend, kind):
@@ -98,28 +98,28 @@ def test_attention(backend: Any, places: list[Any], kind: str) -> None:
         lying = None if mask is None else put(mask, R if places == [S1] else places[0])
         got = F.scaled_dot_product_attention(*own, attn_mask=lying, **options)
         got.backward(put(weight, *places))
-    close(got, out, 2e-2)
+    assert_close(got, out, 2e-2)
     for x, y in zip(own, plain, strict=True):
         assert y.grad is not None
-        close(x.grad, y.grad, 3e-2)
+        assert_close(x.grad, y.grad, 3e-2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_attention_around_a_ring(dtype: torch.dtype) -> None:
+def test_ring_attention_equals_plain_torch(dtype: torch.dtype) -> None:
     generator = torch.Generator(DEVICE).manual_seed(0)
     given = [torch.randn(2, 4, 13, 8, generator=generator, device=DEVICE).to(dtype) for _ in range(3)]
     want = F.scaled_dot_product_attention(*given, is_causal=True)
     parts = [x.clone() for x in given]
-    with context_parallel(LINE, buffers=parts, buffer_seq_dims=[2] * 3):
+    with context_parallel(MESH_1D, buffers=parts, buffer_seq_dims=[2] * 3):
         out = F.scaled_dot_product_attention(*parts, is_causal=True)
-    (whole,) = context_parallel_unshard(LINE, [out], [2])
+    (whole,) = context_parallel_unshard(MESH_1D, [out], [2])
     for own in getattr(whole, "shards", [whole]):
-        close(own, want, 1e-5 if dtype is torch.float32 else 2e-2)
+        assert_close(own, want, 1e-5 if dtype is torch.float32 else 2e-2)
 
 
-# --- random numbers are those of one device -----------------------------------------------------------------------------------
+# --- random numbers -----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("places", ROWS, ids=str)
-def test_draws(places: list[Any]) -> None:
+def test_random_operators_equal_plain_torch(places: list[Any]) -> None:
     x = torch.ones(8, 12, device=DEVICE)
     programs: list[Callable[[Any], Any]] = [
         lambda x: F.dropout(x, 0.5),
@@ -131,16 +131,16 @@ def test_draws(places: list[Any]) -> None:
     want = [program(x) for program in programs]
     torch.manual_seed(3)
     for program, plain in zip(programs, want, strict=True):
-        close(program(put(x, *places)), plain)
+        assert_close(program(put(x, *places)), plain)
 
 
 @pytest.mark.parametrize("places", ROWS, ids=str)
-def test_counted_draws(places: list[Any]) -> None:
+def test_counter_mode_draws_do_not_depend_on_placements(places: list[Any]) -> None:
     with dt.random_mode("counter"):
         torch.manual_seed(3)
-        cut = dt.rand(8, 12, device_mesh=LINE, placements=places)
+        cut = dt.rand(8, 12, device_mesh=MESH_1D, placements=places)
         torch.manual_seed(3)
-        close(cut, dt.rand(8, 12, device_mesh=LINE, placements=[R]).full_tensor())
+        assert_close(cut, dt.rand(8, 12, device_mesh=MESH_1D, placements=[R]).full_tensor())
 
 
 # --- training -------------------------------------------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ def batches(count: int = 3) -> list[Tensor]:
     return [torch.randint(0, 50, (8, 16), generator=torch.Generator().manual_seed(k)).to(DEVICE) for k in range(count)]
 
 
-def cut(mesh: Any = LINE) -> Callable[[Tensor], Any]:
+def distribute_batch(mesh: Any = MESH_1D) -> Callable[[Tensor], Any]:
     return lambda ids: put(ids, *[S0] * mesh.ndim, mesh=mesh)
 
 
@@ -201,24 +201,30 @@ def trained(
     return losses
 
 
-def like(losses: list[float], plain: list[float], tolerance: float = 2e-3) -> None:
+def assert_losses_close(losses: list[float], plain: list[float], tolerance: float = 2e-3) -> None:
     assert losses == pytest.approx(plain, rel=tolerance)
 
 
 @pytest.mark.parametrize("how", [{}, {"foreach": True}, {"fused": True}], ids=str)
-def test_a_cut_batch(how: dict[str, Any]) -> None:
+def test_model_on_sharded_batch_trains_like_plain_model(how: dict[str, Any]) -> None:
     made: Optimizer = lambda parameters: adamw(parameters, **how)  # noqa: E731
-    like(trained(dt.distribute_module(net(), LINE), cut(), made), trained(net(), lambda x: x, made))
+    assert_losses_close(
+        trained(dt.distribute_module(net(), MESH_1D), distribute_batch(), made), trained(net(), lambda x: x, made)
+    )
 
 
 @pytest.mark.parametrize("amp", [torch.float16, torch.bfloat16], ids=str)
-def test_autocast(amp: torch.dtype) -> None:
-    like(trained(dt.distribute_module(net(), LINE), cut(), adamw, amp, True), trained(net(), lambda x: x, adamw, amp, True), 3e-2)
+def test_autocast_and_grad_scaler_train_like_plain_model(amp: torch.dtype) -> None:
+    assert_losses_close(
+        trained(dt.distribute_module(net(), MESH_1D), distribute_batch(), adamw, amp, True),
+        trained(net(), lambda x: x, adamw, amp, True),
+        3e-2,
+    )
 
 
-@pytest.mark.parametrize("mesh", [LINE, GRID], ids=str)
+@pytest.mark.parametrize("mesh", [MESH_1D, MESH_2D], ids=str)
 @pytest.mark.parametrize("kind", ["plain", "mixed", pytest.param("offloaded", marks=on_cuda)])
-def test_fully_sharded(kind: str, mesh: Any) -> None:
+def test_fully_sharded_model_trains_like_plain_model(kind: str, mesh: Any) -> None:
     options: dict[str, Any] = {
         "plain": {},
         "mixed": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
@@ -227,24 +233,24 @@ def test_fully_sharded(kind: str, mesh: Any) -> None:
     model = net()
     for module in (*model.layers, model):
         fully_shard(module, mesh=mesh, **options)
-    like(trained(model, cut(mesh)), trained(net(), lambda x: x), 5e-2 if kind == "mixed" else 2e-3)
+    assert_losses_close(trained(model, distribute_batch(mesh)), trained(net(), lambda x: x), 5e-2 if kind == "mixed" else 2e-3)
 
 
-def test_replicated() -> None:
-    like(trained(replicate(net(), mesh=LINE), cut()), trained(net(), lambda x: x))
+def test_replicated_model_trains_like_plain_model() -> None:
+    assert_losses_close(trained(replicate(net(), mesh=MESH_1D), distribute_batch()), trained(net(), lambda x: x))
 
 
-def test_tensor_parallel() -> None:
+def test_tensor_parallel_model_trains_like_plain_model() -> None:
     model = net()
     for layer in model.layers:
-        parallelize_module(layer, LINE, {"linear1": ColwiseParallel(), "linear2": RowwiseParallel()})
+        parallelize_module(layer, MESH_1D, {"linear1": ColwiseParallel(), "linear2": RowwiseParallel()})
     made: Optimizer = lambda parameters: adamw(parameters, foreach=False)  # noqa: E731
     with dt.implicit_replication():
-        like(trained(model, lambda ids: ids, made), trained(net(), lambda x: x, made))
+        assert_losses_close(trained(model, lambda ids: ids, made), trained(net(), lambda x: x, made))
 
 
-def test_a_captured_step() -> None:
-    model = dt.distribute_module(net(), LINE)
+def test_captured_step_trains_like_plain_model() -> None:
+    model = dt.distribute_module(net(), MESH_1D)
     optimizer = adamw(model.parameters())
 
     @capture
@@ -256,29 +262,29 @@ def test_a_captured_step() -> None:
         optimizer.zero_grad()
         return loss
 
-    losses = [step(cut()(ids)).item() for ids in batches()]
-    like(losses, trained(net(), lambda x: x))
+    losses = [step(distribute_batch()(ids)).item() for ids in batches()]
+    assert_losses_close(losses, trained(net(), lambda x: x))
     assert step.cache_info().recorded
 
 
-def test_activations_computed_again() -> None:
+def test_activation_checkpointing_with_dropout_equals_plain_torch() -> None:
     torch.default_generator.manual_seed(0)
     linear, x = nn.Linear(16, 16).to(DEVICE), torch.randn(8, 16, device=DEVICE, requires_grad=True)
 
     def program(linear: nn.Module, x: Any) -> Any:
         return checkpoint(lambda y: F.dropout(linear(y).relu(), 0.5), x, use_reentrant=False).square().sum()
 
-    own, y = dt.distribute_module(copy.deepcopy(linear), LINE), put(x.detach(), S0).requires_grad_()
+    own, y = dt.distribute_module(copy.deepcopy(linear), MESH_1D), put(x.detach(), S0).requires_grad_()
     torch.manual_seed(1)
     program(linear, x).backward()
     torch.manual_seed(1)
     program(own, y).backward()
     assert x.grad is not None
-    close(y.grad, x.grad)
+    assert_close(y.grad, x.grad)
 
 
 @pytest.mark.parametrize("in_background", [False, True])
-def test_a_checkpoint(in_background: bool) -> None:
+def test_checkpoint_saves_and_loads_in_another_layout(in_background: bool) -> None:
     state = {"w": put(torch.randn(10, 6, device=DEVICE), S0), "b": torch.randn(3, device=DEVICE)}
     other = {"w": put(torch.zeros(10, 6, device=DEVICE), S1), "b": torch.zeros(3, device=DEVICE)}
     with tempfile.TemporaryDirectory() as folder:
@@ -286,47 +292,47 @@ def test_a_checkpoint(in_background: bool) -> None:
         if pending is not None:
             pending.wait()
         load(other, Path(folder) / "step")
-    close(other["w"], state["w"].full_tensor())
-    close(other["b"], state["b"])
+    assert_close(other["w"], state["w"].full_tensor())
+    assert_close(other["b"], state["b"])
 
 
-def test_images() -> None:
+def test_convolutional_model_gradients_equal_plain_torch() -> None:
     torch.default_generator.manual_seed(0)
     parts = [nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.GroupNorm(2, 8), nn.MaxPool2d(2), nn.Flatten()]
     model, x = nn.Sequential(*parts, nn.Linear(128, 4)).to(DEVICE).double(), torch.randn(8, 3, 8, 8, device=DEVICE).double()
-    own = dt.distribute_module(copy.deepcopy(model), LINE)
+    own = dt.distribute_module(copy.deepcopy(model), MESH_1D)
     model(x).square().sum().backward()
     own(put(x, S0)).square().sum().backward()
     for p, q in zip(own.parameters(), model.parameters(), strict=True):
         assert q.grad is not None
-        close(p.grad, q.grad)
+        assert_close(p.grad, q.grad)
 
 
 @pytest.mark.parametrize("name", ["nearest-exact", "bilinear", "bicubic", "area"])
-def test_images_of_another_size_where_one_rank_has_none(name: str) -> None:
+def test_interpolate_with_an_empty_shard_equals_plain_torch(name: str) -> None:
     x = torch.randn(5, 3, 6, 6, device=DEVICE, dtype=torch.float64)
     own, plain = put(x, S0).requires_grad_(), x.clone().requires_grad_()
     options = {} if name in ("nearest-exact", "area") else {"antialias": True}
     for given in (own, plain):
         F.interpolate(given, size=(4, 9), mode=name, **options).square().sum().backward()
     assert plain.grad is not None
-    close(own.grad, plain.grad)
+    assert_close(own.grad, plain.grad)
 
 
 def gradients_agree(function: Callable[..., Tensor], places: list[Any], *tensors: Tensor) -> None:
-    """Of results and gradients, the operands placed so."""
+    """Compare results and gradients with plain torch, with the operands distributed by ``places``."""
     own = [put(x, place).requires_grad_(x.is_floating_point()) for x, place in zip(tensors, places, strict=True)]
     plain = [x.clone().requires_grad_(x.is_floating_point()) for x in tensors]
-    close(function(*own), function(*plain), 1e-5)
+    assert_close(function(*own), function(*plain), 1e-5)
     for given in (own, plain):
         function(*given).square().sum().backward()
     for x, y in zip(own, plain, strict=True):
         if y.grad is not None:
-            close(x.grad, y.grad, 1e-4)
+            assert_close(x.grad, y.grad, 1e-4)
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 5])
-def test_kernels_that_do_not_start_for_no_samples(batch: int) -> None:
+def test_norms_and_margin_losses_with_empty_shards_equal_plain_torch(batch: int) -> None:
     x, statistics = (
         torch.randn(batch, 6, 4, 4, device=DEVICE),
         (torch.randn(6, device=DEVICE), torch.rand(6, device=DEVICE) + 0.5),
@@ -342,59 +348,59 @@ def test_kernels_that_do_not_start_for_no_samples(batch: int) -> None:
 
 
 @pytest.mark.parametrize("place", [S0, S1, R], ids=str)
-def test_elements_named_from_the_cpu(place: Any) -> None:
+def test_indexing_by_cpu_tensors_equals_plain_torch(place: Any) -> None:
     x, i, mask = torch.randn(9, 7, 5, device=DEVICE), torch.tensor([8, 0, -3, 5]), torch.rand(9, 7) > 0.5
     with dt.implicit_replication():
         for index in (i, (i, i % 7), mask, mask[:, 0], (slice(None), i % 7)):
-            close(put(x, place)[index], x[index])
+            assert_close(put(x, place)[index], x[index])
             own, plain = put(x, place), x.clone()
             own[index], plain[index] = 2.0, 2.0
-            close(own, plain)
+            assert_close(own, plain)
 
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
-def test_recurrent_cells(cell: Any, bias: bool) -> None:
+def test_recurrent_cells_on_sharded_batch_equal_plain_torch(cell: Any, bias: bool) -> None:
     plain, x = cell(5, 7, bias=bias).to(DEVICE), torch.randn(6, 5, device=DEVICE)
-    own = dt.distribute_module(copy.deepcopy(plain), LINE)
+    own = dt.distribute_module(copy.deepcopy(plain), MESH_1D)
     made, expected = own(put(x, S0)), plain(x)
     made, expected = (made[0], expected[0]) if cell is nn.LSTMCell else (made, expected)
     assert made.placements == (S0,)
-    close(made, expected, 1e-5)
+    assert_close(made, expected, 1e-5)
     for out in (made, expected):
         out.square().sum().backward()
     for p, q in zip(own.parameters(), plain.parameters(), strict=True):
         assert q.grad is not None
-        close(p.grad, q.grad, 1e-4)
+        assert_close(p.grad, q.grad, 1e-4)
 
 
 @pytest.mark.parametrize("places", [[S0, S0], [S0, R], [S1, R], [R, S0]], ids=str)
-def test_grids_of_samples(places: list[Any]) -> None:
+def test_grid_sample_equals_plain_torch(places: list[Any]) -> None:
     x, grid = torch.randn(4, 6, 8, 8, device=DEVICE), torch.rand(4, 5, 5, 2, device=DEVICE) * 2 - 1
     gradients_agree(lambda x, grid: F.grid_sample(x, grid, align_corners=True), places, x, grid)
 
 
 @pytest.mark.parametrize("place", [S1, S2, R], ids=str)
-def test_ctc(place: Any) -> None:
+def test_ctc_loss_equals_plain_torch(place: Any) -> None:
     x, targets = torch.randn(12, 4, 6, device=DEVICE).log_softmax(2), torch.randint(1, 6, (4, 5), device=DEVICE)
     lengths = torch.full((4,), 12), torch.full((4,), 5)
     with dt.implicit_replication():
         gradients_agree(lambda x: F.ctc_loss(x, targets, *lengths), [place], x)
 
 
-# --- of CUDA alone ------------------------------------------------------------------------------------------------------------
+# --- CUDA only ----------------------------------------------------------------------------------------------------------
 @on_cuda
-def test_another_stream() -> None:
+def test_redistribution_on_a_side_stream() -> None:
     x, stream = put(torch.randn(512, 512, device=DEVICE), S0), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         y = (x @ x).redistribute(placements=[R])
     torch.cuda.current_stream().wait_stream(stream)
-    close(y, x.full_tensor() @ x.full_tensor(), 1e-3)
+    assert_close(y, x.full_tensor() @ x.full_tensor(), 1e-3)
 
 
 @on_cuda
-def test_a_cuda_graph() -> None:
+def test_dtensor_operators_in_a_cuda_graph() -> None:
     x, w = put(torch.randn(64, 64, device=DEVICE), S0), put(torch.randn(64, 64, device=DEVICE), R)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -406,4 +412,4 @@ def test_a_cuda_graph() -> None:
     with torch.cuda.graph(graph):
         out = (x @ w).relu().sum()
     graph.replay()
-    close(out, (x.full_tensor() @ w.full_tensor()).relu().sum(), 1e-3)
+    assert_close(out, (x.full_tensor() @ w.full_tensor()).relu().sum(), 1e-3)

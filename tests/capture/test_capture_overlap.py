@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from dtensor.capture.collectives import overlap_collectives
+from dtensor.capture.passes import overlap_collectives
 from dtensor.capture.tape import LocalMetadata, Step, Var
 from dtensor.comm import Pending
 

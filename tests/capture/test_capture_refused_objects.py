@@ -6,15 +6,24 @@ import array
 import codecs
 import collections
 import csv
+import ctypes
+import decimal
 import functools
 import gc
+import hashlib
 import inspect
 import io
+import itertools
+import logging
 import os
+import pathlib
 import sys
+import threading
 import tracemalloc
 import weakref
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy
 import pytest
@@ -36,6 +45,8 @@ def refused() -> dict[str, Callable[[], float]]:
     BITS, BUFFER = numpy.random.PCG64(1), io.BytesIO(b"123456789")
     LOCAL = collections.deque([1.0])
     CACHED = functools.cache(lambda: 1.0)
+    NUMBER, LOCK, CONTEXT, DIGEST = ctypes.c_double(1.0), threading.Lock(), decimal.Context(prec=28), hashlib.sha256(b"a")
+    POINTER, PACKED, COUNT, LINES = ctypes.pointer(NUMBER), zlib.compressobj(), itertools.count(1), io.StringIO("a\nbb\n\n")
     return {
         "how often a tensor was written to": lambda: W._version,
         "where a tensor lies": lambda: W.data_ptr() % 7,
@@ -59,6 +70,14 @@ def refused() -> dict[str, Callable[[], float]]:
         "handlers of codecs": lambda: float(codecs.lookup_error("strict") is not None),
         "how often a cache that it asks was asked": lambda: CACHED() * CACHED.cache_info().hits,
         "the process": lambda: float(os.getpid() % 7),
+        "the target of a pointer": lambda: POINTER.contents.value,
+        "whether a lock is held": lambda: float(LOCK.locked()),
+        "whether a lock can be had": lambda: float(LOCK.acquire(False)),
+        "the precision of a decimal context": lambda: float(CONTEXT.prec),
+        "the output of a compressor": lambda: float(len(PACKED.copy().flush())),
+        "a digest that grows": lambda: float(DIGEST.digest()[0]),
+        "a counter": lambda: float(next(COUNT)),
+        "lines of a file": lambda: float(len(next(LINES))),
     }
 
 
@@ -75,3 +94,61 @@ def test_what_one_call_gives_alone_is_refused(name: str) -> None:
     captured = dt.capture(lambda x: x * read())
     with torch.no_grad(), pytest.raises(CaptureError):
         _ = [captured(X) for _ in range(4)]
+
+
+class Trainer:
+    """Keeps opaque objects beside what its step reads."""
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        self.scale, self.lock, self.log = 2.0, threading.Lock(), logging.getLogger("given_trainer")
+        self.batches: Any = (k for k in range(100))
+        self.loaders: dict[str, Iterator[Any]] = {"train": iter([1] * 100), "test": itertools.cycle([1])}
+        self.packed, self.digest, self.context = zlib.compressobj(), hashlib.sha256(), decimal.Context()
+        self.read_file, self.written_file = open(__file__), (folder / "log").open("w")  # noqa: SIM115
+
+    def step(self, x: Any) -> Any:
+        with self.lock:
+            self.log.info("a step")
+            return x * self.scale
+
+    def advance(self) -> None:
+        next(self.batches)
+        for loader in self.loaders.values():
+            next(loader)
+        self.packed.compress(b"given")
+        self.digest.update(b"given")
+        self.context.prec += 1
+        self.read_file.readline()
+        self.written_file.write("given")
+
+    def close(self) -> None:
+        self.read_file.close()
+        self.written_file.close()
+
+
+def test_opaque_objects_that_no_code_reads_do_not_matter(tmp_path: pathlib.Path) -> None:
+    trainer = Trainer(tmp_path)
+    step = dt.capture(trainer.step)
+    for number in range(6):
+        trainer.advance()
+        trainer.scale = 2.0 if number < 4 else 3.0
+        assert torch.equal(step(X).full_tensor(), trainer.step(X).full_tensor())
+    trainer.close()
+    assert step.cache_info()[2:4] == (3, 3)  # one recording at first, and two for the float that changes
+
+
+def test_an_opaque_object_is_refused_once_code_reads_it(tmp_path: pathlib.Path) -> None:
+    trainer = Trainer(tmp_path)
+    by_name, held = "load" + "ers", trainer.loaders
+    readers: list[Callable[[Any], Any]] = [
+        lambda x: trainer.step(x) * next(trainer.batches),
+        lambda x: trainer.step(x) * next(trainer.loaders["train"]),
+        lambda x: trainer.step(x) * next(held["test"]),
+        lambda x: trainer.step(x) * next(getattr(trainer, by_name)["train"]),
+        lambda x: trainer.step(x) * len(next(trainer.read_file)),
+    ]
+    for reader in readers:
+        step = dt.capture(reader)
+        with pytest.raises(CaptureError, match=r"iterator|file|generator"):
+            _ = [step(X) for _ in range(3)]
+    trainer.close()

@@ -22,7 +22,6 @@ import random
 import sys
 import threading
 import types
-import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -170,41 +169,29 @@ def _other_child(kind: Any, value: float) -> Any:
     return made
 
 
-def hold(lock: Any, held: bool) -> None:
-    if held:
-        lock.acquire(False)
-    elif lock.locked():
-        lock.release()
-
-
 def objects() -> Iterator[Way]:
     number, numbers, raw = ctypes.c_double(1.0), (ctypes.c_double * 2)(1, 2), mmap.mmap(-1, 8)
-    pointer, values, refused = ctypes.pointer(number), numpy.ones((3, 3)), ValueError("given")
-    lock, event, waiting, late = threading.Lock(), threading.Event(), queue.Queue[float](), [1.0]
+    values, refused = numpy.ones((3, 3)), ValueError("given")
+    event, waiting, late = threading.Event(), queue.Queue[float](), [1.0]
 
     @dataclasses.dataclass
     class Record:
         k: float = 1.0
 
     computed, vector = numpy.frompyfunc(lambda a: a * late[0], 1, 1), numpy.vectorize(lambda a: a * late[0])
-    void, context = numpy.zeros(2, dtype=[("a", float)]), decimal.Context(prec=28)
-    cell, packed, order = slice(0, late), zlib.compressobj(), [{8, 0}]
+    void, cell, order = numpy.zeros(2, dtype=[("a", float)]), slice(0, late), [{8, 0}]
     yield lambda x: x * number.value, setting(number, "value")
-    yield lambda x: x * pointer.contents.value, setting(number, "value")
     yield lambda x: x * numbers[0], lambda n: numbers.__setitem__(0, n)
     yield lambda x: x * (1 + raw[0]), lambda n: raw.__setitem__(0, int(n))
     yield lambda x: x * (2 if values.flags.writeable else 1), lambda n: values.setflags(write=n < 2)
     yield lambda x: x * getattr(refused, "k", 1.0), setting(refused, "k")
-    yield lambda x: x * (2 if lock.locked() else 1), lambda n: hold(lock, n > 1)
     yield lambda x: x * (2 if event.is_set() else 1), lambda n: event.set() if n > 1 else event.clear()
     yield lambda x: x * waiting.qsize(), waiting.put
     yield lambda x: x * dataclasses.fields(Record)[0].default, setting(dataclasses.fields(Record)[0], "default")
     yield lambda x: x * float(computed(1.0)) * float(vector(1.0)), lambda n: late.__setitem__(0, n)
     yield lambda x: x * float(1 + void[0]["a"]), lambda n: void["a"].fill(n)
-    yield lambda x: x * context.prec, lambda n: setattr(context, "prec", int(n))
     yield lambda x: x * cell.stop[0], lambda n: late.__setitem__(0, n)
     yield lambda x: x * (1 + next(iter(order[0]))), lambda n: order.__setitem__(0, {0, 8} if n > 1 else {8, 0})
-    yield lambda x: x * len(packed.copy().flush()), lambda n: packed.compress(b"given" * int(n))
 
 
 def libraries() -> Iterator[Way]:

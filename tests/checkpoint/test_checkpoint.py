@@ -1,4 +1,4 @@
-"""Checkpoints: any layout to any other, here and on processes, and nothing lost or changed when something is wrong."""
+"""Checkpoints: any layout loads into any other, in one process and on processes, and errors change nothing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ test_case_in_one_process, test_all_cases_on_four_processes = here_and_on_four(ch
 
 @settings(max_examples=40)
 @given(st.data())
-def test_any_layout_loads_into_any_other_on_any_mesh(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+def test_checkpoint_of_random_layout_loads_into_another_random_layout(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
     x, value = data.draw(strategies.dtensors())
     asked: Layout = data.draw(strategies.layouts(shape=tuple(value.shape)))
     into = dt.zeros(*value.shape, dtype=value.dtype, device_mesh=asked.mesh, placements=asked.placements)
@@ -39,13 +41,13 @@ def test_any_layout_loads_into_any_other_on_any_mesh(tmp_path_factory: pytest.Te
         torch.testing.assert_close(piece, value, rtol=0, atol=0 if not (asked.is_partial or x.layout.is_partial) else 1e-12)
 
 
-def _saved_on(mesh_shape: tuple[int, ...], placements: list[dt.Placement], folder: str) -> None:
+def _save_on(mesh_shape: tuple[int, ...], placements: list[dt.Placement], folder: str) -> None:
     mesh = dt.init_device_mesh("cpu", mesh_shape)
     save({"x": dt.distribute_tensor(checkpoint_cases.value(13, 6), mesh, placements), "n": mesh_shape}, folder)
 
 
-def _each_slice_saves(path: str) -> None:
-    """Each slice of a mesh saves a tensor of its own mesh, of blocks and of copies, and loads it; half a slice cannot."""
+def _save_and_load_submeshes(path: str) -> None:
+    """Save and load tensors of each submesh with its process group; a group without all shards raises."""
     mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     for name in ("dp", "tp"):
         other = mesh.get_local_rank("tp" if name == "dp" else "dp")
@@ -67,13 +69,13 @@ def _each_slice_saves(path: str) -> None:
 
 
 @pytest.mark.gloo
-def test_each_slice_of_a_mesh_saves_and_loads_with_its_own_group(tmp_path: Path) -> None:
-    run_gloo(_each_slice_saves, 4, str(tmp_path))
+def test_submeshes_save_and_load_with_their_process_groups(tmp_path: Path) -> None:
+    run_gloo(_save_and_load_submeshes, 4, str(tmp_path))
 
 
 @pytest.mark.gloo
-def test_two_processes_save_and_eight_ranks_here_load(tmp_path: Path) -> None:
-    run_gloo(_saved_on, 2, (2,), [dt.Shard(0)], str(tmp_path))
+def test_checkpoint_of_two_processes_loads_on_eight_in_process_ranks(tmp_path: Path) -> None:
+    run_gloo(_save_on, 2, (2,), [dt.Shard(0)], str(tmp_path))
     for shape, placements in (((8,), [dt.Shard(0)]), ((2, 4), [dt.Shard(1), dt.Shard(0)]), ((8,), [dt.Shard(1)])):
         x = dt.zeros(13, 6, device_mesh=dt.init_device_mesh("cpu", shape), placements=placements)
         state = {"x": x, "n": None}
@@ -83,7 +85,8 @@ def test_two_processes_save_and_eight_ranks_here_load(tmp_path: Path) -> None:
 
 
 View = Callable[[torch.Tensor], torch.Tensor]
-VIEWS: list[tuple[tuple[int, ...], dt.Placement, View, bool]] = [  # of (4, 6), and whether its blocks are known from a stack's
+# views of shape (4, 6), and whether torch's loader supports them
+VIEWS: list[tuple[tuple[int, ...], dt.Placement, View, bool]] = [
     ((2, 2, 6), dt.Shard(1), lambda x: x.view(4, 6), True),
     ((4, 2, 3), dt.Shard(2), lambda x: x.view(4, 6), True),
     ((4, 2, 6), dt.Shard(2), lambda x: x.view(4, 12)[:, ::2], False),
@@ -93,9 +96,7 @@ VIEWS: list[tuple[tuple[int, ...], dt.Placement, View, bool]] = [  # of (4, 6), 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize(("shape", "cut", "seen", "known"), VIEWS)
-def test_views_that_blocks_do_not_show_are_filled(
-    tmp_path: Path, shape: tuple[int, ...], cut: dt.Placement, seen: View, known: bool
-) -> None:
+def test_lazy_views_load_and_save(tmp_path: Path, shape: tuple[int, ...], cut: dt.Placement, seen: View, known: bool) -> None:
     value = checkpoint_cases.value(4, 6)
     plain = torch.zeros(shape, dtype=value.dtype)
     seen(plain).copy_(value)
@@ -117,7 +118,7 @@ def test_views_that_blocks_do_not_show_are_filled(
         dcp.load({"x": seen(base)}, checkpoint_id=tmp_path / "torchs", no_dist=True)
 
 
-# --- files that each rank wrote for itself ------------------------------------------------------------------------------
+# --- files that each rank writes for itself -----------------------------------------------------------------------------
 def _each_rank_writes(folder: str) -> None:
     mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
@@ -132,7 +133,7 @@ def _each_rank_writes(folder: str) -> None:
 
 
 @pytest.mark.gloo
-def test_files_of_all_ranks_are_put_together(tmp_path: Path) -> None:
+def test_merge_rank_files_joins_the_files_of_all_ranks(tmp_path: Path) -> None:
     run_gloo(_each_rank_writes, 4, str(tmp_path))
     torch.manual_seed(0)
     expected = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 5), nn.BatchNorm1d(5)).state_dict()

@@ -1,4 +1,4 @@
-"""The digest: of any tensor the sum of its blocks', and changed by whatever changes the tensor."""
+"""Checkpoint digest: the digest of a tensor is the sum of its blocks' digests, and changes with the tensor."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DTYPES = [torch.float32, torch.float64, torch.int8, torch.bfloat16, torch.comple
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_blocks_add_up(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_digest_of_tensor_is_the_sum_of_its_blocks(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x = torch.randn(shape, dtype=torch.float64).to(dtype)
     zero = (0,) * len(shape)
     for dim, size in enumerate(shape):
@@ -27,7 +27,7 @@ def test_blocks_add_up(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 
 
 @given(st.integers(0, 34), st.integers(0, 34), st.integers(0, 63), st.integers(0, 63))
-def test_flipped_bits_are_seen(a: int, b: int, first: int, second: int) -> None:
+def test_digest_changes_with_flipped_bits(a: int, b: int, first: int, second: int) -> None:
     x = torch.arange(35).reshape(5, 7)
     y = x.clone()
     y.view(-1)[a] ^= torch.tensor(1).bitwise_left_shift(first)
@@ -35,7 +35,7 @@ def test_flipped_bits_are_seen(a: int, b: int, first: int, second: int) -> None:
     assert (block_digest(x, (0, 0)) == block_digest(y, (0, 0))) == torch.equal(x, y)
 
 
-def test_moved_values_are_seen() -> None:
+def test_digest_changes_with_moved_values() -> None:
     x = torch.randn(6, 6)
     assert len({block_digest(y, (0, 0)) for y in (x, x.t(), x.flip(0), x.flip(1), x.roll(1, 0), torch.zeros(6, 6))}) == 6
     assert block_digest(x, (0, 0)) != block_digest(x, (1, 0))

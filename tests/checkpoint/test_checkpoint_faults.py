@@ -1,4 +1,4 @@
-"""A checkpoint is there whatever happens: to ranks, disks and folders (see ``checkpoint_faults``, which also runs by itself)."""
+"""Faults while checkpoints are saved and loaded: killed ranks, full disks and read-only folders (see ``checkpoint_faults``)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dtensor.checkpoint import save
 
 @pytest.mark.gloo
 @pytest.mark.parametrize(("what", "seed"), [("save", 0), ("load", 0)])
-def test_a_rank_is_killed(what: str, seed: int, tmp_path: Path) -> None:
+def test_checkpoint_survives_a_killed_rank(what: str, seed: int, tmp_path: Path) -> None:
     save(checkpoint_faults.state_of(1), tmp_path)
     checkpoint_faults.kill_while(what, seed, tmp_path)
 
@@ -21,14 +21,14 @@ def test_a_rank_is_killed(what: str, seed: int, tmp_path: Path) -> None:
 @pytest.mark.gloo
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["save", "load"])
-def test_ranks_are_killed_at_random_points(what: str, tmp_path: Path) -> None:
+def test_checkpoint_survives_ranks_killed_at_random_points(what: str, tmp_path: Path) -> None:
     save(checkpoint_faults.state_of(1), tmp_path)
     for seed in range(1, 21):
         checkpoint_faults.kill_while(what, seed, tmp_path)
 
 
 @pytest.mark.gloo
-def test_a_full_disk_is_told_by_all_ranks(tmp_path: Path) -> None:
+def test_full_disk_raises_on_all_ranks(tmp_path: Path) -> None:
     told = run_gloo(checkpoint_faults.full_disk, 4, str(tmp_path / "c"))
     assert told == [told[0]] * 4
     assert [("rank 2" in words, "rank 0" in words) for words in told[0][:2]] == [(True, False), (False, True)]
@@ -36,7 +36,7 @@ def test_a_full_disk_is_told_by_all_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.gloo
-def test_folders_that_cannot_be_written(tmp_path: Path) -> None:
+def test_read_only_folder_raises_on_all_ranks(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     for parent in list(tmp_path.parents)[:2]:
         parent.chmod(0o755)
@@ -46,7 +46,7 @@ def test_folders_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.gloo
-def test_saves_at_one_time_never_mix(tmp_path: Path) -> None:
+def test_concurrent_saves_to_one_folder_do_not_mix(tmp_path: Path) -> None:
     outcomes = run_gloo(checkpoint_faults.rivals, 4, str(tmp_path / "c"), 2.0)
     assert outcomes[0] == outcomes[1]
     assert outcomes[2] == outcomes[3]

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: which are kept, which one is resumed from, whoever is killed when."""
+"""Checkpoint manager: which checkpoints of a run are kept, and which one a run resumes from after a rank is killed."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ test_case_in_one_process, test_all_cases_on_four_processes = here_and_on_four(ch
 @pytest.mark.gloo
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
-def test_a_rank_is_killed_at_a_random_point(seed: int, tmp_path: Path) -> None:
+def test_run_resumes_after_a_rank_is_killed_at_a_random_point(seed: int, tmp_path: Path) -> None:
     checkpoint_faults.kill_in_a_series(seed, tmp_path / "c")

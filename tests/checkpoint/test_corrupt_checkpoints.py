@@ -1,4 +1,4 @@
-"""Checkpoints that cannot be trusted: whatever stands in the folder, a load is right, or an error that changed nothing."""
+"""Corrupt checkpoints: loading is correct, or raises an error and changes nothing."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def tensors(fill: float = 0.0) -> dict[str, Any]:
     return {key: value for key, value in state(fill).items() if key != "step"}
 
 
-def holds(found: dict[str, Any], fill: float) -> bool:
+def has_values(found: dict[str, Any], fill: float) -> bool:
     asked = state(fill)
     return all(
         torch.equal(value.full_tensor(), asked[key].full_tensor()) if isinstance(value, dt.DTensor) else
@@ -49,16 +49,16 @@ def holds(found: dict[str, Any], fill: float) -> bool:
     )  # fmt: skip
 
 
-def refused(folder: Path, words: str, make: Callable[[], dict[str, Any]] = state) -> None:
+def assert_load_raises(folder: Path, words: str, make: Callable[[], dict[str, Any]] = state) -> None:
     target = make()
     with pytest.raises(CheckpointError, match=words):
         load(target, folder)
-    assert holds(target, 0.0)
+    assert has_values(target, 0.0)
 
 
-# --- our manifest -----------------------------------------------------------------------------------------------------------
+# --- manifest of dtensor ------------------------------------------------------------------------------------------------
 def rewrite(folder: Path, change: Callable[[Any], Any]) -> None:
-    """The manifest changed, with a checksum that fits."""
+    """Change the manifest and update its checksum."""
     path = folder / "manifest.json"
     outer = json.loads(path.read_text())
     body = json.loads(outer["body"])
@@ -67,7 +67,7 @@ def rewrite(folder: Path, change: Callable[[Any], Any]) -> None:
     path.write_text(json.dumps(outer))
 
 
-def in_place(folder: Path, *, outside: str) -> None:
+def name_outside_file(folder: Path, *, outside: str) -> None:
     def change(body: Any) -> None:
         (block, *_) = body["tensors"]["x"]["blocks"]
         body["files"][outside] = body["files"][block["file"]]
@@ -78,18 +78,20 @@ def in_place(folder: Path, *, outside: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["../secret", "{here}/secret", "a/../../secret", "./__link", ".", "..", "", "a\x00b", "x" * 300])
-def test_a_manifest_names_only_files_in_its_folder(tmp_path: Path, name: str) -> None:
+def test_manifest_that_names_files_outside_its_folder_raises(tmp_path: Path, name: str) -> None:
     folder = tmp_path / "c"
     save(state(1.0), folder)
     data = folder / read_tensors(folder)["x"].blocks[0].file
     (tmp_path / "secret").write_bytes(data.read_bytes())
-    in_place(folder, outside=name.format(here=tmp_path))
-    refused(folder, r"outside of its folder|File name too long")
+    name_outside_file(folder, outside=name.format(here=tmp_path))
+    assert_load_raises(folder, r"outside of its folder|File name too long")
 
 
 @pytest.mark.parametrize("kind", ["symlink", "dangling", "directory", "fifo", "socket", "device"])
 @pytest.mark.parametrize("which", ["manifest.json", "data", ".metadata", "model.safetensors", "model.safetensors.index.json"])
-def test_what_is_no_file_is_told_and_nobody_waits(tmp_path: Path, kind: str, which: str, monkeypatch: Any) -> None:
+def test_load_of_links_directories_fifos_sockets_and_devices_raises(
+    tmp_path: Path, kind: str, which: str, monkeypatch: Any
+) -> None:
     folder = tmp_path / "c"
     make: Callable[..., dict[str, Any]] = state
     if which.startswith("model"):
@@ -117,10 +119,10 @@ def test_what_is_no_file_is_told_and_nobody_waits(tmp_path: Path, kind: str, whi
         path.symlink_to("/dev/zero")
     if kind == "symlink" and which.startswith("model"):
         target = make()
-        load(target, folder)  # a hub's cache is made of links
-        assert holds(target, 1.0)
+        load(target, folder)  # caches of model hubs consist of links
+        assert has_values(target, 1.0)
         return
-    refused(folder, r"is missing|no regular file|no complete checkpoint|symbolic link", make)
+    assert_load_raises(folder, r"is missing|no regular file|no complete checkpoint|symbolic link", make)
 
 
 def body_changes() -> dict[str, Callable[[Any], Any]]:
@@ -167,17 +169,17 @@ def body_changes() -> dict[str, Callable[[Any], Any]]:
 
 
 @pytest.mark.parametrize("change", body_changes())
-def test_a_manifest_that_means_nothing_is_refused(tmp_path: Path, change: str) -> None:
+def test_invalid_manifest_raises(tmp_path: Path, change: str) -> None:
     save(state(1.0), tmp_path)
     rewrite(tmp_path, body_changes()[change])
-    refused(tmp_path, r"damaged|unknown|asked for|in the checkpoint")
+    assert_load_raises(tmp_path, r"damaged|unknown|asked for|in the checkpoint")
     for read in (read_tensors, read_tree):
         if change != "a tensor that no tree names":
             with pytest.raises(CheckpointError):
                 read(tmp_path)
 
 
-def test_blocks_tile_a_tensor_or_do_not() -> None:
+def test_is_tiling_of_grids_nested_blocks_holes_and_overlaps() -> None:
     grid = [((row * 2, column * 3), (2, 3)) for row in range(3) for column in range(2)]
     nested = [((0, 0), (3, 6)), ((3, 0), (3, 2)), ((3, 2), (1, 4)), ((4, 2), (2, 4))]
     for boxes in (grid, nested, [((0, 0), (6, 6))]):
@@ -186,14 +188,14 @@ def test_blocks_tile_a_tensor_or_do_not() -> None:
         assert not is_tiling((6, 6), boxes[1:])
         assert not is_tiling((6, 6), [*boxes, boxes[0]])
     assert not is_tiling((6, 6), [*grid[1:], grid[1]])
-    assert not is_tiling((6, 6), [((0, 0), (6, 3)), ((0, 2), (6, 3))])  # as many elements, and a hole
+    assert not is_tiling((6, 6), [((0, 0), (6, 3)), ((0, 2), (6, 3))])  # the right number of elements, but with a hole
     assert not is_tiling((4, 2), [((0, 0), (3, 1)), ((0, 1), (3, 1)), ((2, 0), (1, 2))])
     assert is_tiling((), [((), ())])
     assert is_tiling((0, 3), [])
     assert not is_tiling((), [])
 
 
-def test_text_that_is_no_manifest(tmp_path: Path) -> None:
+def test_manifest_with_invalid_text_raises(tmp_path: Path) -> None:
     save(state(1.0), tmp_path)
     path = tmp_path / "manifest.json"
     good = path.read_text()
@@ -212,12 +214,12 @@ def test_text_that_is_no_manifest(tmp_path: Path) -> None:
         good.encode()[1:],
     ):
         path.write_bytes(text)
-        refused(tmp_path, "damaged")
+        assert_load_raises(tmp_path, "damaged")
         with pytest.raises(CheckpointError, match="damaged"):
             read_tree(tmp_path)
 
 
-def test_files_that_may_not_be_read(tmp_path: Path, monkeypatch: Any) -> None:
+def test_files_without_read_permission_raise(tmp_path: Path, monkeypatch: Any) -> None:
     save(state(1.0), tmp_path)
     real = os.open
 
@@ -227,13 +229,13 @@ def test_files_that_may_not_be_read(tmp_path: Path, monkeypatch: Any) -> None:
         return real(path, *args, **kwargs)
 
     monkeypatch.setattr(os, "open", denied)
-    refused(tmp_path, "Permission denied")
+    assert_load_raises(tmp_path, "Permission denied")
     with pytest.raises(CheckpointError, match="Permission denied"):
         read_tensors(tmp_path)
 
 
 # --- safetensors ------------------------------------------------------------------------------------------------------------
-def written(path: Path, header: Any, data: bytes, length: int | None = None) -> Path:
+def write_safetensors(path: Path, header: Any, data: bytes, length: int | None = None) -> Path:
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     path.write_bytes((len(text) if length is None else length).to_bytes(8, "little") + text + data)
     return path.parent
@@ -281,9 +283,9 @@ HEADERS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("what", HEADERS)
-def test_a_header_that_the_format_forbids_is_refused(tmp_path: Path, what: str) -> None:
+def test_invalid_safetensors_header_raises(tmp_path: Path, what: str) -> None:
     header, count = HEADERS[what]
-    folder = written(tmp_path / "model.safetensors", header, bytes(range(count)))
+    folder = write_safetensors(tmp_path / "model.safetensors", header, bytes(range(count)))
     asked = {"a": torch.zeros(2)}
     with pytest.raises(CheckpointError, match=r"damaged|truncated|no safetensors"):
         load(asked, folder, strict=False)
@@ -293,21 +295,23 @@ def test_a_header_that_the_format_forbids_is_refused(tmp_path: Path, what: str) 
 
 
 @pytest.mark.parametrize("length", [0, 1, 2**63, 2**64 - 1, 10**8, 10**4])
-def test_a_header_of_impossible_length(tmp_path: Path, length: int) -> None:
-    folder = written(tmp_path / "model.safetensors", {"a": F}, bytes(8), length)
+def test_safetensors_header_of_impossible_length_raises(tmp_path: Path, length: int) -> None:
+    folder = write_safetensors(tmp_path / "model.safetensors", {"a": F}, bytes(8), length)
     with pytest.raises(CheckpointError, match=r"damaged|truncated|no safetensors"):
         load({"a": torch.zeros(2)}, folder)
 
 
-def test_what_the_format_allows_is_read(tmp_path: Path) -> None:
+def test_valid_unusual_safetensors_header_loads(tmp_path: Path) -> None:
     header = {"b": entry("I16", [2], 8, 12), "__metadata__": {"format": "pt"}, "a": F, "e": entry("F32", [0, 3], 8, 8)}
-    folder = written(tmp_path / "model.safetensors", json.dumps(header).encode() + b"   ", struct.pack("<ffhh", 1, 2, 3, 4))
+    folder = write_safetensors(
+        tmp_path / "model.safetensors", json.dumps(header).encode() + b"   ", struct.pack("<ffhh", 1, 2, 3, 4)
+    )
     asked = {"a": torch.zeros(2), "b": torch.zeros(2, dtype=torch.int16), "e": torch.ones(0, 3)}
     load(asked, folder)
     assert [asked["a"].tolist(), asked["b"].tolist()] == [[1, 2], [3, 4]]
 
 
-NO_INDEX = [
+INVALID_INDEXES = [
     "[]",
     "{}",
     '{"weight_map": []}',
@@ -321,14 +325,14 @@ NO_INDEX = [
 ]
 
 
-@pytest.mark.parametrize("text", NO_INDEX)
-def test_an_index_that_means_nothing(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize("text", INVALID_INDEXES)
+def test_invalid_safetensors_index_raises(tmp_path: Path, text: str) -> None:
     save_safetensors(tensors(1.0), tmp_path, max_shard_size=50)
     (tmp_path / "model.safetensors.index.json").write_bytes(text.encode(errors="surrogateescape"))
-    refused(tmp_path, r"damaged|outside of its folder|missing", tensors)
+    assert_load_raises(tmp_path, r"damaged|outside of its folder|missing", tensors)
 
 
-def test_flipped_bits_in_a_model_that_we_wrote_are_seen(tmp_path: Path) -> None:
+def test_flipped_bits_in_saved_safetensors_raise(tmp_path: Path) -> None:
     save_safetensors(tensors(1.0), tmp_path)
     path = tmp_path / "model.safetensors"
     good = path.read_bytes()
@@ -341,22 +345,22 @@ def test_flipped_bits_in_a_model_that_we_wrote_are_seen(tmp_path: Path) -> None:
         try:
             load(target, tmp_path)
         except CheckpointError:
-            assert holds(target, 0.0)
+            assert has_values(target, 0.0)
         else:
             assert at < start, "flipped data"
-            assert holds(target, 1.0)
+            assert has_values(target, 1.0)
     path.write_bytes(good)
     load(target := tensors(), tmp_path)
-    assert holds(target, 1.0)
+    assert has_values(target, 1.0)
 
 
-# --- torch's metadata -------------------------------------------------------------------------------------------------------
+# --- metadata of torch --------------------------------------------------------------------------------------------------
 class _Calls:
     def __reduce__(self) -> Any:
         return os.system, ("true",)
 
 
-def test_a_pickle_that_is_no_metadata(tmp_path: Path) -> None:
+def test_invalid_or_malicious_metadata_pickle_raises(tmp_path: Path) -> None:
     save(state(1.0), tmp_path)
     (tmp_path / "manifest.json").unlink()
     good = (tmp_path / ".metadata").read_bytes()
@@ -366,12 +370,12 @@ def test_a_pickle_that_is_no_metadata(tmp_path: Path) -> None:
     nested = b"\x80\x04" + b"(" * 10 + b")" + b"\x85" * 200_000 + b"."
     for content in (b"", b"x", good[:-9], pickle.dumps(_Calls()), pickle.dumps(3), pickle.dumps({"a": 1}), nested):
         (tmp_path / ".metadata").write_bytes(content)
-        refused(tmp_path, r"damaged|does not belong in a checkpoint")
+        assert_load_raises(tmp_path, r"damaged|does not belong in a checkpoint")
         with pytest.raises(CheckpointError):
             read_tree(tmp_path)
 
 
-# --- anything ---------------------------------------------------------------------------------------------------------------
+# --- random mutations ---------------------------------------------------------------------------------------------------
 def _mutated(content: bytes, dice: random.Random) -> bytes:
     at = dice.randrange(len(content))
     match dice.randrange(6):
@@ -390,7 +394,7 @@ def _mutated(content: bytes, dice: random.Random) -> bytes:
 
 
 @pytest.mark.parametrize("kind", ["ours", "torch", "safetensors", "index"])
-def test_a_mutated_checkpoint_is_right_or_refused(tmp_path: Path, kind: str) -> None:
+def test_randomly_mutated_checkpoint_loads_correctly_or_raises(tmp_path: Path, kind: str) -> None:
     make: Callable[..., dict[str, Any]] = state if kind in ("ours", "torch") else tensors
     if make is state:
         save(state(1.0), tmp_path)
@@ -403,7 +407,7 @@ def test_a_mutated_checkpoint_is_right_or_refused(tmp_path: Path, kind: str) -> 
     for _ in range(ROUNDS):
         path = dice.choice(files)
         if kind == "torch" and path.name != ".metadata":
-            path = tmp_path / ".metadata"  # it has no checksums of the data
+            path = tmp_path / ".metadata"  # torch's format has no checksums of the data
         good = path.read_bytes()
         path.write_bytes(_mutated(good, dice))
         target = make()
@@ -412,19 +416,19 @@ def test_a_mutated_checkpoint_is_right_or_refused(tmp_path: Path, kind: str) -> 
                 warnings.simplefilter("ignore")
                 load(target, tmp_path)
         except CheckpointError:
-            assert holds(target, 0.0)
+            assert has_values(target, 0.0)
         else:
             right += 1
-            assert kind == "torch" or holds(target, 1.0)
+            assert kind == "torch" or has_values(target, 1.0)
         path.write_bytes(good)
     assert right < ROUNDS
     load(target := make(), tmp_path)
-    assert holds(target, 1.0)
+    assert has_values(target, 1.0)
 
 
-# --- blocks that are read where they lie ------------------------------------------------------------------------------------
+# --- memory-mapped blocks -----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("meta", [False, True], ids=["memory", "meta"])
-def test_what_was_loaded_is_no_part_of_the_file(tmp_path: Path, meta: bool) -> None:
+def test_loaded_tensors_do_not_change_with_the_file(tmp_path: Path, meta: bool) -> None:
     save(state(1.0), tmp_path)
     target = state()
     if meta:
@@ -432,10 +436,10 @@ def test_what_was_loaded_is_no_part_of_the_file(tmp_path: Path, meta: bool) -> N
     load(target, tmp_path)
     for file in tmp_path.glob("*.distcp"):
         file.write_bytes(bytes(file.stat().st_size))
-    assert holds(target, 1.0)
+    assert has_values(target, 1.0)
 
 
-def test_blocks_are_read_where_they_lie_if_they_are_aligned_there(tmp_path: Path) -> None:
+def test_aligned_blocks_are_memory_mapped(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(3) + X.numpy().tobytes() + bytes(1) + X.numpy().tobytes())
     with CheckpointFiles(tmp_path) as files:
         block = StoredBlock((0, 0), (7, 5), "file", 144)

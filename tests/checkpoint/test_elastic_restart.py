@@ -1,4 +1,5 @@
-"""A job whose workers and agents are killed in mid-step goes on, on as many ranks as there are, with one long run's losses."""
+"""Elastic restart: a job with killed workers and agents continues on the remaining ranks with the losses of an uninterrupted
+run."""
 
 from __future__ import annotations
 
@@ -18,13 +19,13 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "docs" / "examples" / "elastic.py"
-STEPS, EVERY = 2000, 4  # more than are made between the kills
-LIMIT_S = float(os.environ.get("ELASTIC_LIMIT_S", "300"))  # for anything that is waited for
+STEPS, EVERY = 2000, 4  # more steps than run between the kills
+LIMIT_S = float(os.environ.get("ELASTIC_LIMIT_S", "300"))  # limit of each wait
 
 
 @dataclass(frozen=True)
 class Line:
-    """A step that rank 0 of one start of the program has told of."""
+    """Step that rank 0 of one start of the program has logged."""
 
     pid: int
     ranks: int
@@ -32,8 +33,8 @@ class Line:
     loss: float
 
 
-def told(folder: Path) -> list[Line]:
-    """The steps told of so far, without a line that is being written."""
+def logged_steps(folder: Path) -> list[Line]:
+    """Return the logged steps, without a line that is being written."""
     path = folder / "losses.txt"
     text = path.read_text() if path.exists() else ""
     rows = [line.split() for line in text[: text.rfind("\n") + 1].splitlines()]
@@ -41,9 +42,9 @@ def told(folder: Path) -> list[Line]:
 
 
 def wait_for(folder: Path, pids: set[int], steps: int, agent: subprocess.Popen[bytes]) -> None:
-    """Until a start of the program that is none of ``pids`` has made ``steps`` steps."""
+    """Wait until a start of the program outside of ``pids`` has made ``steps`` steps."""
     end = time.monotonic() + LIMIT_S
-    while sum(line.pid not in pids for line in told(folder)) < steps:
+    while sum(line.pid not in pids for line in logged_steps(folder)) < steps:
         assert agent.poll() is None, (folder / "output.txt").read_text()
         if time.monotonic() > end:
             raise AssertionError(f"no step in {LIMIT_S} s; {stacks(folder, agent)}")
@@ -51,7 +52,7 @@ def wait_for(folder: Path, pids: set[int], steps: int, agent: subprocess.Popen[b
 
 
 def stacks(folder: Path, agent: subprocess.Popen[bytes]) -> str:
-    """Where the workers are, and what they have printed."""
+    """Abort the workers to print their stacks, and return the output."""
     for pid in children(agent.pid):
         os.kill(pid, signal.SIGABRT)
     time.sleep(2.0)
@@ -73,7 +74,7 @@ def launch(folder: Path, steps: int, *options: str, before: tuple[str, ...] = ()
 
 
 def children(pid: int) -> list[int]:
-    """The workers of an agent."""
+    """Return the process ids of an agent's workers."""
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
@@ -83,39 +84,39 @@ def kill(pid: int) -> None:
 
 
 def kill_all(agent: subprocess.Popen[bytes]) -> None:
-    """The agent, and then its workers, as the system does that has started it (a container, a job of Slurm)."""
+    """Kill the agent and then its workers, as a container or Slurm does."""
     workers = children(agent.pid) if agent.poll() is None else []
     for pid in (agent.pid, *workers):
         kill(pid)
     agent.wait()
 
 
-def agree(folder: Path, expected: dict[int, float]) -> None:
-    """Each step that was made, however often, had its loss; each start went on from the last checkpoint that was complete."""
-    lines, last = told(folder), 0
+def check_losses(folder: Path, expected: dict[int, float]) -> None:
+    """Check that each step has the expected loss, and that each start resumed from the last complete checkpoint."""
+    lines, last = logged_steps(folder), 0
     for line in lines:
         assert line.loss == pytest.approx(expected[line.step], rel=1e-9), line
     for pid in dict.fromkeys(line.pid for line in lines):
         steps = [line.step for line in lines if line.pid == pid]
         assert steps == list(range(steps[0], steps[0] + len(steps)))
-        complete = max(0, (last - 1) // EVERY - 1) * EVERY  # the one before may be under way
+        complete = max(0, (last - 1) // EVERY - 1) * EVERY  # the last save may be incomplete
         assert complete < steps[0] <= last + 1, (pid, steps[0], last)
         last = steps[-1]
 
 
 def uninterrupted(folder: Path, steps: int) -> dict[int, float]:
-    """The losses of the whole schedule, in one process."""
+    """Return the losses of an uninterrupted run in one process."""
     folder.mkdir()
     command = [sys.executable, str(SCRIPT), "--folder", str(folder), "--steps", str(steps), "--every", str(steps)]
     subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=LIMIT_S, capture_output=True)
-    return {line.step: line.loss for line in told(folder)}
+    return {line.step: line.loss for line in logged_steps(folder)}
 
 
 def run_with_kills(folder: Path, phases: list[tuple[int, int]], seed: int = 0) -> None:
-    """(ranks, kills) by turns: each kill is of a worker, the last one of a phase of the agent; then the run is let finish.
+    """Run phases of (ranks, kills): kill workers, and at the end of a phase the agent; then let the run finish.
 
     Args:
-        folder: where the job runs, new.
+        folder: new folder of the job.
     """
     folder.mkdir()
     dice, seen = random.Random(seed), set[int]()
@@ -125,13 +126,13 @@ def run_with_kills(folder: Path, phases: list[tuple[int, int]], seed: int = 0) -
         try:
             for number in range(kills):
                 wait_for(folder, seen, dice.randint(1, 3 * EVERY), agent)
-                time.sleep(dice.random() * 0.02)  # somewhere in a step
-                seen = {line.pid for line in told(folder)}
+                time.sleep(dice.random() * 0.02)  # at a random point in a step
+                seen = {line.pid for line in logged_steps(folder)}
                 if number < kills - 1:
                     kill(dice.choice(children(agent.pid)))
         finally:
             kill_all(agent)
-    steps = max(line.step for line in told(folder)) + EVERY
+    steps = max(line.step for line in logged_steps(folder)) + EVERY
     assert steps < STEPS
     last = launch(folder, steps, "--standalone", "--nproc-per-node", str(phases[-1][0]))
     try:
@@ -139,8 +140,8 @@ def run_with_kills(folder: Path, phases: list[tuple[int, int]], seed: int = 0) -
     finally:
         kill_all(last)
     expected = uninterrupted(folder.parent / "uninterrupted", steps)
-    agree(folder, expected)
-    lines = told(folder)
+    check_losses(folder, expected)
+    lines = logged_steps(folder)
     assert len({line.pid for line in lines}) == sum(kills for _, kills in phases) + 1
     assert list(dict.fromkeys(line.ranks for line in lines)) == list(dict.fromkeys(ranks for ranks, _ in phases))
     assert lines[-1].step == steps
@@ -148,20 +149,20 @@ def run_with_kills(folder: Path, phases: list[tuple[int, int]], seed: int = 0) -
 
 @pytest.mark.gloo
 @pytest.mark.slow
-def test_a_worker_and_agents_are_killed(tmp_path: Path) -> None:
+def test_job_continues_after_killed_worker_and_agents(tmp_path: Path) -> None:
     run_with_kills(tmp_path / "job", [(4, 2), (3, 1), (4, 1)])
 
 
 @pytest.mark.gloo
 @pytest.mark.slow
-def test_twenty_kills_on_four_three_and_four_ranks(tmp_path: Path) -> None:
+def test_job_continues_after_twenty_kills_on_four_three_and_four_ranks(tmp_path: Path) -> None:
     run_with_kills(tmp_path / "job", [(4, 7), (3, 7), (4, 6)], seed=1)
 
 
-# --- several machines ------------------------------------------------------------------------------------------------------
+# --- several hosts ------------------------------------------------------------------------------------------------------
 @contextlib.contextmanager
 def two_hosts() -> Iterator[list[tuple[str, dict[str, str], tuple[str, ...]]]]:
-    """Address, environment and prefix of commands on two hosts: network namespaces with a wire between them, else here."""
+    """Yield address, environment and command prefix of two hosts: linked network namespaces, or this host twice."""
     names = [f"dt{os.getpid()}{side}" for side in "ab"]
     ends = [f"e{os.getpid()}{side}" for side in "ab"]
     ip = shutil.which("ip")
@@ -187,21 +188,21 @@ def two_hosts() -> Iterator[list[tuple[str, dict[str, str], tuple[str, ...]]]]:
 
 @pytest.mark.gloo
 @pytest.mark.slow
-def test_two_nodes_lose_a_worker_then_a_node_and_get_it_back(tmp_path: Path) -> None:
-    """The second node ends; the first one goes on alone until it comes back. In the end both are killed and started again."""
+def test_job_on_two_nodes_continues_after_a_lost_worker_and_node(tmp_path: Path) -> None:
+    """Kill a worker, then the second node until it returns; in the end kill and restart both nodes."""
     folder = tmp_path / "job"
     folder.mkdir()
 
     def start(at: int, steps: int) -> subprocess.Popen[bytes]:
         address, environment, before = hosts[at]
-        environment = environment | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # else a node that comes is not told of the store
+        environment = environment | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # needed for nodes that join later
         patience = f"is_host={at == 0},last_call_timeout=1,keep_alive_interval=1"
         rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{hosts[0][0]}:29477", "--rdzv-id", str(steps))
         many = ("--nnodes", "1:2", "--nproc-per-node", "2", "--max-restarts", "9", *rendezvous, "--rdzv-conf", patience)
         return launch(folder, steps, *many, "--local-addr", address, before=before, **environment)
 
     def goes_on() -> None:
-        seen = {line.pid for line in told(folder)}
+        seen = {line.pid for line in logged_steps(folder)}
         wait_for(folder, seen, EVERY + 2, agents[0])
 
     with two_hosts() as hosts:
@@ -217,13 +218,13 @@ def test_two_nodes_lose_a_worker_then_a_node_and_get_it_back(tmp_path: Path) -> 
         finally:
             for agent in agents:
                 kill_all(agent)
-        steps = told(folder)[-1].step + EVERY
+        steps = logged_steps(folder)[-1].step + EVERY
         agents = [start(at, steps) for at in (0, 1)]
         try:
             assert [agent.wait(LIMIT_S) for agent in agents] == [0, 0], (folder / "output.txt").read_text()
         finally:
             for agent in agents:
                 kill_all(agent)
-    agree(folder, uninterrupted(tmp_path / "uninterrupted", steps))
-    starts = {line.pid: line.ranks for line in told(folder)}
+    check_losses(folder, uninterrupted(tmp_path / "uninterrupted", steps))
+    starts = {line.pid: line.ranks for line in logged_steps(folder)}
     assert list(starts.values()) == [4, 4, 2, 4, 4]

@@ -1,4 +1,4 @@
-"""Checkpoints whose tensors are put together otherwise while they are read: stacked, joined, cut and turned."""
+"""Lazy transforms of checkpoints: tensors that are stacked, concatenated, sliced and transposed while loading."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import dtensor as dt
 from dtensor.checkpoint import load, save, save_safetensors
 from dtensor.errors import CheckpointError
 
-Made = Callable[[Tensor, Tensor], Tensor]  # of (4, 6) and (4, 6)
-MADE: dict[str, Made] = {
+Transform = Callable[[Tensor, Tensor], Tensor]  # function of two tensors of shape (4, 6)
+TRANSFORMS: dict[str, Transform] = {
     "stack": lambda x, y: torch.stack([x, y]),
     "inner stack": lambda x, y: torch.stack([x, y], -1),
     "join": lambda x, y: torch.cat([x, y, x], 1),
@@ -29,9 +29,9 @@ MADE: dict[str, Made] = {
 }
 
 
-@pytest.mark.parametrize("name", MADE)
-def test_what_is_made_is_read(name: str, tmp_path: Path) -> None:
-    made, mesh = MADE[name], dt.init_device_mesh("cpu", (3,))
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transformed_tensors_load_with_minimal_reads(name: str, tmp_path: Path) -> None:
+    made, mesh = TRANSFORMS[name], dt.init_device_mesh("cpu", (3,))
     x, y = checkpoint_cases.value(4, 6), checkpoint_cases.value(4, 6) + 100
     save({"x": dt.distribute_tensor(x, mesh, [dt.Shard(1)]) if name != "in another shape" else x, "y": y}, tmp_path / "ours")
     save_safetensors({"x": x, "y": y}, tmp_path / "other")
@@ -44,7 +44,7 @@ def test_what_is_made_is_read(name: str, tmp_path: Path) -> None:
             assert read.bytes_read == expected.nbytes
 
 
-def test_names_alone_keep_what_verifies_them(tmp_path: Path) -> None:
+def test_renamed_tensors_keep_their_checksums(tmp_path: Path) -> None:
     x = checkpoint_cases.value(4, 6)
     save({"x": x}, tmp_path)
     (file,) = [each for each in tmp_path.iterdir() if each.name.startswith("__0_") and not each.stem.endswith("v")]
@@ -55,7 +55,7 @@ def test_names_alone_keep_what_verifies_them(tmp_path: Path) -> None:
         load({"y": torch.zeros_like(x)}, tmp_path, arrange=lambda stored: {"y": stored["x"]})
 
 
-REFUSED: dict[str, tuple[Made, str]] = {
+REFUSED: dict[str, tuple[Transform, str]] = {
     "values": (lambda x, y: x + y, "is not supported"),
     "another dtype": (lambda x, y: x.half(), "keep their dtype"),
     "steps": (lambda x, y: x[::2], "step 1"),
@@ -65,7 +65,7 @@ REFUSED: dict[str, tuple[Made, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_needs_values_is_refused(name: str, tmp_path: Path) -> None:
+def test_transforms_that_need_values_raise(name: str, tmp_path: Path) -> None:
     made, said = REFUSED[name]
     x = checkpoint_cases.value(4, 6)
     save({"x": x, "y": x}, tmp_path)
@@ -73,7 +73,7 @@ def test_what_needs_values_is_refused(name: str, tmp_path: Path) -> None:
         load({"x": torch.zeros_like(x)}, tmp_path, arrange=lambda stored: {"x": made(stored["x"], stored["y"])})
 
 
-def test_only_a_dict_of_tensors_is_arranged(tmp_path: Path) -> None:
+def test_arrange_that_returns_non_tensors_raises(tmp_path: Path) -> None:
     save({"x": torch.zeros(2), "step": 3}, tmp_path)
     with pytest.raises(CheckpointError, match="a dict of tensors"):
         load({"x": torch.zeros(2)}, tmp_path, arrange=dict)

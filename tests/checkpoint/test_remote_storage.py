@@ -1,4 +1,4 @@
-"""Checkpoints on storage that is no file system: in memory, and an S3-like server on this machine."""
+"""Checkpoints on remote storage: in memory, and on an S3-like server on this machine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def memory() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def s3() -> Iterator[str]:
-    """The address of a bucket on a server here."""
+    """Yield the address of a bucket on a local server."""
     server = pytest.importorskip("moto.server")
     pytest.importorskip("s3fs")
     with pytest.MonkeyPatch.context() as patch:
@@ -53,7 +53,7 @@ def state_on(ranks: int, placements: list[dt.Placement], value: float = 0.0) -> 
     return {"w": dt.distribute_tensor(x, mesh, placements), "step": int(value), "name": "run" if value else ""}
 
 
-def moves_between_meshes(address: str) -> None:
+def loads_on_other_meshes(address: str) -> None:
     save(state_on(4, [dt.Shard(0)], 7), address)
     for ranks, placements in ((3, [dt.Shard(1)]), (2, [dt.Replicate()]), (1, [dt.Shard(0)])):
         state = state_on(ranks, placements)
@@ -64,7 +64,7 @@ def moves_between_meshes(address: str) -> None:
     assert read_tree(address)["step"] == 7
 
 
-def series_resumes(address: str) -> None:
+def manager_resumes(address: str) -> None:
     torch.manual_seed(0)
     mesh = dt.init_device_mesh("cpu", (2,))
     model = dt.parallel.fully_shard(nn.Linear(6, 3), mesh=mesh)
@@ -88,13 +88,14 @@ def series_resumes(address: str) -> None:
         assert manager.steps() == [4, 8, 10]
 
 
-def damage_is_said(address: str) -> None:
+def damage_raises(address: str) -> None:
     fs, folder = fsspec.core.url_to_fs(address)
     with pytest.raises(CheckpointError, match="does not exist"):
         load(state_on(2, [dt.Shard(0)]), address)
     save(state_on(2, [dt.Shard(0)], 7), address)
-    save(state_on(2, [dt.Shard(0)], 7), address)  # in place of the first, whose files go
-    assert len([path for path in fs.ls(folder, detail=False) if path.endswith(".distcp")]) == 2  # blocks, and plain values
+    save(state_on(2, [dt.Shard(0)], 7), address)  # replaces the first one and removes its files
+    # a file of blocks and a file of plain values
+    assert len([path for path in fs.ls(folder, detail=False) if path.endswith(".distcp")]) == 2
     manifest = f"{folder}/manifest.json"
     block = json.loads(json.loads(fs.cat_file(manifest))["body"])["tensors"]["w"]["blocks"][0]
     data, at = f"{folder}/{block['file']}", block["at"]
@@ -109,16 +110,16 @@ def damage_is_said(address: str) -> None:
     with pytest.raises(CheckpointError, match="is missing"):
         load(state_on(3, [dt.Shard(1)]), address)
     fs.rm_file(manifest)
-    with pytest.raises(CheckpointError, match="is missing"):  # what is left is as torch writes it
+    with pytest.raises(CheckpointError, match="is missing"):  # the remaining files have torch's format
         load(state_on(3, [dt.Shard(1)]), address)
 
 
-def others_layouts_are_read(address: str) -> None:
+def other_formats_load(address: str) -> None:
     fs, folder = fsspec.core.url_to_fs(address)
     w = torch.arange(35.0).reshape(5, 7) + 1
     with tempfile.TemporaryDirectory() as here:
         save_safetensors({"w": w, "b": w[0]}, f"{here}/hub", max_shard_size=100)
-        with warnings.catch_warnings(action="ignore"):  # of no process group
+        with warnings.catch_warnings(action="ignore"):  # warning that there is no process group
             dcp.save({"w": w, "b": w[0], "step": 7}, checkpoint_id=f"{here}/dcp")
         for file in (file for kind in ("hub", "dcp") for file in Path(here, kind).iterdir()):
             fs.makedirs(f"{folder}/{file.parent.name}", exist_ok=True)
@@ -135,22 +136,22 @@ def others_layouts_are_read(address: str) -> None:
         load({"w": w, "b": w[0]}, f"{address}/hub")
 
 
-CASES = (moves_between_meshes, series_resumes, damage_is_said, others_layouts_are_read)
+CASES = (loads_on_other_meshes, manager_resumes, damage_raises, other_formats_load)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_in_memory(case: Callable[[str], None], memory: str) -> None:
+def test_checkpoints_in_memory_storage(case: Callable[[str], None], memory: str) -> None:
     case(memory)
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # of the server and its client
+@pytest.mark.filterwarnings("ignore")  # warnings of the server and its client
 @pytest.mark.parametrize("case", CASES)
-def test_on_an_s3_server(case: Callable[[str], None], s3: str) -> None:
+def test_checkpoints_on_an_s3_server(case: Callable[[str], None], s3: str) -> None:
     case(f"{s3}/{case.__name__}")
 
 
-def _on_processes(address: str) -> tuple[list[int], float]:
+def _save_and_resume(address: str) -> tuple[list[int], float]:
     mesh = dt.init_device_mesh("cpu", (2,))
     state = {"w": dt.distribute_tensor(torch.arange(35.0).reshape(5, 7), mesh, [dt.Shard(0)])}
     with Manager(address) as manager:
@@ -165,15 +166,15 @@ def _on_processes(address: str) -> tuple[list[int], float]:
 @pytest.mark.gloo
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_ranks_write_objects_of_their_own(s3: str) -> None:
-    assert run_gloo(_on_processes, 2, f"{s3}/processes") == [([2], 595.0)] * 2
+def test_each_rank_writes_its_own_s3_objects(s3: str) -> None:
+    assert run_gloo(_save_and_resume, 2, f"{s3}/processes") == [([2], 595.0)] * 2
     fs = fsspec.filesystem("s3")
     fs.invalidate_cache()
     names = {path.rpartition("/")[2] for path in fs.ls("checkpoints/processes/step-000000002", detail=False)}
     assert {name[:4] for name in names if name.endswith(".distcp")} == {"__0_", "__1_"}
 
 
-def test_an_address_that_cannot_be(tmp_path: Path) -> None:
+def test_unreachable_and_unsupported_addresses_raise(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="cannot be reached"):
         save({"step": 1}, "nosuch://x")
     with pytest.raises(CheckpointError, match="not to memory://x"):

@@ -1,4 +1,4 @@
-"""Torch's tools for state dicts over this package's DTensors: full state dicts out, in, and broadcast from the first rank."""
+"""State dict functions of torch with DTensors: full state dicts that are read, set, and broadcast from the first rank."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from dtensor.parallel import (
     replicate,
 )
 
-WHOLE = StateDictOptions(full_state_dict=True)
-TO_THE_FIRST = StateDictOptions(full_state_dict=True, cpu_offload=True)
-FROM_THE_FIRST = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+FULL = StateDictOptions(full_state_dict=True)
+FULL_ON_FIRST_RANK = StateDictOptions(full_state_dict=True, cpu_offload=True)
+BROADCAST_FROM_FIRST_RANK = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
 
-def trained(shape: tuple[int, ...], seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model of uneven sizes with a buffer: tensor-parallel under data parallelism on two mesh dims, else data-parallel."""
+def train_model(shape: tuple[int, ...], seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a trained model and optimizer: tensor- and data-parallel on two mesh dims, else data-parallel."""
     torch.manual_seed(seed)
     mesh = dt.init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[: len(shape)])
     model = nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 5), nn.BatchNorm1d(5, affine=False))
@@ -55,7 +55,9 @@ def trained(shape: tuple[int, ...], seed: int) -> tuple[nn.Module, torch.optim.O
     return model, optimizer
 
 
-def same(a: tuple[nn.Module, torch.optim.Optimizer], b: tuple[nn.Module, torch.optim.Optimizer], optimizer: bool = True) -> None:
+def assert_equal_states(
+    a: tuple[nn.Module, torch.optim.Optimizer], b: tuple[nn.Module, torch.optim.Optimizer], optimizer: bool = True
+) -> None:
     for (name, x), y in zip(a[0].state_dict().items(), b[0].state_dict().values(), strict=True):
         assert torch.equal(whole(x), whole(y)), name
     for p, q in zip(a[0].parameters(), b[0].parameters(), strict=True):
@@ -63,46 +65,49 @@ def same(a: tuple[nn.Module, torch.optim.Optimizer], b: tuple[nn.Module, torch.o
             assert torch.equal(whole(x), whole(b[1].state[q][name])), name
 
 
-def _full() -> None:
-    one, other = trained((2, 2), 0), trained((4,), 1)
-    model, state = get_model_state_dict(one[0], options=TO_THE_FIRST), get_optimizer_state_dict(*one, options=TO_THE_FIRST)
+def _check_full_state_dicts() -> None:
+    one, other = train_model((2, 2), 0), train_model((4,), 1)
+    model, state = (
+        get_model_state_dict(one[0], options=FULL_ON_FIRST_RANK),
+        get_optimizer_state_dict(*one, options=FULL_ON_FIRST_RANK),
+    )
     assert bool(model) == bool(state) == (dist.get_rank() == 0)
     assert not any(isinstance(x, DTensor) for x in model.values())
-    set_model_state_dict(other[0], dict(model), options=FROM_THE_FIRST)  # torch's function writes to the dict
-    set_optimizer_state_dict(*other, state, options=FROM_THE_FIRST)
-    same(one, other)
+    set_model_state_dict(other[0], dict(model), options=BROADCAST_FROM_FIRST_RANK)  # torch's function writes to the dict
+    set_optimizer_state_dict(*other, state, options=BROADCAST_FROM_FIRST_RANK)
+    assert_equal_states(one, other)
     assert all(isinstance(p, DTensor) for p in other[0].parameters())
 
-    third = trained((2, 2), 2)
-    set_model_state_dict(third[0], get_model_state_dict(one[0], options=WHOLE), options=WHOLE)
-    set_optimizer_state_dict(*third, get_optimizer_state_dict(*one, options=WHOLE), options=WHOLE)
-    same(one, third)
+    third = train_model((2, 2), 2)
+    set_model_state_dict(third[0], get_model_state_dict(one[0], options=FULL), options=FULL)
+    set_optimizer_state_dict(*third, get_optimizer_state_dict(*one, options=FULL), options=FULL)
+    assert_equal_states(one, third)
 
     with torch.device("meta"):
         empty = nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 5))
     fully_shard(empty, mesh=dt.init_device_mesh("cpu", (4,)))
     given = {name: x for name, x in model.items() if name in dict(empty.named_parameters())}
-    set_model_state_dict(empty, given, options=FROM_THE_FIRST)
+    set_model_state_dict(empty, given, options=BROADCAST_FROM_FIRST_RANK)
     for p, q in zip(empty.parameters(), one[0].parameters(), strict=True):
         assert torch.equal(whole(p), whole(q))
 
 
 @pytest.mark.gloo
 def test_full_state_dicts_on_process_groups() -> None:
-    run_gloo(_full, 4)
+    run_gloo(_check_full_state_dicts, 4)
 
 
 def test_full_state_dicts_in_one_process() -> None:
-    one, other = trained((2, 2), 0), trained((4,), 1)
-    model, state = get_model_state_dict(one[0], options=WHOLE), get_optimizer_state_dict(*one, options=WHOLE)
+    one, other = train_model((2, 2), 0), train_model((4,), 1)
+    model, state = get_model_state_dict(one[0], options=FULL), get_optimizer_state_dict(*one, options=FULL)
     assert {type(x) for x in model.values()} == {Tensor}
-    set_model_state_dict(other[0], dict(model), options=WHOLE)  # torch's function writes to the dict
-    set_optimizer_state_dict(*other, state, options=WHOLE)
-    same(one, other)
-    third = trained((2, 2), 2)
-    set_model_state_dict(third[0], dict(model), options=FROM_THE_FIRST)
-    set_optimizer_state_dict(*third, state, options=FROM_THE_FIRST)
-    same(one, third)
+    set_model_state_dict(other[0], dict(model), options=FULL)  # torch's function writes to the dict
+    set_optimizer_state_dict(*other, state, options=FULL)
+    assert_equal_states(one, other)
+    third = train_model((2, 2), 2)
+    set_model_state_dict(third[0], dict(model), options=BROADCAST_FROM_FIRST_RANK)
+    set_optimizer_state_dict(*third, state, options=BROADCAST_FROM_FIRST_RANK)
+    assert_equal_states(one, third)
 
 
 class Block(nn.Module):
@@ -115,7 +120,7 @@ class Block(nn.Module):
 
 
 class Language(nn.Module):
-    """Blocks between an embedding and a projection."""
+    """Language model of blocks between an embedding and a projection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,8 +144,9 @@ class Language(nn.Module):
 RANKS = {"mixed": (2, 2), "flat": (4,)}
 
 
-def started(shape: tuple[int, ...], saved: Path | None) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """As torch's example of ``fully_shard``: built on meta, sharded layer by layer, then new or from a saved state."""
+def start_training(shape: tuple[int, ...], saved: Path | None) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Build a model on meta, shard it layer by layer, and initialize it or load a saved state, as in torch's ``fully_shard``
+    example."""
     with torch.device("meta"):
         model = Language()
     mesh = dt.init_device_mesh("cpu", shape)
@@ -154,11 +160,11 @@ def started(shape: tuple[int, ...], saved: Path | None) -> tuple[nn.Module, torc
             model.reset_parameters()
     else:
         full = torch.load(saved / "model.pt", mmap=True, weights_only=True)
-        set_model_state_dict(model, full, options=FROM_THE_FIRST)
+        set_model_state_dict(model, full, options=BROADCAST_FROM_FIRST_RANK)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01 if saved is None else 0.5)
     if saved is not None:
         full = torch.load(saved / "optimizer.pt", mmap=True, weights_only=True)
-        set_optimizer_state_dict(model, optimizer, full, options=FROM_THE_FIRST)
+        set_optimizer_state_dict(model, optimizer, full, options=BROADCAST_FROM_FIRST_RANK)
     return model, optimizer
 
 
@@ -171,12 +177,12 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, seeds: range) -> N
         optimizer.zero_grad()
 
 
-def _stopped_and_resumed(folder: str) -> None:
+def _stop_and_resume(folder: str) -> None:
     for name, shape in RANKS.items():
-        saved, (model, optimizer) = Path(folder) / name, started(shape, None)
+        saved, (model, optimizer) = Path(folder) / name, start_training(shape, None)
         steps(model, optimizer, range(2))
-        whole_model = get_model_state_dict(model, options=TO_THE_FIRST)
-        whole_optimizer = get_optimizer_state_dict(model, optimizer, options=TO_THE_FIRST)
+        whole_model = get_model_state_dict(model, options=FULL_ON_FIRST_RANK)
+        whole_optimizer = get_optimizer_state_dict(model, optimizer, options=FULL_ON_FIRST_RANK)
         if not dist.is_initialized() or dist.get_rank() == 0:
             saved.mkdir()
             torch.save(whole_model, saved / "model.pt")
@@ -185,7 +191,7 @@ def _stopped_and_resumed(folder: str) -> None:
             dist.barrier()
         steps(model, optimizer, range(2, 4))
         for other in RANKS.values():
-            resumed = started(other, saved)
+            resumed = start_training(other, saved)
             assert resumed[1].param_groups[0]["lr"] == 0.01
             steps(*resumed, range(2, 4))
             for (key, x), y in zip(model.state_dict().items(), resumed[0].state_dict().values(), strict=True):
@@ -195,33 +201,33 @@ def _stopped_and_resumed(folder: str) -> None:
                     torch.testing.assert_close(whole(x), whole(resumed[1].state[q][key]), msg=key)
 
 
-def test_training_stops_and_resumes_in_one_process(tmp_path: Path) -> None:
-    _stopped_and_resumed(str(tmp_path))
+def test_training_resumes_from_full_state_dicts_in_one_process(tmp_path: Path) -> None:
+    _stop_and_resume(str(tmp_path))
 
 
 @pytest.mark.gloo
-def test_training_stops_and_resumes_on_process_groups(tmp_path: Path) -> None:
-    run_gloo(_stopped_and_resumed, 4, str(tmp_path))
+def test_training_resumes_from_full_state_dicts_on_process_groups(tmp_path: Path) -> None:
+    run_gloo(_stop_and_resume, 4, str(tmp_path))
 
 
-def test_a_zero_optimizers_state_is_read_as_it_is_and_set_by_name() -> None:
+def test_zero_optimizer_state_dict_loads_on_another_number_of_ranks() -> None:
     torch.manual_seed(2)
     alone = nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 5))
     inputs, found = torch.randn(3, 4, 6), []
     plain = torch.optim.Adam(alone.parameters(), lr=0.1)
     states: list[tuple[Any, Any]] = []
     made = copy.deepcopy(alone)
-    for k, ranks in enumerate((2, 3)):  # a step on two ranks, the others on three
+    for k, ranks in enumerate((2, 3)):  # one step on two ranks, the others on three
         model = replicate(copy.deepcopy(made), dt.init_device_mesh("cpu", (ranks,)))
         optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.1 if k == 0 else 9.0)
         if states:
-            set_model_state_dict(model, states[0][0], options=WHOLE)
-            set_optimizer_state_dict(model, optimizer, states[0][1], options=WHOLE)
+            set_model_state_dict(model, states[0][0], options=FULL)
+            set_optimizer_state_dict(model, optimizer, states[0][1], options=FULL)
         for x in inputs[k : k + 1 + k]:
             model(dt.per_rank([x] * ranks)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        states.append((get_model_state_dict(model, options=WHOLE), get_optimizer_state_dict(model, optimizer, options=WHOLE)))
+        states.append((get_model_state_dict(model, options=FULL), get_optimizer_state_dict(model, optimizer, options=FULL)))
         found.append(model)
     for x in inputs:
         plain.zero_grad()
@@ -234,7 +240,7 @@ def test_a_zero_optimizers_state_is_read_as_it_is_and_set_by_name() -> None:
         assert states[1][1]["state"][name]["step"] == 3
 
 
-def test_staging_on_the_host() -> None:
+def test_cpu_staging_of_state_dicts() -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
     state = {"x": dt.distribute_tensor(torch.arange(5.0), mesh, [Shard(0)]), "n": 3, "plain": torch.ones(2)}
     staged = _create_cpu_state_dict(state)
@@ -245,8 +251,8 @@ def test_staging_on_the_host() -> None:
 
 
 @pytest.mark.slow
-def test_torchs_own_are_treated_as_ever() -> None:
-    """In a process of its own: torch's DTensors want a process group."""
+def test_state_dict_functions_still_work_for_pytorch_dtensors() -> None:
+    """Run in a subprocess, because torch's DTensors need a process group."""
     code = """
 import torch, torch.distributed as dist, dtensor
 from torch.distributed.tensor import distribute_tensor, init_device_mesh, Shard, DTensor

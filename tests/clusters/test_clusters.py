@@ -1,4 +1,4 @@
-"""Training steps on clusters: parameters as published, bytes as issued, configurations as they were measured."""
+"""Training steps on clusters: published parameter counts, issued bytes, and measured configurations."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ SMALL = Transformer(2, 32, 8, 8, 64, 96)
 MIXED = Transformer(2, 32, 8, 8, 64, 96, experts=4, chosen=2)
 
 
-def test_parameters_are_those_of_the_published_models() -> None:
+def test_parameter_counts_equal_those_of_published_models() -> None:
     counts = {"llama3-8b": 8030261248, "llama3-70b": 70553706496, "llama3-405b": 405853388800, "mixtral-8x7b": 46702792704}
     assert {name: model.parameters for name, model in MODELS.items()} == counts
 
 
-# --- as measured ----------------------------------------------------------------------------------------------------------
+# --- measured configurations --------------------------------------------------------------------------------------------
 def gpt(layers: int, hidden: int, heads: int) -> Transformer:
     return Transformer(layers, hidden, heads, heads, 4 * hidden, 51200, gated=False)
 
 
 def check_order(cluster: str, rows: list[tuple[float, Any, Degrees, int, int, dict[str, Any]]]) -> None:
-    """``rows``, in the order of their measured MFU, come out in that order, within a sixth of it."""
+    """Check that estimates of ``rows`` keep the order of their measured MFU, and differ by at most a sixth."""
     found = [
         (mfu, 100 * estimate(model, CLUSTERS[cluster], degrees, sequence, batch, again="elementwise", **options).mfu)
         for mfu, model, degrees, sequence, batch, options in rows
@@ -47,7 +47,7 @@ def check_order(cluster: str, rows: list[tuple[float, Any, Degrees, int, int, di
 
 
 @pytest.mark.slow
-def test_llama_405b_is_as_it_was_measured() -> None:
+def test_estimates_of_llama_405b_agree_with_measurements() -> None:
     """Llama Team, "The Llama 3 Herd of Models" (2024), arXiv:2407.21783, table 4."""
     model = MODELS["llama3-405b"]
     rows: list[Any] = [
@@ -59,7 +59,7 @@ def test_llama_405b_is_as_it_was_measured() -> None:
 
 
 @pytest.mark.slow
-def test_megatron_is_as_it_was_measured() -> None:
+def test_estimates_of_megatron_agree_with_measurements() -> None:
     """Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022), arXiv:2205.05198, table 5."""
     rows: list[Any] = [
         (56.3, gpt(128, 25600, 160), Degrees(tp=8, pp=64), 2048, 512, {}),
@@ -71,14 +71,14 @@ def test_megatron_is_as_it_was_measured() -> None:
 
 
 @pytest.mark.slow
-def test_what_llama_405b_was_trained_by_is_found() -> None:
+def test_best_configuration_of_llama_405b_is_the_published_one() -> None:
     found = best(MODELS["llama3-405b"], CLUSTERS["h100"], 16384, 8192, 2048, most=1)
     assert found[0].degrees == Degrees(tp=8, pp=16, dp=128)
     assert found[0].fits
 
 
-# --- as issued ------------------------------------------------------------------------------------------------------------
-WAYS = [
+# --- issued bytes -------------------------------------------------------------------------------------------------------
+CONFIGURATIONS = [
     (SMALL, Degrees(tp=2)),
     (SMALL, Degrees(tp=2, cp=2)),
     (SMALL, Degrees(tp=2, cp=2, dp=2)),
@@ -88,42 +88,42 @@ WAYS = [
 ]
 
 
-def on_ranks(model: Transformer, degrees: Degrees) -> dict[str, tuple[dict[str, float], dict[str, float]]]:
-    """Bytes of a micro batch and of what is done once, by part, on ranks with data: all in this process, or each a process."""
+def issued_bytes(model: Transformer, degrees: Degrees) -> dict[str, tuple[dict[str, float], dict[str, float]]]:
+    """Return the bytes of a micro batch and of one-time work, by part, on ranks with data."""
     shape = (degrees.dp // degrees.ep, degrees.pp, degrees.ep, degrees.cp, degrees.tp)
     mesh = dt.init_device_mesh("cpu", shape, mesh_dim_names=MESH_DIMS)
-    return sent(model, mesh)
+    return bytes_by_part(model, mesh)
 
 
-def sent(model: Transformer, mesh: dt.DeviceMesh) -> dict[str, tuple[dict[str, float], dict[str, float]]]:
+def bytes_by_part(model: Transformer, mesh: dt.DeviceMesh) -> dict[str, tuple[dict[str, float], dict[str, float]]]:
     steps = {part: dry_step(part, model, mesh, 32) for part in ("start", "layer", "end")}
     return {part: (dict(step.micro.nbytes), {k: v for k, v in step.once.nbytes.items() if v}) for part, step in steps.items()}
 
 
-def check_sent(model: Transformer, degrees: Degrees) -> None:
-    assert on_ranks(model, degrees) == sent(model, degrees.mesh(CLUSTERS["h100"]))
+def check_bytes(model: Transformer, degrees: Degrees) -> None:
+    assert issued_bytes(model, degrees) == bytes_by_part(model, degrees.mesh(CLUSTERS["h100"]))
 
 
-@pytest.mark.parametrize(("model", "degrees"), WAYS[4:5])
-def test_what_is_predicted_is_sent(model: Transformer, degrees: Degrees) -> None:
-    check_sent(model, degrees)
+@pytest.mark.parametrize(("model", "degrees"), CONFIGURATIONS[4:5])
+def test_predicted_bytes_equal_issued_bytes(model: Transformer, degrees: Degrees) -> None:
+    check_bytes(model, degrees)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "degrees"), WAYS)
-def test_what_is_predicted_is_sent_on_two_to_eight_ranks(model: Transformer, degrees: Degrees) -> None:
-    check_sent(model, degrees)
+@pytest.mark.parametrize(("model", "degrees"), CONFIGURATIONS)
+def test_predicted_bytes_equal_issued_bytes_on_two_to_eight_ranks(model: Transformer, degrees: Degrees) -> None:
+    check_bytes(model, degrees)
 
 
 @pytest.mark.slow
 @pytest.mark.gloo
-@pytest.mark.parametrize(("model", "degrees"), [WAYS[1], WAYS[2], WAYS[5]])
-def test_what_is_predicted_is_sent_on_processes(model: Transformer, degrees: Degrees) -> None:
-    run_gloo(check_sent, degrees.ranks, model, degrees)
+@pytest.mark.parametrize(("model", "degrees"), [CONFIGURATIONS[1], CONFIGURATIONS[2], CONFIGURATIONS[5]])
+def test_predicted_bytes_equal_issued_bytes_on_processes(model: Transformer, degrees: Degrees) -> None:
+    run_gloo(check_bytes, degrees.ranks, model, degrees)
 
 
-# --- the command ----------------------------------------------------------------------------------------------------------
-def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+# --- command ------------------------------------------------------------------------------------------------------------
+def test_degrees_that_do_not_divide_raise(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(PlanError, match=r"tp 16 does not divide 8 heads.*dp 3 does not divide 64 sequences"):
         estimate(MODELS["llama3-8b"], CLUSTERS["h100"], Degrees(tp=16, dp=3), 8192, 64)
     with pytest.raises(PlanError, match="micro batches of 3 do not divide the 64 sequences"):
@@ -131,14 +131,14 @@ def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
-def test_what_never_fits_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_command_without_a_fitting_layout_fails(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "llama3-405b", "--ranks", "8", "--batch", "8"]) == 2
     assert "no layout tp x cp x pp x dp of 8 ranks" in capsys.readouterr().err
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "cluster"), [("llama3-8b", "a100"), ("mixtral-8x7b", "tpu-v5p")])
-def test_what_is_found_is_consistent(name: str, cluster: str) -> None:
+def test_best_configurations_are_sorted_and_consistent(name: str, cluster: str) -> None:
     model, where = MODELS[name], CLUSTERS[cluster]
     found = best(model, where, 64, 4096, 256, most=4)
     assert found == sorted(found, key=lambda one: one.step_seconds)
@@ -159,7 +159,7 @@ def test_what_is_found_is_consistent(name: str, cluster: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_plan_command_prints_a_table(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     drawn = tmp_path / "p.png"
     plot = [] if importlib.util.find_spec("matplotlib") is None else ["--plot", str(drawn)]
     assert main(["plan", "llama3-8b", "--ranks", "16", "--batch", "64", "--sequence", "2048", "--most", "3", *plot]) == 0
@@ -172,10 +172,10 @@ def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str], tmp_path
     assert not plot or drawn.stat().st_size > 1000
 
 
-# --- what grows with the ranks --------------------------------------------------------------------------------------------
+# --- scaling with the number of ranks -----------------------------------------------------------------------------------
 @pytest.mark.slow
-def test_a_mesh_of_16384_ranks_starts_and_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No step of a plan asks for every rank's part: a counter, since a time says nothing on a machine that others use."""
+def test_redistribution_on_16384_ranks_computes_few_local_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that planning does not compute the local shape of every rank, by counting calls."""
     asked: list[int] = []
     before = Layout.local_shape
 
@@ -192,8 +192,8 @@ def test_a_mesh_of_16384_ranks_starts_and_plans(monkeypatch: pytest.MonkeyPatch)
     assert len(asked) < 100
 
 
-def test_a_gather_asks_for_no_other_rank() -> None:
-    """Of a row's collective a rank works out its own part: what 1,024 ranks have was asked of every one of them."""
+def test_bind_gather_of_1024_ranks_counts_the_bytes() -> None:
+    """Check that binding a gather of 1,024 ranks does not ask each rank for its size."""
     mesh = dt.init_device_mesh("meta", (1024,))
     found = dt.comm.communicator_of(mesh).bind_gather((0,), lambda _: range(1, 1025), torch.float32)
     with CommDebugMode() as comm:

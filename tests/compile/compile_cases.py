@@ -1,6 +1,5 @@
-"""Programs that ``torch.compile(fullgraph=True)`` takes: what each computes is compared with the same program, not compiled.
-
-A case gives a function (or a module) and its arguments, made anew for each run: on two processes of a gloo group.
+"""Compile cases: programs for ``torch.compile(fullgraph=True)`` that are compared with their eager results. A case gives a
+function (or a module) and its arguments, made anew for each run on two gloo processes.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ def case(fn: Case) -> Case:
     return fn
 
 
-def of(fn: Callable[..., Any], *given: tuple[tuple[int, ...] | torch.Tensor, Where]) -> Case:
-    """A function of random tensors, or of these, under these placements."""
+def function_case(fn: Callable[..., Any], *given: tuple[tuple[int, ...] | torch.Tensor, Where]) -> Case:
+    """Return a case that calls ``fn`` on random or given tensors with these placements."""
 
     def make(mesh: DeviceMesh) -> Made:
         values = [value if isinstance(value, torch.Tensor) else torch.randn(value) for value, _ in given]
@@ -48,31 +47,33 @@ def of(fn: Callable[..., Any], *given: tuple[tuple[int, ...] | torch.Tensor, Whe
     return make
 
 
-# --- one line each ----------------------------------------------------------------------------------------------------------
+# --- short programs -----------------------------------------------------------------------------------------------------
 LINES: dict[str, Case] = {
-    "matmul": of(lambda x, w: x @ w, ((5, 6), S0), ((6, 7), S1)),
-    "shape": of(lambda x: x * x.shape[0] + len(x), ((5, 6), S0)),
-    "placements": of(lambda x: x * 2 if x.placements == (Shard(0),) and (x * 2).placements[0].is_shard(0) else x, ((5, 6), S0)),
-    "mesh facts": of(
+    "matmul": function_case(lambda x, w: x @ w, ((5, 6), S0), ((6, 7), S1)),
+    "shape": function_case(lambda x: x * x.shape[0] + len(x), ((5, 6), S0)),
+    "placements": function_case(
+        lambda x: x * 2 if x.placements == (Shard(0),) and (x * 2).placements[0].is_shard(0) else x, ((5, 6), S0)
+    ),
+    "mesh facts": function_case(
         lambda x: (
             x * x.device_mesh.size() * (x + 1).device_mesh.shape[0] * (x.device_mesh.get_local_rank() < 9) + x.device_mesh.ndim
         ),
         ((5, 6), S0),
     ),
-    "redistribute": of(lambda x: x.redistribute(placements=[Shard(1)]), ((5, 6), S0)),
-    "redistribute later": of(lambda x: (x * 2).redistribute(placements=R, async_op=True) * 2, ((5, 6), S0)),
-    "to_local": of(lambda x: x.to_local().sin(), ((5, 6), S0)),
-    "full_tensor": of(lambda x: x.full_tensor().sin(), ((5, 6), S0)),
-    "sum of all": of(lambda x: x.sum(), ((5, 6), S0)),
-    "number of a value": of(lambda x: x * x.detach().sum().item() + float(x.detach().amax()), ((5, 6), S0)),
-    "plain number": of(lambda x: x * torch.tensor(3.0), ((5, 6), S0)),
+    "redistribute": function_case(lambda x: x.redistribute(placements=[Shard(1)]), ((5, 6), S0)),
+    "redistribute later": function_case(lambda x: (x * 2).redistribute(placements=R, async_op=True) * 2, ((5, 6), S0)),
+    "to_local": function_case(lambda x: x.to_local().sin(), ((5, 6), S0)),
+    "full_tensor": function_case(lambda x: x.full_tensor().sin(), ((5, 6), S0)),
+    "sum of all": function_case(lambda x: x.sum(), ((5, 6), S0)),
+    "number of a value": function_case(lambda x: x * x.detach().sum().item() + float(x.detach().amax()), ((5, 6), S0)),
+    "plain number": function_case(lambda x: x * torch.tensor(3.0), ((5, 6), S0)),
 }
 
 
 @case
-def a_mesh_that_is_enclosed(mesh: DeviceMesh) -> Made:
+def captured_mesh(mesh: DeviceMesh) -> Made:
     part = mesh["tp"]
-    return of(lambda x: (x * mesh.size() * part.size()).redistribute(part, [Replicate()]), ((5, 6), S0))(mesh)
+    return function_case(lambda x: (x * mesh.size() * part.size()).redistribute(part, [Replicate()]), ((5, 6), S0))(mesh)
 
 
 @case
@@ -87,13 +88,13 @@ def from_local_of_replicas(mesh: DeviceMesh) -> Made:
 
 
 @case
-def from_local_of_alike_pieces(mesh: DeviceMesh) -> Made:
+def from_local_of_equal_shards(mesh: DeviceMesh) -> Made:
     return (lambda a: DTensor.from_local((a * 2).t(), mesh, [Shard(0)]).sum(0), (torch.randn(3, 6),))
 
 
 @case
-def there_and_back(mesh: DeviceMesh) -> Made:
-    return of(lambda x: DTensor.from_local(x.to_local().sin(), x.device_mesh, x.placements) * 2, ((4, 6), S0))(mesh)
+def to_local_and_from_local(mesh: DeviceMesh) -> Made:
+    return function_case(lambda x: DTensor.from_local(x.to_local().sin(), x.device_mesh, x.placements) * 2, ((4, 6), S0))(mesh)
 
 
 @case
@@ -103,52 +104,52 @@ def groups_of_a_mesh(mesh: DeviceMesh) -> Made:
         reduced = funcol.all_reduce(x._local_tensor * 1.0, "sum", mesh.get_group(0))
         return x * (mine.size() + torch.distributed.get_world_size(named)) + reduced.sum() + len(mesh.get_all_groups())
 
-    return of(run, ((4, 6), S0))(mesh)
+    return function_case(run, ((4, 6), S0))(mesh)
 
 
 @case
-def collectives_given_a_mesh(mesh: DeviceMesh) -> Made:
+def functional_collectives_with_mesh(mesh: DeviceMesh) -> Made:
     def run(x: Any) -> Any:
         piece, own = x.detach().to_local() * 1.0, (x * 1.0).device_mesh
         summed = funcol.all_reduce(piece, "sum", mesh) + funcol.all_reduce(piece, "max", (own, 0))
         parts = funcol.reduce_scatter_single(funcol.all_gather_single(piece, 0, mesh["tp"]), "sum", 0, (x.device_mesh, 0))
         mine = summed + parts + funcol.all_to_all_single(piece, [1, 1], [1, 1], own)
-        return x * funcol.all_reduce(mine, "sum", mesh).sum()  # a plain number beside a DTensor is the same on all ranks
+        return x * funcol.all_reduce(mine, "sum", mesh).sum()  # a plain scalar next to a DTensor is equal on all ranks
 
-    return of(run, ((4, 6), S0))(mesh)
+    return function_case(run, ((4, 6), S0))(mesh)
 
 
 @case
-def what_is_asked_of_meshes_and_specs(mesh: DeviceMesh) -> Made:
+def attributes_of_meshes_and_specs(mesh: DeviceMesh) -> Made:
     def run(x: Any, where: DeviceMesh) -> Any:
         facts = where.mesh[1] + mesh.mesh.sum() + x.device_mesh.mesh.numel() + (x * 2).device_mesh.mesh[0] + len(mesh["tp"].shape)
         given, made = x._spec.tensor_meta, (x * 2)._spec.tensor_meta
         sizes = given.shape[0] + given.stride[0] + made.shape[1] + made.dtype.itemsize + x._spec.device_mesh.size("tp")
         return x * facts * sizes * (mesh.get_coordinate() + (3,))[-1]
 
-    make = of(run, ((4, 6), S0))
+    make = function_case(run, ((4, 6), S0))
     return lambda x: run(x, mesh), make(mesh)[1]
 
 
 @case
-def made_of_sizes(mesh: DeviceMesh) -> Made:
+def factories(mesh: DeviceMesh) -> Made:
     def run(x: Any) -> Any:
         options: dict[str, Any] = {"device_mesh": mesh, "placements": S0}
         drawn = dt.rand(5, 6, **options) + dt.randn((5, 6), **options)
         drawn = drawn + dt.linspace(0, 1, 5, **options).unsqueeze(1)
         return x * dt.ones(5, 6, **options) + dt.zeros(5, 6, **options) + dt.full((5, 6), 2.0, **options) + drawn
 
-    return of(run, ((5, 6), S0))(mesh)
+    return function_case(run, ((5, 6), S0))(mesh)
 
 
 @case
-def distribute_tensor_that_all_have(mesh: DeviceMesh) -> Made:
+def distribute_tensor_of_equal_values(mesh: DeviceMesh) -> Made:
     return (lambda a: dt.distribute_tensor(a.detach() * 2, mesh, S0, src_data_rank=None).sum(0), (torch.randn(5, 6),))
 
 
 @case
-def distribute_tensor_that_one_has(mesh: DeviceMesh) -> Made:
-    mine = torch.randn(5, 6) + mesh.get_local_rank()  # the others' values do not count
+def distribute_tensor_from_one_rank(mesh: DeviceMesh) -> Made:
+    mine = torch.randn(5, 6) + mesh.get_local_rank()  # values of other ranks are ignored
     cut = [[Shard(0)], [Shard(1)], [Replicate()], [Partial()], [Shard(0, sizes=(5, 0))]]
 
     def run(a: torch.Tensor) -> Any:
@@ -160,7 +161,7 @@ def distribute_tensor_that_one_has(mesh: DeviceMesh) -> Made:
 
 @case
 def distribute_tensor_that_requires_grad(mesh: DeviceMesh) -> Made:
-    """A leaf: gradients go to what it is multiplied with, none to the tensor that it is made of."""
+    """Check that the result is a leaf: no gradient flows to the source tensor."""
 
     def run(a: torch.Tensor, x: Any) -> Any:
         with torch.no_grad():
@@ -173,7 +174,7 @@ def distribute_tensor_that_requires_grad(mesh: DeviceMesh) -> Made:
 
 @case
 def local_map_(mesh: DeviceMesh) -> Made:
-    return of(lambda x: dt.local_map(torch.sin, S0, (S0,), device_mesh=mesh)(x) * 2, ((4, 6), S0))(mesh)
+    return function_case(lambda x: dt.local_map(torch.sin, S0, (S0,), device_mesh=mesh)(x) * 2, ((4, 6), S0))(mesh)
 
 
 # --- mathematics ----------------------------------------------------------------------------------------------------------
@@ -210,61 +211,65 @@ def loss_in_parallel(x: Any, t: Any) -> Any:
 TARGETS = torch.tensor([0, 3, 6, 1, 2])
 HEADS = ((2, 4, 5, 8), S1)
 MATHS: dict[str, Case] = {
-    "two layers": of(lambda x, w, b: ((x @ w + b).relu()[:, 1:] * 2).sum(), ((5, 6), S0), ((6, 7), S1), ((7,), S0)),
-    "contraction": of(lambda x, w: (x @ w).softmax(-1).sum(), ((5, 6), S1), ((6, 7), S0)),
-    "softmax over the shards": of(lambda x: (x.softmax(1) * x).sum(1), ((5, 6), S1)),
-    "layer_norm over the shards": of(lambda x: F.layer_norm(x, (6,)), ((5, 6), S1)),
-    "cross_entropy over the vocabulary": of(F.cross_entropy, ((5, 7), S1), (TARGETS, R)),
-    "cross_entropy of a batch": of(F.cross_entropy, ((5, 7), S0), (TARGETS, S0)),
-    "loss_parallel": of(loss_in_parallel, ((5, 7), S1), (TARGETS, R)),
-    "embedding": of(lambda t, w: F.embedding(t, w).sum(), (TARGETS, R), ((7, 4), S0)),
-    "attention": of(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), HEADS, HEADS, HEADS),
-    "cumsum": of(lambda x: x.cumsum(0), ((5, 6), S0)),  # the first rank has no use for what it is sent
-    "interpolation": of(lambda x: F.interpolate(F.softshrink(x), scale_factor=2.0, mode="bilinear"), ((2, 3, 4, 5), S1)),
-    "std": of(lambda x: x.std(0) + x.mean(), ((5, 6), S0)),  # ranks may save different values for the backward pass
-    "sort": of(lambda x: x.sort(0)[0] * 2, ((5, 6), S0)),
-    "argmax": of(lambda x: x.argmax(0) + (x > 0).sum(0), ((5, 6), S0)),
-    "where": of(lambda x: torch.where(x > 0, x, x.mean(0)).masked_fill(x > 1, 0), ((5, 6), S0)),
-    "made in the graph": of(
+    "two layers": function_case(lambda x, w, b: ((x @ w + b).relu()[:, 1:] * 2).sum(), ((5, 6), S0), ((6, 7), S1), ((7,), S0)),
+    "contraction": function_case(lambda x, w: (x @ w).softmax(-1).sum(), ((5, 6), S1), ((6, 7), S0)),
+    "softmax over the shards": function_case(lambda x: (x.softmax(1) * x).sum(1), ((5, 6), S1)),
+    "layer_norm over the shards": function_case(lambda x: F.layer_norm(x, (6,)), ((5, 6), S1)),
+    "cross_entropy over the vocabulary": function_case(F.cross_entropy, ((5, 7), S1), (TARGETS, R)),
+    "cross_entropy of a batch": function_case(F.cross_entropy, ((5, 7), S0), (TARGETS, S0)),
+    "loss_parallel": function_case(loss_in_parallel, ((5, 7), S1), (TARGETS, R)),
+    "embedding": function_case(lambda t, w: F.embedding(t, w).sum(), (TARGETS, R), ((7, 4), S0)),
+    "attention": function_case(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), HEADS, HEADS, HEADS),
+    "cumsum": function_case(lambda x: x.cumsum(0), ((5, 6), S0)),  # the first rank does not use the values that it receives
+    "interpolation": function_case(
+        lambda x: F.interpolate(F.softshrink(x), scale_factor=2.0, mode="bilinear"), ((2, 3, 4, 5), S1)
+    ),
+    "std": function_case(lambda x: x.std(0) + x.mean(), ((5, 6), S0)),  # ranks can save different values for backward
+    "sort": function_case(lambda x: x.sort(0)[0] * 2, ((5, 6), S0)),
+    "argmax": function_case(lambda x: x.argmax(0) + (x > 0).sum(0), ((5, 6), S0)),
+    "where": function_case(lambda x: torch.where(x > 0, x, x.mean(0)).masked_fill(x > 1, 0), ((5, 6), S0)),
+    "made in the graph": function_case(
         lambda x: x * torch.ones_like(x) + torch.zeros_like(x).fill_(3) + x.new_full((5, 6), 2.0), ((5, 6), S0)
     ),
-    "empty shards": of(lambda x: (x * 2).cumsum(0).sum(0) + x.amax(0), ((1, 6), S0)),
-    "no elements": of(lambda x: (x * 2).sum(0), ((0, 6), S0)),
-    "views": of(lambda x: (x.reshape(-1)[3:].view(9, 3).t() @ x[:3].flatten()[:9].view(9, 1)).sum(1), ((5, 6), S0)),
-    "a reshape that gathers": of(lambda x: (x * 2).flatten().clone(), ((5, 6), S1)),
-    "views as results": of(lambda x: ((x * 2)[1].sin(), (x * 3).t()[:, 4])[1], ((5, 6), S0)),
-    "a reshape as a result": of(lambda x: (x * 2).flatten(), ((5, 6), S1)),
-    "a row of an argument": of(lambda x: x[1], ((5, 6), S0)),
-    "a view that was written past": of(lambda x: (lambda z: (z[1], z.mul_(3))[0])(x * 2), ((5, 6), S0)),
-    "rows of stacks": of(lambda x, w: (x * 2) @ w, ((3, 4, 6), S1), ((6, 7), R)),
-    "views of columns": of(lambda x: x.t().flip(0).unfold(1, 2, 1).sum(-1).chunk(2)[1], ((5, 6), S1)),
-    "in place": of(in_place, ((5, 6), S0), ((5, 6), S0)),
-    "in place of an argument": of(in_place_of_an_argument, ((5, 6), S0), ((5, 6), S0)),
-    "autocast": of(under_autocast, ((5, 6), S0), ((6, 7), S1)),
-    "activation checkpointing": of(checkpointed, ((5, 6), S1), ((6, 7), S0)),
-    "large reductions": of(lambda x: (x @ x.t()).sum(), ((800, 600), S1)),
+    "empty shards": function_case(lambda x: (x * 2).cumsum(0).sum(0) + x.amax(0), ((1, 6), S0)),
+    "no elements": function_case(lambda x: (x * 2).sum(0), ((0, 6), S0)),
+    "views": function_case(lambda x: (x.reshape(-1)[3:].view(9, 3).t() @ x[:3].flatten()[:9].view(9, 1)).sum(1), ((5, 6), S0)),
+    "a reshape that gathers": function_case(lambda x: (x * 2).flatten().clone(), ((5, 6), S1)),
+    "views as results": function_case(lambda x: ((x * 2)[1].sin(), (x * 3).t()[:, 4])[1], ((5, 6), S0)),
+    "a reshape as a result": function_case(lambda x: (x * 2).flatten(), ((5, 6), S1)),
+    "a row of an argument": function_case(lambda x: x[1], ((5, 6), S0)),
+    "a view that was written past": function_case(lambda x: (lambda z: (z[1], z.mul_(3))[0])(x * 2), ((5, 6), S0)),
+    "rows of stacks": function_case(lambda x, w: (x * 2) @ w, ((3, 4, 6), S1), ((6, 7), R)),
+    "views of columns": function_case(lambda x: x.t().flip(0).unfold(1, 2, 1).sum(-1).chunk(2)[1], ((5, 6), S1)),
+    "in place": function_case(in_place, ((5, 6), S0), ((5, 6), S0)),
+    "in place of an argument": function_case(in_place_of_an_argument, ((5, 6), S0), ((5, 6), S0)),
+    "autocast": function_case(under_autocast, ((5, 6), S0), ((6, 7), S1)),
+    "activation checkpointing": function_case(checkpointed, ((5, 6), S1), ((6, 7), S0)),
+    "large reductions": function_case(lambda x: (x @ x.t()).sum(), ((800, 600), S1)),
 }
 
 
-# --- random numbers: those that are drawn without a compiler ----------------------------------------------------------------
+# --- random numbers: equal to those of eager programs -------------------------------------------------------------------
 def dropped_in_a_checkpoint(x: Any, w: Any) -> Any:
     return checkpoint(lambda x, w: F.dropout(x @ w, 0.3).sin(), x, w, use_reentrant=False)
 
 
 RANDOM: dict[str, Case] = {
-    "dropout": of(lambda x: F.dropout(F.dropout(x, 0.5), 0.1), ((5, 6), S0)),
-    "dropout in a checkpoint": of(dropped_in_a_checkpoint, ((5, 6), S1), ((6, 7), S0)),
-    "dropout of channels": of(lambda x: F.dropout2d(x, 0.5) * F.alpha_dropout(x, 0.5, True), ((2, 4, 5, 5), S1)),
-    "dropout in attention": of(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, dropout_p=0.3), HEADS, HEADS, HEADS),
-    "drawn like a tensor": of(lambda x: x * torch.rand_like(x) + torch.empty_like(x).normal_(), ((5, 6), S0)),
-    "drawn by values": of(lambda x: torch.bernoulli(x.sigmoid()) * torch.normal(x.detach(), 1.0) * x, ((5, 6), S1)),
-    "drawn categories": of(lambda x: x * torch.multinomial(x.detach().abs() + 1, 6, replacement=True), ((5, 6), S0)),
-    "rrelu": of(lambda x: F.rrelu(x, training=True), ((5, 6), S0)),
+    "dropout": function_case(lambda x: F.dropout(F.dropout(x, 0.5), 0.1), ((5, 6), S0)),
+    "dropout in a checkpoint": function_case(dropped_in_a_checkpoint, ((5, 6), S1), ((6, 7), S0)),
+    "dropout of channels": function_case(lambda x: F.dropout2d(x, 0.5) * F.alpha_dropout(x, 0.5, True), ((2, 4, 5, 5), S1)),
+    "dropout in attention": function_case(
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, dropout_p=0.3), HEADS, HEADS, HEADS
+    ),
+    "drawn like a tensor": function_case(lambda x: x * torch.rand_like(x) + torch.empty_like(x).normal_(), ((5, 6), S0)),
+    "drawn by values": function_case(lambda x: torch.bernoulli(x.sigmoid()) * torch.normal(x.detach(), 1.0) * x, ((5, 6), S1)),
+    "drawn categories": function_case(lambda x: x * torch.multinomial(x.detach().abs() + 1, 6, replacement=True), ((5, 6), S0)),
+    "rrelu": function_case(lambda x: F.rrelu(x, training=True), ((5, 6), S0)),
 }
 
 
-# --- every way to redistribute --------------------------------------------------------------------------------------------
-LYING: dict[str, Where] = {
+# --- redistributions ----------------------------------------------------------------------------------------------------
+LAYOUTS: dict[str, Where] = {
     "S0": S0,
     "S1": S1,
     "R": R,
@@ -274,12 +279,12 @@ LYING: dict[str, Where] = {
 }
 
 
-def moving(source: Where, target: Where) -> Case:
+def redistribute_case(source: Where, target: Where) -> Case:
     given = R if isinstance(source[0], Partial) else source
-    return of(lambda x: x.redistribute(placements=source).redistribute(placements=target) * 1, ((5, 6), given))
+    return function_case(lambda x: x.redistribute(placements=source).redistribute(placements=target) * 1, ((5, 6), given))
 
 
-MOVES = {f"{a} to {b}": moving(LYING[a], LYING[b]) for a in LYING for b in LYING if b != "max"}
+MOVES = {f"{a} to {b}": redistribute_case(LAYOUTS[a], LAYOUTS[b]) for a in LAYOUTS for b in LAYOUTS if b != "max"}
 
 
 # --- modules -----------------------------------------------------------------------------------------------------------------
@@ -292,7 +297,7 @@ class Block(nn.Module):
         return self.down(F.gelu(self.up(self.norm(x))))
 
 
-def planned(plan: Callable[[], dict[str, Any]], *shape: int) -> Case:
+def parallelized_block(plan: Callable[[], dict[str, Any]], *shape: int) -> Case:
     def make(mesh: DeviceMesh) -> Made:
         model = Block()
         parallelize_module(model, mesh, plan())
@@ -302,8 +307,8 @@ def planned(plan: Callable[[], dict[str, Any]], *shape: int) -> Case:
 
 
 MODULES = {
-    "columns and rows": planned(lambda: {"up": ColwiseParallel(), "down": RowwiseParallel()}, 5, 6),
-    "sequence parallel": planned(
+    "columns and rows": parallelized_block(lambda: {"up": ColwiseParallel(), "down": RowwiseParallel()}, 5, 6),
+    "sequence parallel": parallelized_block(
         lambda: {
             "": PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1)),
             "norm": SequenceParallel(),

@@ -1,4 +1,4 @@
-"""Random programs of a few operations each, of every kind: what compiled ones give is compared with the same, not compiled."""
+"""Random programs of a few operations, whose compiled results are compared with eager ones."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from compile_cases import Case, Made
 import dtensor as dt
 from dtensor import DeviceMesh, Partial, Replicate, Shard
 
-Step = Callable[[Any, Any], Any]  # of the value so far, and of another of the same shape
+Step = Callable[[Any, Any], Any]  # function of the current value and another value of equal shape
 ROWS, COLUMNS = 5, 6
 
 
-def written(write: Callable[[Any, Any], Any]) -> Step:
-    """A step that writes to a copy of the value so far."""
+def in_place_step(write: Callable[[Any, Any], Any]) -> Step:
+    """Return a step that writes to a copy of the current value."""
 
     def step(x: Any, y: Any) -> Any:
         z = x * 1
@@ -28,16 +28,16 @@ def written(write: Callable[[Any, Any], Any]) -> Step:
     return step
 
 
-def placed(*placements: Any) -> Step:
+def redistribute_step(*placements: Any) -> Step:
     return lambda x, y: x.redistribute(placements=list(placements))
 
 
-def assigned(z: Any, y: Any) -> None:
+def assign_slices(z: Any, y: Any) -> None:
     z[1:3] = y[2:4]
     z[0, ::2] = 3.0
 
 
-def of_heads(*given: Any) -> Any:
+def attention_of_heads(*given: Any) -> Any:
     return F.scaled_dot_product_attention(*(x.view(1, -1, 2, 3).transpose(1, 2) for x in given))
 
 
@@ -71,25 +71,25 @@ STEPS: dict[str, Step] = {
     "turned and back": lambda x, y: (x.t() + y.t()).t(),
     "folded": lambda x, y: x.unflatten(1, (2, 3)).transpose(0, 1).sum(0).repeat(1, 2) + y,
     "folded and back": lambda x, y: x.view(-1, 2, 3).movedim(1, 0).reshape(-1, COLUMNS) + y,
-    "heads": lambda x, y: of_heads(x, y, x).transpose(1, 2).reshape(-1, COLUMNS),
+    "heads": lambda x, y: attention_of_heads(x, y, x).transpose(1, 2).reshape(-1, COLUMNS),
     "stacked": lambda x, y: torch.stack([x, y], 1).amax(1),
     "chosen": lambda x, y: x.index_select(0, torch.tensor([4, 0, 3, 1, 2])) if type(x) is torch.Tensor else x.flip(1),
     "dropout": lambda x, y: F.dropout(x, 0.25) + y,
     "noise": lambda x, y: x + 0.1 * torch.rand_like(y),
     "norms": lambda x, y: F.normalize(x, dim=1) + x.norm() * 0.1,
     "log_softmax": lambda x, y: F.log_softmax(x, 1) * 0.3 + y,
-    "added in place": written(lambda z, y: z.add_(y)),
-    "a row in place": written(lambda z, y: z[2].mul_(y[1])),
-    "columns in place": written(lambda z, y: z[:, 1:4].add_(y[:, 2:5])),
-    "turned in place": written(lambda z, y: z.t().mul_(0.5)),
-    "assigned": written(assigned),
-    "filled": written(lambda z, y: z[:, 0].fill_(1.5)),
-    "flat in place": written(lambda z, y: z.view(-1)[7:20].sub_(1)),
-    "to S0": placed(Shard(0)),
-    "to S1": placed(Shard(1)),
-    "to R": placed(Replicate()),
-    "to P": placed(Partial()),
-    "to ragged": placed(Shard(0, sizes=(1, 4))),
+    "added in place": in_place_step(lambda z, y: z.add_(y)),
+    "a row in place": in_place_step(lambda z, y: z[2].mul_(y[1])),
+    "columns in place": in_place_step(lambda z, y: z[:, 1:4].add_(y[:, 2:5])),
+    "turned in place": in_place_step(lambda z, y: z.t().mul_(0.5)),
+    "assigned": in_place_step(assign_slices),
+    "filled": in_place_step(lambda z, y: z[:, 0].fill_(1.5)),
+    "flat in place": in_place_step(lambda z, y: z.view(-1)[7:20].sub_(1)),
+    "to S0": redistribute_step(Shard(0)),
+    "to S1": redistribute_step(Shard(1)),
+    "to R": redistribute_step(Replicate()),
+    "to P": redistribute_step(Partial()),
+    "to ragged": redistribute_step(Shard(0, sizes=(1, 4))),
     "through pieces": lambda x, y: dt.DTensor.from_local(
         x.redistribute(placements=[Shard(1)]).to_local().cos(), x.device_mesh, [Shard(1)], shape=x.shape
     ),
@@ -97,14 +97,14 @@ STEPS: dict[str, Step] = {
     "rounded": lambda x, y: x.to(torch.bfloat16).float() + y,
     "number": lambda x, y: x * y.detach().sum().sigmoid(),
 }
-LYING = ([Shard(0)], [Shard(1)], [Replicate()], [Shard(0, sizes=(4, 1))])
+LAYOUTS = ([Shard(0)], [Shard(1)], [Replicate()], [Shard(0, sizes=(4, 1))])
 
 
-def program(seed: int) -> tuple[str, Case]:
-    """The program of a seed: its words, and how to make it."""
+def random_case(seed: int) -> tuple[str, Case]:
+    """Return the description and the case of the program with this seed."""
     draw = random.Random(seed)
     names = draw.choices(list(STEPS), k=draw.randint(2, 5))
-    where = draw.choice(LYING), draw.choice(LYING)
+    where = draw.choice(LAYOUTS), draw.choice(LAYOUTS)
 
     def run(x: Any, y: Any) -> Any:
         for name in names:

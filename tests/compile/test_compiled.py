@@ -1,4 +1,4 @@
-"""Compiled as one graph, programs compute what they compute otherwise: values, gradients, placements. On two gloo processes."""
+"""Compiled programs equal eager ones on two gloo processes: values, gradients and placements."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from compile_cases import ALL, LINES, Case
 from gloo_processes import run_gloo
-from random_programs import program
+from random_programs import random_case
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
@@ -21,12 +21,12 @@ from dtensor import DTensor
 from dtensor.comm import backends
 
 pytestmark = pytest.mark.gloo
-SAMPLE = dict(map(program, range(3)))
+SAMPLE = dict(map(random_case, range(3)))
 ALL.update(SAMPLE)
 FEW = [
     *LINES,
     *SAMPLE,
-    "distribute_tensor_that_one_has",
+    "distribute_tensor_from_one_rank",
     "from_local",
     "from_local_of_replicas",
     "two layers",
@@ -39,7 +39,7 @@ FEW = [
 
 
 def outcome(make: Case, mesh: dt.DeviceMesh, backend: str | None) -> list[Any]:
-    """Results of two calls, then gradients, then the arguments as they are left."""
+    """Return the results of two calls, the gradients, and the arguments after the calls."""
     torch.manual_seed(7)
     run, args = make(mesh)
     if isinstance(run, nn.Module):
@@ -55,13 +55,13 @@ def outcome(make: Case, mesh: dt.DeviceMesh, backend: str | None) -> list[Any]:
         outs.append(call(*args))
         if outs[-1].requires_grad:
             outs[-1].sin().sum().backward()
-        for leaf in leaves:  # two leaves' gradients may be one memory, to which the second call would add twice
+        for leaf in leaves:  # gradients of two leaves can share memory, to which the second call would add twice
             leaf.grad = None if leaf.grad is None else leaf.grad.clone()
     return [*outs, *(leaf.grad for leaf in leaves), *args]
 
 
-def differing(one: Any, other: Any) -> str:
-    """What is not alike of two results; "" for nothing."""
+def find_difference(one: Any, other: Any) -> str:
+    """Return the difference of two results, or ""."""
     if one is None or other is None:
         return "" if one is other else f"{one} against {other}"
     if type(one) is not type(other):
@@ -76,15 +76,15 @@ def differing(one: Any, other: Any) -> str:
     return ""
 
 
-def compared(names: list[str], backend: str) -> dict[str, str]:
-    """Per case what went wrong. Compiled first: a plan that is made while a program is traced is right afterwards, too."""
+def compare_cases(names: list[str], backend: str) -> dict[str, str]:
+    """Return the error of each case. Compiled programs run first, to check that plans made while tracing are right afterwards."""
     mesh = dt.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     found = {}
     for name in names:
         torch._dynamo.reset()
         try:
             got, wanted = outcome(ALL[name], mesh, backend), outcome(ALL[name], mesh, None)
-            found[name] = "\n".join(filter(None, map(differing, got, wanted)))
+            found[name] = "\n".join(filter(None, map(find_difference, got, wanted)))
         except Exception:
             found[name] = traceback.format_exc()
     return found
@@ -92,67 +92,67 @@ def compared(names: list[str], backend: str) -> dict[str, str]:
 
 @functools.cache
 def results(backend: str, names: tuple[str, ...]) -> list[dict[str, str]]:
-    return run_gloo(compared, 2, list(names), backend, timeout_s=280.0)
+    return run_gloo(compare_cases, 2, list(names), backend, timeout_s=280.0)
 
 
 @pytest.mark.parametrize("name", FEW)
-def test_few_through_autograd(name: str) -> None:
+def test_some_programs_compiled_by_aot_eager_equal_eager(name: str) -> None:
     for rank in results("aot_eager", tuple(FEW)):
         assert not rank[name], rank[name]
 
 
-def of_random_programs(seeds: range) -> dict[str, str]:
-    made = dict(map(program, seeds))
+def compare_random_programs(seeds: range) -> dict[str, str]:
+    made = dict(map(random_case, seeds))
     ALL.update(made)
-    return {name: wrong for name, wrong in compared(list(made), "aot_eager").items() if wrong}
+    return {name: wrong for name, wrong in compare_cases(list(made), "aot_eager").items() if wrong}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, 240, 60))
-def test_random_programs(first: int) -> None:
-    for rank in run_gloo(of_random_programs, 2, range(first, first + 60), timeout_s=280.0):
+def test_random_programs_compiled_by_aot_eager_equal_eager(first: int) -> None:
+    for rank in run_gloo(compare_random_programs, 2, range(first, first + 60), timeout_s=280.0):
         assert not rank, "\n".join(f"{name}\n{wrong}" for name, wrong in rank.items())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in ALL if name not in FEW])
-def test_all_through_autograd(name: str) -> None:
+def test_other_programs_compiled_by_aot_eager_equal_eager(name: str) -> None:
     for rank in results("aot_eager", tuple(name for name in ALL if name not in FEW)):
         assert not rank[name], rank[name]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FEW)
-def test_graphs_as_dynamo_makes_them(name: str) -> None:
+def test_programs_compiled_by_eager_backend_equal_eager(name: str) -> None:
     for rank in results("eager", tuple(FEW)):
         assert not rank[name], rank[name]
 
 
-def by_reductions_of_the_backend(names: list[str]) -> dict[str, str]:
-    """As on backends whose own reductions and gathers are taken."""
+def compare_with_backend_collectives(names: list[str]) -> dict[str, str]:
+    """Compare with a backend whose own reductions and gathers are used."""
     backends._TRAITS["gloo"] = replace(backends._TRAITS["gloo"], reduces=True)
-    return compared(names, "aot_eager")
+    return compare_cases(names, "aot_eager")
 
 
 @pytest.mark.slow
-def test_collectives_of_the_backend() -> None:
+def test_compiled_programs_with_backend_collectives_equal_eager() -> None:
     names = [*FEW, "sequence parallel", "R to P", "P to S0", "S0 to R", "std", "argmax", "cross_entropy over the vocabulary"]
-    for rank in run_gloo(by_reductions_of_the_backend, 2, names, timeout_s=280.0):
+    for rank in run_gloo(compare_with_backend_collectives, 2, names, timeout_s=280.0):
         assert not any(rank.values()), rank
 
 
-GENERATED = [*FEW, "from_local_of_alike_pieces", "sequence parallel", "loss_parallel", "attention"]
+GENERATED = [*FEW, "from_local_of_equal_shards", "sequence parallel", "loss_parallel", "attention"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", GENERATED)
-def test_generated_code(name: str) -> None:
+def test_programs_compiled_by_inductor_equal_eager(name: str) -> None:
     for rank in results("inductor", tuple(GENERATED)):
         assert not rank[name], rank[name]
 
 
 def losses_without_classes(backend: str) -> list[str]:
-    """What is wrong of losses of which one rank has targets, and no class."""
+    """Return the errors of losses in which one rank has no classes."""
     mesh = dt.init_device_mesh("cpu", (2,))
     found = []
     for options in ({}, {"reduction": "sum"}, {"reduction": "none"}, {"label_smoothing": 0.1}):
@@ -167,18 +167,18 @@ def losses_without_classes(backend: str) -> list[str]:
             loss.sum().backward()
             return [loss, x.grad]
 
-        found += filter(None, map(differing, of(torch.compile(run, backend=backend, fullgraph=True)), of(run)))
+        found += filter(None, map(find_difference, of(torch.compile(run, backend=backend, fullgraph=True)), of(run)))
     return found
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["aot_eager_decomp_partition", "inductor"])  # the former computes in generated code's steps
-def test_losses_of_a_rank_without_classes(backend: str) -> None:
+@pytest.mark.parametrize("backend", ["aot_eager_decomp_partition", "inductor"])  # the former decomposes as generated code does
+def test_compiled_losses_on_a_rank_without_classes_equal_eager(backend: str) -> None:
     assert run_gloo(losses_without_classes, 2, backend, timeout_s=280.0) == [[], []]
 
 
-def graphs_for_tensors_under_way() -> None:
-    """Nine tensors under way make the graphs of one that requires grad and of one that does not. A plain DTensor adds its own."""
+def count_graphs_of_tensors_in_flight() -> None:
+    """Check that tensors in flight need two graphs (with and without requires_grad), and a plain DTensor one more."""
     mesh = dt.init_device_mesh("cpu", (2,))
 
     def scaled(x: Any) -> Any:
@@ -213,5 +213,5 @@ def graphs_for_tensors_under_way() -> None:
                 assert counter.frame_count == parts * (min(step + 1, 2) if step < 9 else 3), (function, backend, step)
 
 
-def test_tensors_under_way_share_a_graph() -> None:
-    run_gloo(graphs_for_tensors_under_way, 2, timeout_s=280.0)
+def test_compiled_functions_of_tensors_in_flight_share_graphs() -> None:
+    run_gloo(count_graphs_of_tensors_in_flight, 2, timeout_s=280.0)

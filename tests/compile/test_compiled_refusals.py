@@ -1,4 +1,4 @@
-"""What is refused as one graph, by name and with what to do. On two gloo processes."""
+"""Refusals of ``fullgraph=True``: errors that name the cause and the remedy, on two gloo processes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def refused_writes(mesh: dt.DeviceMesh) -> None:
     double = torch.compile(lambda v: v.mul_(2), backend="aot_eager", fullgraph=True)
     with pytest.raises(Exception, match="pass the base, or write to a clone"):
         double(y.view(35))
-    double(x[0])  # a view of what one rank has: each rank writes to its part
+    double(x[0])  # a view of elements of one rank: each rank writes its part
     assert x.full_tensor().sum() == 42
 
 
@@ -33,16 +33,16 @@ def doubled(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def refused_writes_to_shared_memory(mesh: dt.DeviceMesh) -> None:
-    """What is written to one argument shows in another, which a graph of two arguments would not know."""
+    """Check arguments that share memory, where a write to one changes the other."""
     torch._dynamo.reset()
     x = dt.distribute_tensor(torch.ones(6, 6), mesh, [Shard(0)])
     part = dt.distribute_tensor(torch.ones(8, 6), mesh, [Shard(1)])[2:]
-    few = dt.distribute_tensor(torch.ones(1, 6), mesh, [Shard(0)])  # one rank has nothing, and refuses as the others do
+    few = dt.distribute_tensor(torch.ones(1, 6), mesh, [Shard(0)])  # one rank has no elements, and raises like the others
     pairs = [(x, x.detach()), (x, x.t()), (x, x.to_local()), (part[:4], part[2:]), (x.to_local(), x), (x, x[0])]
     for written, read in (*pairs, (few, few.t()), (few[:, :4], few[:, 2:])):
         for dynamic in (False, True):
             if dynamic and not isinstance(written, DTensor):
-                continue  # refused in words that name nothing, as a plain tensor and its view are
+                continue  # raises torch's error, as for a plain tensor and its view
             with pytest.raises(Exception, match="aliased inputs that are mutated"):
                 torch.compile(doubled, backend="aot_eager", fullgraph=True, dynamic=dynamic)(written, read)
     for written, read in ((x[:3], x[3:]), (x, x), *_side_by_side(mesh)):
@@ -55,7 +55,7 @@ def refused_writes_to_shared_memory(mesh: dt.DeviceMesh) -> None:
 
 
 def _side_by_side(mesh: dt.DeviceMesh) -> list[tuple[DTensor, DTensor]]:
-    """Tensors whose pieces lie one after the other in one memory, as those of a bucket do."""
+    """Return pairs of tensors whose local tensors are adjacent in one storage, as in a bucket."""
     bucket = torch.ones(30)
     pieces = [bucket[i : i + 6].view(2, 3) for i in range(0, 30, 6)]
     x, y, z, *_ = (DTensor.from_local(piece, mesh, [Shard(0)], shape=(4, 3)) for piece in pieces)
@@ -78,7 +78,7 @@ def refused_exports(mesh: dt.DeviceMesh) -> None:
             torch.export.export(model, (torch.randn(5, 6),), strict=strict)
 
 
-def entered(mode: Callable[[], AbstractContextManager[None]]) -> Callable[[torch.Tensor], torch.Tensor]:
+def inside_mode(mode: Callable[[], AbstractContextManager[None]]) -> Callable[[torch.Tensor], torch.Tensor]:
     def run(x: torch.Tensor) -> torch.Tensor:
         with mode():
             y = x * 2
@@ -91,17 +91,17 @@ def refused_modes(mesh: dt.DeviceMesh) -> None:
     x = dt.distribute_tensor(torch.ones(5, 7), mesh, [Shard(0)])
     for mode in (dt.implicit_replication, dt.explicit, lambda: dt.remember("nothing")):
         with pytest.raises(Exception, match="enter it around the call"):
-            torch.compile(entered(mode), backend="aot_eager", fullgraph=True)(x)
+            torch.compile(inside_mode(mode), backend="aot_eager", fullgraph=True)(x)
         torch._dynamo.reset()
-        assert torch.compile(entered(mode), backend="aot_eager")(x).full_tensor().eq(3).all()
+        assert torch.compile(inside_mode(mode), backend="aot_eager")(x).full_tensor().eq(3).all()
 
 
 def counts(x: torch.Tensor) -> torch.Tensor:
     return torch.bincount(x.flatten().long(), minlength=9)
 
 
-def refused(mesh: dt.DeviceMesh) -> None:
-    """As one graph these are refused, and the cause is named."""
+def refused_sizes_and_constructors(mesh: dt.DeviceMesh) -> None:
+    """Check operators with data-dependent sizes and invalid constructors, which raise under ``fullgraph=True``."""
     torch._dynamo.reset()
     x = dt.distribute_tensor(torch.ones(5, 7), mesh, [Shard(0)])
     for values, name in (
@@ -126,10 +126,10 @@ def refused(mesh: dt.DeviceMesh) -> None:
             torch.compile(call, backend="aot_eager", fullgraph=True)(uneven.requires_grad_())
 
 
-def on_processes() -> None:
+def check_all_refusals() -> None:
     mesh = dt.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     for refusals in (
-        refused,
+        refused_sizes_and_constructors,
         refused_writes,
         refused_writes_to_shared_memory,
         refused_modes,
@@ -140,5 +140,5 @@ def on_processes() -> None:
 
 
 @pytest.mark.slow
-def test_refusals_on_processes() -> None:
-    run_gloo(on_processes, 2, timeout_s=280.0)
+def test_fullgraph_refusals_name_cause_and_remedy() -> None:
+    run_gloo(check_all_refusals, 2, timeout_s=280.0)

@@ -1,4 +1,4 @@
-"""One graph for many sizes: values, gradients, placements are those of the program without a compiler. On gloo processes."""
+"""Compiled programs with dynamic sizes on gloo processes: few graphs, and values, gradients and placements of eager programs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from compile_cases import Block
 from gloo_processes import run_gloo
 from random_programs import STEPS
-from test_compiled import differing
+from test_compiled import find_difference
 from torch import nn
 
 import dtensor as dt
@@ -25,42 +25,42 @@ FEW = (4, 8, 6, 5)
 SIZES = (4, 6, 8, 10, 12, 14, 18, 20, 22, 24, 26, 28, 5, 7, 9, 11, 13, 15, 2, 3, 1, 0)
 
 
-def whole(size: int, *others: int) -> torch.Tensor:
+def random_values(size: int, *others: int) -> torch.Tensor:
     torch.manual_seed(size)
     return torch.randn(size, *others)
 
 
-def cut(mesh: dt.DeviceMesh, size: int, *others: int, dim: int = 0) -> DTensor:
-    return dt.distribute_tensor(whole(size, *others), mesh, [Shard(dim)] * mesh.ndim).requires_grad_()
+def sharded_leaf(mesh: dt.DeviceMesh, size: int, *others: int, dim: int = 0) -> DTensor:
+    return dt.distribute_tensor(random_values(size, *others), mesh, [Shard(dim)] * mesh.ndim).requires_grad_()
 
 
-def plain(size: int, *others: int) -> torch.Tensor:
-    return whole(size, *others).requires_grad_()
+def plain_leaf(size: int, *others: int) -> torch.Tensor:
+    return random_values(size, *others).requires_grad_()
 
 
 def tensor_parallel(mesh: dt.DeviceMesh) -> Made:
     model = parallelize_module(Block(), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    return model, lambda size: plain(size, 6)
+    return model, lambda size: plain_leaf(size, 6)
 
 
 def sequence_parallel(mesh: dt.DeviceMesh) -> Made:
     model = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6))
     into = ColwiseParallel(input_layouts=Shard(1))
     parallelize_module(model, mesh, {"0": SequenceParallel(), "1": into, "3": RowwiseParallel(output_layouts=Shard(1))})
-    return model, lambda size: cut(mesh, size, 2 * size, 6, dim=1)
+    return model, lambda size: sharded_leaf(mesh, size, 2 * size, 6, dim=1)
 
 
 def as_large_as_a_dim(mesh: dt.DeviceMesh) -> Made:
-    """At 6 rows the batch is as large as the features are."""
+    """Return a program whose batch size can equal the number of features."""
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6))
     down = RowwiseParallel(output_layouts=Shard(0), use_local_output=False)
     parallelize_module(model, mesh, {"0": ColwiseParallel(input_layouts=Shard(0)), "2": down})
-    return model, lambda size: cut(mesh, size, 6)
+    return model, lambda size: sharded_leaf(mesh, size, 6)
 
 
 def batch(mesh: dt.DeviceMesh) -> Made:
     weight = dt.distribute_tensor(torch.arange(42.0).view(6, 7).sin(), mesh, [Replicate()] * mesh.ndim)
-    return lambda x: F.relu(x @ weight).softmax(1).sum(0), lambda size: cut(mesh, size, 6)
+    return lambda x: F.relu(x @ weight).softmax(1).sum(0), lambda size: sharded_leaf(mesh, size, 6)
 
 
 def attention(mesh: dt.DeviceMesh) -> Made:
@@ -68,7 +68,7 @@ def attention(mesh: dt.DeviceMesh) -> Made:
         heads = x.view(x.shape[0], x.shape[1], 4, 2).transpose(1, 2)
         return F.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).reshape(x.shape)
 
-    return run, lambda size: cut(mesh, size, size + 3, 8, dim=2)
+    return run, lambda size: sharded_leaf(mesh, size, size + 3, 8, dim=2)
 
 
 def loss_over_the_vocabulary(mesh: dt.DeviceMesh) -> Made:
@@ -77,16 +77,16 @@ def loss_over_the_vocabulary(mesh: dt.DeviceMesh) -> Made:
         with loss_parallel():
             return F.cross_entropy(x * 2, targets)
 
-    return run, lambda size: cut(mesh, max(size, 1), 7, dim=1)  # of nothing: no number
+    return run, lambda size: sharded_leaf(mesh, max(size, 1), 7, dim=1)  # the loss of an empty batch is NaN
 
 
 def quantiles(mesh: dt.DeviceMesh) -> Made:
-    return lambda x: x.quantile(0.3, dim=0), lambda size: cut(mesh, max(size, 2), 6)
+    return lambda x: x.quantile(0.3, dim=0), lambda size: sharded_leaf(mesh, max(size, 2), 6)
 
 
-def positions(mesh: dt.DeviceMesh) -> Made:
-    """The position of the largest of all elements counts from where a block begins, which follows from the size."""
-    return lambda x: x * x.detach().argmax() + x.argmin(0) + x.min(0)[1], lambda size: cut(mesh, max(size, 1), 6)
+def argmax_positions(mesh: dt.DeviceMesh) -> Made:
+    """Return a program with argmax, whose result depends on the offset of each shard."""
+    return lambda x: x * x.detach().argmax() + x.argmin(0) + x.min(0)[1], lambda size: sharded_leaf(mesh, max(size, 1), 6)
 
 
 def plain_targets(mesh: dt.DeviceMesh) -> Made:
@@ -95,18 +95,18 @@ def plain_targets(mesh: dt.DeviceMesh) -> Made:
         with loss_parallel():
             return F.cross_entropy((x * 2).flatten(0, 1), targets)
 
-    return run, lambda size: cut(mesh, max(size, 1), 2, 7, dim=2)
+    return run, lambda size: sharded_leaf(mesh, max(size, 1), 2, 7, dim=2)
 
 
 def norms_of_scattered_rows(mesh: dt.DeviceMesh) -> Made:
-    """At 8 rows there are as many as the weight has: its number is the size of the dim that a symbol has cut."""
+    """Return a program in which a symbolic size can equal a size of the weight."""
     weight = dt.distribute_tensor(torch.arange(64.0).view(8, 8).sin(), mesh, [Shard(0)] * mesh.ndim)
 
     def run(x: DTensor) -> DTensor:
         y = (x @ weight).redistribute(placements=[Shard(1)])
         return F.layer_norm(y * 1, (8,)).redistribute(placements=[Replicate()])
 
-    return run, lambda size: dt.distribute_tensor(whole(size, 8).unsqueeze(0), mesh, [Shard(2)]).requires_grad_()
+    return run, lambda size: dt.distribute_tensor(random_values(size, 8).unsqueeze(0), mesh, [Shard(2)]).requires_grad_()
 
 
 def redistributed(mesh: dt.DeviceMesh) -> Made:
@@ -114,27 +114,31 @@ def redistributed(mesh: dt.DeviceMesh) -> Made:
         there = (x * 2).redistribute(placements=[Shard(1)]).sin().redistribute(placements=[Replicate()])
         return there.cos().redistribute(placements=[Partial()]).redistribute(placements=[Shard(0)])
 
-    return run, lambda size: cut(mesh, size, 6)
+    return run, lambda size: sharded_leaf(mesh, size, 6)
 
 
 def from_local(mesh: dt.DeviceMesh) -> Made:
     weight = dt.distribute_tensor(torch.arange(42.0).view(6, 7).sin(), mesh, [Shard(1)])
-    return lambda x: (DTensor.from_local(x, mesh, [Shard(0)]) @ weight).to_local(), lambda size: plain(size, 6)
+    return lambda x: (DTensor.from_local(x, mesh, [Shard(0)]) @ weight).to_local(), lambda size: plain_leaf(size, 6)
 
 
 def flattened(mesh: dt.DeviceMesh) -> Made:
-    return lambda x: x.reshape(x.shape[0] * 2, 3).view(-1) * x.shape[0], lambda size: cut(mesh, 2 * size, 6)
+    return lambda x: x.reshape(x.shape[0] * 2, 3).view(-1) * x.shape[0], lambda size: sharded_leaf(mesh, 2 * size, 6)
 
 
 def drawn(mesh: dt.DeviceMesh) -> Made:
-    return lambda x: F.dropout(x, 0.5) + torch.rand_like(x) * torch.bernoulli(x.sigmoid()), lambda size: cut(mesh, size, 6)
+    return lambda x: F.dropout(x, 0.5) + torch.rand_like(x) * torch.bernoulli(x.sigmoid()), lambda size: sharded_leaf(
+        mesh, size, 6
+    )
 
 
 def of_one_tensor(mesh: dt.DeviceMesh) -> Made:
-    return lambda x: dt.distribute_tensor(x.detach() * 2, mesh, [Shard(0)]).sum(1) + x.sum(1).mean(), lambda size: plain(size, 6)
+    return lambda x: dt.distribute_tensor(x.detach() * 2, mesh, [Shard(0)]).sum(1) + x.sum(1).mean(), lambda size: plain_leaf(
+        size, 6
+    )
 
 
-PROGRAMS: dict[Program, int] = {  # and the most graphs: of even sizes, of odd ones, of 3, 2, 1 and none
+PROGRAMS: dict[Program, int] = {  # and the largest number of graphs: for even and odd sizes, and for 3, 2, 1 and 0
     tensor_parallel: 7,
     sequence_parallel: 6,
     as_large_as_a_dim: 7,
@@ -148,7 +152,7 @@ PROGRAMS: dict[Program, int] = {  # and the most graphs: of even sizes, of odd o
     loss_over_the_vocabulary: 5,
     plain_targets: 5,
     quantiles: 7,
-    positions: 9,
+    argmax_positions: 9,
     norms_of_scattered_rows: 7,
 }
 
@@ -156,20 +160,20 @@ PROGRAMS: dict[Program, int] = {  # and the most graphs: of even sizes, of odd o
 def data_and_tensor_parallel(mesh: dt.DeviceMesh) -> Made:
     torch.manual_seed(3)
     placed = [(6, 8, [Replicate(), Shard(1)]), (8, 6, [Replicate(), Shard(0)])]
-    up, down = [dt.distribute_tensor(whole(a, b), mesh, where).requires_grad_() for a, b, where in placed]
+    up, down = [dt.distribute_tensor(random_values(a, b), mesh, where).requires_grad_() for a, b, where in placed]
 
     def run(x: DTensor) -> DTensor:
         return F.dropout(F.gelu(x @ up) @ down, 0.2).redistribute(placements=[Shard(0), Replicate()]).softmax(1)
 
     def make(size: int) -> DTensor:
-        return dt.distribute_tensor(whole(size, 6), mesh, [Shard(0), Replicate()]).requires_grad_()
+        return dt.distribute_tensor(random_values(size, 6), mesh, [Shard(0), Replicate()]).requires_grad_()
 
     return run, make
 
 
 def cut_by_both(mesh: dt.DeviceMesh) -> Made:
     run = lambda x: (x.sin() @ x.t()).redistribute(placements=[Shard(1), Shard(0)]).sum(1)  # noqa: E731
-    return run, lambda size: cut(mesh, size, 6)
+    return run, lambda size: sharded_leaf(mesh, size, 6)
 
 
 def outcomes(run: Any, make: Callable[[int], torch.Tensor], parameters: list[Any], sizes: Sequence[int]) -> list[Any]:
@@ -194,7 +198,7 @@ def counting(backend: str) -> tuple[list[None], Callable[[Any, Any], Any]]:
     return graphs, counted
 
 
-def wrong_of(program: Program, mesh: dt.DeviceMesh, most: int, dynamic: bool | None, backend: str, sizes: Sequence[int]) -> str:
+def find_error(program: Program, mesh: dt.DeviceMesh, most: int, dynamic: bool | None, backend: str, sizes: Sequence[int]) -> str:
     torch._dynamo.reset()
     torch.manual_seed(0)
     run, make = program(mesh)
@@ -204,49 +208,51 @@ def wrong_of(program: Program, mesh: dt.DeviceMesh, most: int, dynamic: bool | N
         torch.compile(run, backend=counted, fullgraph=True, dynamic=dynamic, recompile_limit=16), make, parameters, sizes
     )
     wanted = outcomes(run, make, parameters, sizes)
-    differ = "; ".join(filter(None, map(differing, got, wanted)))
+    differ = "; ".join(filter(None, map(find_difference, got, wanted)))
     if differ or len(graphs) > most + (dynamic is None):
         return f"{program.__name__}: {len(graphs)} graphs; {differ[:300]}"
     return ""
 
 
-def compared(programs: dict[Program, int], shape: tuple[int, ...], dynamic: bool | None, backend: str, sizes: Any) -> list[str]:
+def compare_programs(
+    programs: dict[Program, int], shape: tuple[int, ...], dynamic: bool | None, backend: str, sizes: Any
+) -> list[str]:
     mesh = dt.init_device_mesh("cpu", shape)
-    return [wrong for program, most in programs.items() if (wrong := wrong_of(program, mesh, most, dynamic, backend, sizes))]
+    return [wrong for program, most in programs.items() if (wrong := find_error(program, mesh, most, dynamic, backend, sizes))]
 
 
-def test_few_sizes_in_fewer_graphs() -> None:
+def test_few_sizes_compile_to_fewer_graphs() -> None:
     few: dict[Program, int] = {as_large_as_a_dim: 3, batch: 2, drawn: 2, tensor_parallel: 4}
-    assert run_gloo(compared, 2, few, (2,), True, "aot_eager", FEW, timeout_s=120.0) == [[], []]
+    assert run_gloo(compare_programs, 2, few, (2,), True, "aot_eager", FEW, timeout_s=120.0) == [[], []]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [True, None])
-def test_many_sizes_in_few_graphs(dynamic: bool | None) -> None:
-    assert run_gloo(compared, 2, PROGRAMS, (2,), dynamic, "aot_eager", SIZES, timeout_s=280.0) == [[], []]
+def test_many_sizes_compile_to_few_graphs(dynamic: bool | None) -> None:
+    assert run_gloo(compare_programs, 2, PROGRAMS, (2,), dynamic, "aot_eager", SIZES, timeout_s=280.0) == [[], []]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
-def test_few_sizes_by_other_backends(backend: str) -> None:
+def test_few_sizes_compiled_by_eager_backend_and_inductor(backend: str) -> None:
     few: dict[Program, int] = dict.fromkeys((as_large_as_a_dim, batch, drawn, flattened, redistributed), 4)
-    assert run_gloo(compared, 2, few, (2,), True, backend, FEW, timeout_s=280.0) == [[], []]
+    assert run_gloo(compare_programs, 2, few, (2,), True, backend, FEW, timeout_s=280.0) == [[], []]
 
 
 @pytest.mark.slow
-def test_many_sizes_on_a_mesh_of_two_dims() -> None:
+def test_many_sizes_compile_to_few_graphs_on_a_2d_mesh() -> None:
     both: dict[Program, int] = {data_and_tensor_parallel: 13, cut_by_both: 14}
-    assert run_gloo(compared, 4, both, (2, 2), True, "aot_eager", SIZES, timeout_s=280.0) == [[]] * 4
+    assert run_gloo(compare_programs, 4, both, (2, 2), True, "aot_eager", SIZES, timeout_s=280.0) == [[]] * 4
 
 
 @pytest.mark.slow
-def test_sizes_on_three_processes() -> None:
+def test_dynamic_sizes_on_three_processes() -> None:
     few: dict[Program, int] = dict.fromkeys((batch, redistributed, drawn, as_large_as_a_dim), 7)
-    assert run_gloo(compared, 3, few, (3,), True, "aot_eager", (6, 9, 12, 7, 8, 4, 2), timeout_s=280.0) == [[]] * 3
+    assert run_gloo(compare_programs, 3, few, (3,), True, "aot_eager", (6, 9, 12, 7, 8, 4, 2), timeout_s=280.0) == [[]] * 3
 
 
-def generated_of(names: Sequence[str], sizes: Sequence[int], records: bool) -> list[str]:
-    """What is wrong of a random program's results and gradients, in generated code for any size."""
+def compare_inductor(names: Sequence[str], sizes: Sequence[int], records: bool) -> list[str]:
+    """Return the errors of a random program compiled by inductor for any size."""
     mesh = dt.init_device_mesh("cpu", (2,))
 
     def run(x: Any, y: Any) -> Any:
@@ -257,7 +263,7 @@ def generated_of(names: Sequence[str], sizes: Sequence[int], records: bool) -> l
     def of(call: Any) -> list[Any]:
         found = []
         for size in sizes:
-            given = [cut(mesh, size, 6, dim=dim) for dim in (1, 0)]
+            given = [sharded_leaf(mesh, size, 6, dim=dim) for dim in (1, 0)]
             with torch.set_grad_enabled(records):
                 found.append(call(*given))
             if records:
@@ -266,7 +272,7 @@ def generated_of(names: Sequence[str], sizes: Sequence[int], records: bool) -> l
         return found
 
     compiled = torch.compile(run, backend="inductor", fullgraph=True, dynamic=True)
-    return list(filter(None, map(differing, of(compiled), of(run))))
+    return list(filter(None, map(find_difference, of(compiled), of(run))))
 
 
 @pytest.mark.slow
@@ -274,13 +280,13 @@ def generated_of(names: Sequence[str], sizes: Sequence[int], records: bool) -> l
     ("names", "sizes", "records"),
     [(("clamped", "less its mean", "cumsum of rows", "norms"), (8, 5), True), (("turned in place", "moved down"), (5,), False)],
 )
-def test_generated_code_of_uneven_blocks(names: Sequence[str], sizes: Sequence[int], records: bool) -> None:
-    """What is packed for a collective has strides of the compiler's choice."""
-    assert run_gloo(generated_of, 2, names, sizes, records, timeout_s=280.0) == [[], []]
+def test_inductor_code_of_uneven_shards(names: Sequence[str], sizes: Sequence[int], records: bool) -> None:
+    """Check collectives of buffers whose strides the compiler chooses."""
+    assert run_gloo(compare_inductor, 2, names, sizes, records, timeout_s=280.0) == [[], []]
 
 
-def written_of(backend: str, sizes: Sequence[int]) -> list[str]:
-    """What is wrong where a program writes to arguments that require grad: those are results of its graph, too."""
+def compare_written_arguments(backend: str, sizes: Sequence[int]) -> list[str]:
+    """Return the errors of programs that write to arguments that require grad."""
     mesh = dt.init_device_mesh("cpu", (2,))
 
     def both(x: Any, y: Any) -> Any:
@@ -288,14 +294,14 @@ def written_of(backend: str, sizes: Sequence[int]) -> list[str]:
         y[:1].add_(x.detach()[1:2])
         return (x * x.full_tensor().mean().detach()) @ (y.t() @ x).sin()
 
-    def one(x: Any, y: Any) -> Any:  # sizes of the other stay open
+    def one(x: Any, y: Any) -> Any:  # sizes of the other argument stay symbolic
         x.mul_(2)
         return (x @ y.t()).tanh() @ y
 
     def of(call: Any) -> list[Any]:
         found = []
         for size in sizes:
-            leaves = [cut(mesh, size, 6, dim=dim) for dim in (1, 0)]
+            leaves = [sharded_leaf(mesh, size, 6, dim=dim) for dim in (1, 0)]
             given = [x * 1 for x in leaves]
             call(*given).sin().sum().backward()
             found += [x.grad for x in leaves] + given
@@ -304,11 +310,11 @@ def written_of(backend: str, sizes: Sequence[int]) -> list[str]:
     found = []
     for run in (both, one):
         compiled = torch.compile(run, backend=backend, fullgraph=True, dynamic=None if run is both else True)
-        found += filter(None, map(differing, of(compiled), of(run)))
+        found += filter(None, map(find_difference, of(compiled), of(run)))
     return found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_arguments_that_are_written(backend: str) -> None:
-    assert run_gloo(written_of, 2, backend, (4, 6, 5, 7), timeout_s=280.0) == [[], []]
+def test_writes_to_compiled_arguments_of_dynamic_sizes(backend: str) -> None:
+    assert run_gloo(compare_written_arguments, 2, backend, (4, 6, 5, 7), timeout_s=280.0) == [[], []]

@@ -1,4 +1,4 @@
-"""Compiled training steps, changing sizes and layouts, data parallel modules, and what breaks a graph. On two gloo processes."""
+"""Compiled training steps on two gloo processes: changing sizes and layouts, data-parallel modules, and graph breaks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from compile_cases import Block
 from gloo_processes import run_gloo
-from test_compiled import differing
+from test_compiled import find_difference
 from torch import nn
 from torch._dynamo import compiled_autograd
 from torch._dynamo.backends.common import aot_autograd
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.gloo
 Compile = Callable[..., Any]
 
 
-def _trained(model: Any, run: Any, how: Compile | None = None, **options: Any) -> list[Any]:
+def _train(model: Any, run: Any, how: Compile | None = None, **options: Any) -> list[Any]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **options)
     x, losses, gradients = torch.randn(5, 6), [], []
 
@@ -57,32 +57,32 @@ def _trained(model: Any, run: Any, how: Compile | None = None, **options: Any) -
 
 def tensor_parallel(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
     model = parallelize_module(Block(), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    return _trained(model, how(model, fullgraph=True))
+    return _train(model, how(model, fullgraph=True))
 
 
 def compiled_optimizers(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
     found = []
     for options in ({}, {"foreach": False}, {"foreach": True}, {"fused": True}):
         model = parallelize_module(Block(), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        found += _trained(model, how(model, fullgraph=True), how, **options)
+        found += _train(model, how(model, fullgraph=True), how, **options)
     return found
 
 
 def compiled_backward(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
     model = parallelize_module(Block(), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
     loss = how(model, fullgraph=True)(torch.randn(5, 6)).square().mean()
-    with contextlib.nullcontext() if how is _plainly else compiled_autograd._enable(torch.compile(backend="eager")):
+    with contextlib.nullcontext() if how is _without_compiler else compiled_autograd._enable(torch.compile(backend="eager")):
         loss.backward()
     return [loss, *(p.grad for p in model.parameters())]
 
 
 def fully_sharded(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
     model = fully_shard(Block(), mesh=mesh)
-    return _trained(model, how(model))
+    return _train(model, how(model))
 
 
-def of_blocks(shard: Callable[..., Any], compiled: Compile | None, **options: Any) -> nn.Sequential:
-    """Blocks that are compiled each by itself, then sharded, and all together."""
+def make_blocks(shard: Callable[..., Any], compiled: Compile | None, **options: Any) -> nn.Sequential:
+    """Return blocks that are compiled one by one and then sharded."""
     model = nn.Sequential(Block(), Block())
     for block in model:
         if compiled is not None:
@@ -92,33 +92,33 @@ def of_blocks(shard: Callable[..., Any], compiled: Compile | None, **options: An
 
 
 def fully_sharded_blocks(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
-    """One graph for each block, between the hooks; and the whole model, whose graph breaks at them."""
+    """Compile each block between its hooks, and the full model, whose graph breaks at the hooks."""
     found = []
     for options in ({}, {"reshard_after_forward": False}):
-        model = fully_shard(of_blocks(fully_shard, how, mesh=mesh, **options), mesh=mesh)
-        found += _trained(model, model)
-    model = fully_shard(of_blocks(fully_shard, None, mesh=mesh), mesh=mesh)
-    return found + _trained(model, how(model))
+        model = fully_shard(make_blocks(fully_shard, how, mesh=mesh, **options), mesh=mesh)
+        found += _train(model, model)
+    model = fully_shard(make_blocks(fully_shard, None, mesh=mesh), mesh=mesh)
+    return found + _train(model, how(model))
 
 
 def replicated_blocks(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
     model = nn.Sequential(Block(), Block())
     model.forward = how(model.forward, fullgraph=True)
     replicate(model, mesh=mesh)
-    return _trained(model, model)
+    return _train(model, model)
 
 
 def dropout_in_training(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
-    """The common case under tensor parallelism: what is dropped are those of one device, also where columns are cut."""
+    """Train a tensor-parallel model with dropout."""
     model = nn.Sequential(Block(), nn.Dropout(0.25), nn.Linear(6, 6))
     plan = {"0.up": ColwiseParallel(), "0.down": RowwiseParallel(use_local_output=False), "2": ColwiseParallel()}
     parallelize_module(model, mesh, plan)
-    return _trained(model, how(model, fullgraph=True))
+    return _train(model, how(model, fullgraph=True))
 
 
 def replicated(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
     model = replicate(Block(), mesh=mesh)
-    return _trained(model, how(model))
+    return _train(model, how(model))
 
 
 def sizes_and_layouts(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
@@ -128,7 +128,7 @@ def sizes_and_layouts(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
 
 
 def marked_sizes(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
-    """Sizes that are said to change."""
+    """Run with sizes marked as dynamic."""
     found = []
     for options in ({"dynamic": True}, {}):
         run = how(lambda x: (x @ x.t()).cumsum(0), fullgraph=True, **options)
@@ -140,8 +140,8 @@ def marked_sizes(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
     return found
 
 
-def views_that_begin_elsewhere(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
-    """Parts of one tensor, of several sizes, as batches are of a data set."""
+def views_of_other_offsets(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
+    """Run on slices of one tensor with several sizes and offsets."""
     found: list[Any] = []
     for where in (Shard(0), Shard(1), Replicate()):
         x = dt.distribute_tensor(torch.randn(9, 6), mesh, [where]).requires_grad_()
@@ -158,7 +158,7 @@ def views_that_begin_elsewhere(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
 
 
 def numbers_that_change(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
-    """A plan that is made while a number is a symbol is one for that number: plain torch says what comes out, here and later."""
+    """Run with symbolic numbers, and compare with plain torch while compiled and afterwards."""
     whole = torch.arange(64.0).view(8, 8)
     x = dt.distribute_tensor(whole, mesh, [Shard(0)])
     for fn in (
@@ -175,7 +175,7 @@ def numbers_that_change(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
 
 
 def equal_meshes(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
-    """A graph is for all meshes that are equal."""
+    """Check that one graph serves all equal meshes."""
     counted = CompileCounter()
 
     @torch.compile(backend=counted, fullgraph=True)
@@ -189,7 +189,7 @@ def equal_meshes(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
 
 
 def many_sizes(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
-    """More sizes than torch has graphs of one function, unless it is told how many there are."""
+    """Run with more sizes than torch's default recompile limit."""
     run = how(lambda x: (x * 2).sum(0), fullgraph=True, dynamic=True, recompile_limit=16)
     return [run(dt.distribute_tensor(torch.randn(n, 6), mesh, [Shard(0)])) for n in range(12)]
 
@@ -201,14 +201,14 @@ def plain_targets(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
     return [loss, logits.grad]
 
 
-def a_gradient_laid_otherwise(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
+def gradient_of_another_layout(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
     x = dt.distribute_tensor(torch.randn(5, 7), mesh, [Shard(0)]).requires_grad_()
     how(lambda x: x * x, fullgraph=True)(x).backward(dt.distribute_tensor(torch.ones(5, 7), mesh, [Shard(1)]))
     return [x.grad]
 
 
-def results_that_are_asked_for_no_gradient(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
-    """Of several results one or the other is asked for gradients, or is given a plain one; a plain result, too."""
+def backward_of_some_results(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
+    """Run backward from some of several results, also with a plain gradient and from a plain result."""
     found, given = [], torch.randn(5, 7)
     for dims in ((0, 1), (1, 0), (0, 0)):
         x, w = (
@@ -232,8 +232,8 @@ def results_that_are_asked_for_no_gradient(mesh: dt.DeviceMesh, how: Compile) ->
     return found
 
 
-def breaks(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
-    """Where values are compared, and where a constant made in the graph goes on after it broke."""
+def graph_breaks(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
+    """Run programs with a graph break at a comparison of values, and with a constant used after a break."""
     rows = torch.ones(3 - mesh.get_rank(), 7)
     asked = how(lambda x: DTensor.from_local(x * 2, mesh, [Shard(0)], run_check=True) * 2)(rows)
     made = how(lambda x: x + dt.distribute_tensor(torch.ones(5, 7), mesh, [Shard(0)]))(asked)
@@ -241,7 +241,7 @@ def breaks(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
 
 
 def sizes_of_values(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
-    """Where values decide a size the graph breaks, and goes on."""
+    """Run a program with data-dependent sizes, which break the graph."""
 
     def run(x: Any, w: Any) -> Any:
         chosen = (x @ w)[x[:, 0] > 0]
@@ -253,8 +253,8 @@ def sizes_of_values(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
     return [loss, x.grad, w.grad]
 
 
-def accumulated(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
-    """Gradients of several passes add up: no two of them, and none that was given, have the same memory."""
+def accumulated_gradients(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
+    """Accumulate gradients of several passes, which must not share memory."""
     found = []
     for run in (
         lambda x, y: x + y,
@@ -271,8 +271,8 @@ def accumulated(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
     return found
 
 
-def views_that_are_gathered(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
-    """What is written to a view that came out of a graph reaches its base; what is written there is seen."""
+def writes_to_returned_views(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
+    """Write to views that a graph returned, and to their bases."""
     found: list[Any] = []
     for view, where in (
         (lambda x: x[1], Shard(0)),
@@ -293,8 +293,8 @@ def views_that_are_gathered(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
     return found
 
 
-def in_modes(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
-    """A function that was compiled in one mode, called in another."""
+def other_modes(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
+    """Call a compiled function in other modes than the one it was compiled in."""
     x = dt.distribute_tensor(torch.randn(4, 4), mesh, [Shard(0)])
     product = how(lambda x: x @ x, fullgraph=True)
     shifted = how(lambda x, t: x + t, fullgraph=True)
@@ -312,7 +312,7 @@ def in_modes(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
 
 
 def attention_of_scores(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
-    """What is said to do instead of ``flex_attention`` of DTensors."""
+    """Check the error of ``flex_attention`` on DTensors, and its remedy."""
     q, k, v = (dt.distribute_tensor(torch.randn(2, 4, 16, 16), mesh, [Shard(1)]) for _ in range(3))
     for backend in (None, "aot_eager"):
         attend = flex_attention if backend is None else torch.compile(flex_attention, backend=backend, fullgraph=True)
@@ -323,18 +323,18 @@ def attention_of_scores(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
 
 
 def captured_graphs(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
-    """Graphs that torch's own tools take for programs with DTensors, forward, and with their gradients."""
+    """Export forward and joint graphs of DTensor programs with torch's tools."""
     model = parallelize_module(Block(), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
     x = torch.randn(5, 6)
     graph = dynamo_graph_capture_for_export(model)(x)
     with contextlib.ExitStack() as stack:
         joint = aot_export_joint_with_descriptors(stack, model, (x,)).graph_module
     assert joint.code.count("torch.ops.dtensor.") == 2, joint.code
-    return [model(x) if how is _plainly else graph(x)]
+    return [model(x) if how is _without_compiler else graph(x)]
 
 
-def one_after_the_other(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
-    """Each collective of a pass is given what the one before gave, so that no compiler exchanges two."""
+def order_of_collectives(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
+    """Check that each collective depends on the previous one, so that compilers keep their order."""
 
     def run(x: Any, y: Any) -> Any:
         return x.cumsum(0) + F.dropout(y.cumsum(1), 0.1) * (x * y).sum()
@@ -349,14 +349,14 @@ def one_after_the_other(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
         return make_boxed_func(graph.forward)
 
     run(*given).sum().backward()
-    if how is not _plainly:
+    if how is not _without_compiler:
         compiled = torch.compile(run, backend=aot_autograd(fw_compiler=ordered, bw_compiler=ordered), fullgraph=True)
         compiled(*given).sum().backward()
     return []
 
 
-def collectives_that_are_counted(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
-    """By kind, with the bytes that a rank receives, as without a compiler."""
+def counted_collectives(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
+    """Check that collectives of compiled programs are counted as in eager ones."""
     x = dt.distribute_tensor(torch.randn(4, 6), mesh, [Shard(0)])
 
     def program(x: Any) -> Any:
@@ -376,8 +376,8 @@ def collectives_that_are_counted(mesh: dt.DeviceMesh, how: Compile) -> list[Any]
     return []
 
 
-def objects_that_are_named(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
-    """What graphs name is kept once, whatever the sizes, and however often a program is compiled."""
+def referenced_objects(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
+    """Check that objects referenced by graphs are stored once."""
     kept = []
     for _ in range(2):
         torch._dynamo.reset()
@@ -390,7 +390,7 @@ def objects_that_are_named(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
 
 
 def on_threads(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
-    """One function, compiled and called by several threads at once, for several sizes."""
+    """Compile and call one function from several threads with several sizes."""
     run, found = how(lambda x: (x.sin() * x.shape[0]).relu(), fullgraph=True), {}
     rows = {size: torch.randn(size // 2, 6) for size in (4, 6, 8)}
 
@@ -407,7 +407,7 @@ def on_threads(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
     return [found[key] for key in itertools.product(range(4), range(6))]
 
 
-def _plainly(fn: Any, **options: Any) -> Any:
+def _without_compiler(fn: Any, **options: Any) -> Any:
     return fn
 
 
@@ -415,7 +415,7 @@ PROGRAMS = [
     tensor_parallel,
     compiled_backward,
     compiled_optimizers,
-    in_modes,
+    other_modes,
     fully_sharded,
     fully_sharded_blocks,
     replicated,
@@ -423,46 +423,46 @@ PROGRAMS = [
     dropout_in_training,
     sizes_and_layouts,
     marked_sizes,
-    views_that_begin_elsewhere,
+    views_of_other_offsets,
     many_sizes,
     numbers_that_change,
     equal_meshes,
     plain_targets,
-    a_gradient_laid_otherwise,
-    results_that_are_asked_for_no_gradient,
-    breaks,
+    gradient_of_another_layout,
+    backward_of_some_results,
+    graph_breaks,
     sizes_of_values,
-    accumulated,
-    views_that_are_gathered,
+    accumulated_gradients,
+    writes_to_returned_views,
     attention_of_scores,
     captured_graphs,
-    one_after_the_other,
-    collectives_that_are_counted,
-    objects_that_are_named,
+    order_of_collectives,
+    counted_collectives,
+    referenced_objects,
     on_threads,
 ]
 
 
-def on_processes() -> None:
+def run_all_programs() -> None:
     mesh = dt.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    drawn_first(mesh)
+    check_first_draw(mesh)
     for program in PROGRAMS:
         torch._dynamo.reset()
         torch.manual_seed(0)
         got = program(mesh, lambda fn, **options: torch.compile(fn, backend="aot_eager", **options))
         torch.manual_seed(0)
-        wanted = program(mesh, _plainly)
+        wanted = program(mesh, _without_compiler)
         for one, other in zip(got, wanted, strict=True):
-            assert not differing(one, other), f"{program.__name__}: {differing(one, other)}"
+            assert not find_difference(one, other), f"{program.__name__}: {find_difference(one, other)}"
 
 
-def drawn_first(mesh: dt.DeviceMesh) -> None:
+def check_first_draw(mesh: dt.DeviceMesh) -> None:
     x = dt.distribute_tensor(torch.ones(5, 7), mesh, [Shard(0)])
-    torch.manual_seed(1 + mesh.get_rank())  # not yet the same on all ranks: the first draw takes over the first one's
+    torch.manual_seed(1 + mesh.get_rank())  # seeds differ between ranks until the first draw
     drawn = torch.compile(F.dropout, backend="aot_eager", fullgraph=True)(x).full_tensor()
     torch.manual_seed(1)
     torch.testing.assert_close(drawn, F.dropout(torch.ones(5, 7)))
-    with dt.random_mode("counter"):  # the mode is that of the call
+    with dt.random_mode("counter"):  # the mode at the call is used
         dt.manual_seed(3)
         one = torch.compile(F.dropout, backend="aot_eager", fullgraph=True)(x).full_tensor()
         dt.manual_seed(3)
@@ -470,5 +470,5 @@ def drawn_first(mesh: dt.DeviceMesh) -> None:
 
 
 @pytest.mark.slow
-def test_programs_on_processes() -> None:
-    run_gloo(on_processes, 2, timeout_s=280.0)
+def test_compiled_steps_equal_eager_steps() -> None:
+    run_gloo(run_all_programs, 2, timeout_s=280.0)

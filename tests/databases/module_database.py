@@ -1,7 +1,6 @@
-"""PyTorch's own module database: modules with parameters, buffers and inputs under random placements equal plain ones.
-
-A case is one module input of the database. Parameters become distributed parameters of a copy of the module, so what runs is
-the module's own ``forward``; results, gradients of parameters and inputs, and buffers afterwards are compared.
+"""Module database of PyTorch: modules with randomly placed parameters, buffers and inputs equal plain ones. A case is one module
+input of the database. It runs the module's own ``forward`` on a distributed copy. Results, gradients of parameters and inputs,
+and buffers are compared.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from dtensor.placement import Partial, Replicate
 from dtensor.testing import scatter
 from dtensor.testing.compare import CompareOptions, find_differences
 
-# What torch's own modules do that no distributed tensor can follow, with the reason.
+# Behavior of torch's modules that DTensors cannot follow, with the reason.
 ACCEPTED: dict[str, str] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One input of one module."""
+    """Case of one input of one module."""
 
     name: str
     position: int
@@ -40,14 +39,14 @@ class Case:
 
 
 def entries(pattern: str = "*") -> list[Any]:
-    """The database's entries by name (importing it takes seconds)."""
+    """Return the entries of the database whose names match (importing it takes seconds)."""
     from torch.testing._internal.common_modules import module_db
 
     return [info for info in module_db if any(fnmatch(info.formatted_name, p) for p in pattern.split(","))]
 
 
 def cases_of(info: Any, samples: int) -> Iterator[Case]:
-    """The first ``samples`` of the entry's inputs, in training and in evaluation where that differs."""
+    """Yield the first ``samples`` inputs of the entry, in training and in evaluation if they differ."""
     modes = (True, False) if info.train_and_eval_differ else (True,)
     for training in modes:
         torch.default_generator.manual_seed(0)
@@ -57,7 +56,7 @@ def cases_of(info: Any, samples: int) -> Iterator[Case]:
 
 
 def problems_of(case: Case, setting: Setting) -> list[str]:
-    """What differs between the plain module and the distributed one."""
+    """Return the differences between the plain and the distributed module."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.default_generator.manual_seed(setting.seed)
@@ -80,7 +79,7 @@ def problems_of(case: Case, setting: Setting) -> list[str]:
 
 
 def distribute(module: nn.Module, mesh: dt.DeviceMesh, setting: Setting, rng: Any) -> nn.Module:
-    """Every parameter and buffer of ``module`` replaced by a distributed one, placed at random (never partial)."""
+    """Replace each parameter and buffer of ``module`` by a distributed one with random placements (never partial)."""
     for owner in module.modules():
         for name, value in [*owner._parameters.items(), *owner._buffers.items()]:
             if value is None:
@@ -94,7 +93,7 @@ def distribute(module: nn.Module, mesh: dt.DeviceMesh, setting: Setting, rng: An
 
 
 class _Run:
-    """A forward and a backward pass, and what they left."""
+    """Forward and backward pass of a module, with its results, gradients and buffers."""
 
     def __init__(self, module: nn.Module, given: Any, leaves: list[torch.Tensor], seed: int) -> None:
         self.module = module
@@ -121,7 +120,7 @@ class _Run:
             torch.autograd.backward(outputs, cotangents)
 
     def left(self) -> Iterator[tuple[str, Any]]:
-        """Gradients and buffers by name."""
+        """Yield gradients and buffers by name."""
         for name, p in self.module.named_parameters():
             yield f"gradient of {name}", p.grad
         for name, b in self.module.named_buffers():
@@ -131,7 +130,7 @@ class _Run:
 
 
 def _plain_structure(value: Any) -> Any:
-    """Packed sequences and named tuples as tuples."""
+    """Convert packed sequences and named tuples to tuples."""
     return tuple(value) if isinstance(value, tuple) else value
 
 

@@ -1,7 +1,6 @@
-"""PyTorch's own operator database as a yardstick: its samples under random placements, compared with plain torch.
-
-A *case* is one sample of one entry with a seeded random placement of every tensor argument; :func:`run_case` says whether it
-passes, is refused (an error of ours that says so), is wrong, or fails with an error, and which operators gathered on the way.
+"""Operator database of PyTorch: its samples under random placements are compared with plain torch. A *case* is one sample of one
+entry with seeded random placements of all tensor arguments. :func:`run_case` finds whether it passes, is refused (a
+``DTensorError``), is wrong, or fails with another error, and which operators gathered.
 """
 
 from __future__ import annotations
@@ -29,19 +28,19 @@ from dtensor.testing.placements import choose_placements, placement_kinds
 from dtensor.testing.scatter import can_be_partial
 
 MESHES: tuple[tuple[int, ...], ...] = ((4,), (2, 2))
-MOST_SAMPLES = 5000  # of an entry, made to choose from
+MOST_SAMPLES = 5000  # of an entry, from which some are chosen
 UNDEFINED = ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize_", "resize_as_")
-# Partial terms are integers apart, so that they add up exactly to values of so many binary digits after the point.
+# Addends differ by integers, so that they add up exactly to values with this many binary digits after the point.
 FRACTION_BITS = {torch.float64: 24, torch.complex128: 24, torch.float32: 10, torch.complex64: 10}
 LEEWAY = 8
 VARIANTS = ("function", "inplace", "out")
-# Differences that are torch's own, by entry and what the problem says, each with its reason.
+# Differences caused by torch, by entry and text of the problem, with the reason.
 ACCEPTED: dict[tuple[str, str], str] = {("as_strided_scatter", "INTERNAL ASSERT"): "torch asserts, as a defect of its own"}
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What to try: mesh, dtype kind, variant, samples per entry, seed, and which placements to draw from."""
+    """Setting of a run: mesh, dtype kind, variant, samples per entry, seed, and the placements to draw from."""
 
     mesh: tuple[int, ...] = (4,)
     dtype: str = "float64"
@@ -54,7 +53,7 @@ class Setting:
 
 @dataclass(slots=True)
 class Case:
-    """One case and what came of it."""
+    """Case and its result."""
 
     entry: str
     setting: Setting
@@ -68,7 +67,7 @@ class Case:
 
 @dataclass(slots=True)
 class Sample:
-    """One call: a function and its arguments, plain tensors in them."""
+    """Sample call: a function and its arguments with plain tensors."""
 
     fn: Callable[..., Any]
     args: tuple[Any, ...]
@@ -76,20 +75,21 @@ class Sample:
     writes: bool = False
     values: bool = True
     gradients: bool = True
-    invariant: Callable[[Any], Any] | None = None  # of the results: what has a gradient where they are defined up to a phase
+    # function of results that are defined up to a phase, whose value has a gradient
+    invariant: Callable[[Any], Any] | None = None
 
     @property
     def given(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments."""
+        """Return the positional and keyword arguments."""
         return self.args, self.kwargs
 
     def of(self, given: Any) -> Sample:
-        """The same with other arguments."""
+        """Return a copy of the sample with other arguments."""
         return replace(self, args=given[0], kwargs=given[1])
 
 
 def entries(pattern: str = "*") -> list[Any]:
-    """The database's entries by name (importing it takes seconds)."""
+    """Return the entries of the database whose names match (importing it takes seconds)."""
     from fnmatch import fnmatch
 
     from torch.testing._internal.common_methods_invocations import op_db
@@ -100,7 +100,7 @@ def entries(pattern: str = "*") -> list[Any]:
 
 # --- samples ------------------------------------------------------------------------------------------------------------
 def dtype_of(entry: Any, kind: str) -> torch.dtype | None:
-    """The entry's dtype of a kind ("float64" falls back to what the entry has); None if it has none."""
+    """Return the entry's dtype of a kind ("float64" falls back to another dtype of the entry), or None."""
     wanted = getattr(torch, kind)
     if wanted in entry.dtypes:
         return wanted
@@ -111,7 +111,7 @@ def dtype_of(entry: Any, kind: str) -> torch.dtype | None:
 
 
 def samples_of(entry: Any, setting: Setting) -> list[tuple[int, Sample]]:
-    """(position, sample): a seeded choice of those that the database gives."""
+    """Return a seeded choice of the samples of the database, with their positions."""
     dtype = dtype_of(entry, setting.dtype)
     if dtype is None:
         return []
@@ -160,7 +160,7 @@ def rng_of(name: str, setting: Setting, *more: Any) -> random.Random:
 
 
 def draw_placements(x: torch.Tensor, setting: Setting, rng: random.Random) -> tuple[Placement, ...]:
-    """One placement per mesh dim: nested and uneven ones come by themselves, ragged or reordered ones now and then."""
+    """Draw one placement for each mesh dim, some of them with uneven sizes or another shard order."""
     mesh = setting.mesh
     if setting.draw == "shard":
         where = rng.randrange(len(mesh))
@@ -174,30 +174,30 @@ def draw_placements(x: torch.Tensor, setting: Setting, rng: random.Random) -> tu
 
 
 def _splits_exactly(dtype: torch.dtype, op: str) -> bool:
-    """Whether values of this dtype (rounded by :func:`exact`) are reductions of terms without a rounding error."""
+    """Return True if values of this dtype (rounded by :func:`exact`) are reductions of addends without rounding errors."""
     floating = dtype.is_floating_point or dtype.is_complex
     return can_be_partial(dtype, op) and (not floating or dtype in FRACTION_BITS or op in ("max", "min"))
 
 
 def exact(x: torch.Tensor, where: Sequence[Placement]) -> torch.Tensor:
-    """``x``, rounded where it is partial so that its terms add up to it exactly."""
+    """Return ``x``, rounded if it is partial so that its addends add up to it exactly."""
     bits = FRACTION_BITS.get(x.dtype)
     if bits is None or not any(isinstance(p, Partial) and p.reduce_op not in ("max", "min") for p in where):
         return x
     if x.is_complex():
         return torch.view_as_complex(exact(torch.view_as_real(x.resolve_conj()), where).contiguous())
     rounded = torch.round(x * 2**bits) / 2**bits
-    return torch.where(x.abs() < 2**12, rounded, x) + 0.0  # and no -0.0, which no sum gives
+    return torch.where(x.abs() < 2**12, rounded, x) + 0.0  # without -0.0, which no sum gives
 
 
 # --- running ------------------------------------------------------------------------------------------------------------
 def cases_of(
     entry: Any, setting: Setting, run: Callable[[str, Setting, int, Sample], Case | None] | None = None
 ) -> Iterator[Case]:
-    """The cases of an entry, run one after another, by :func:`run_case` or another way that may leave some out."""
+    """Yield the cases of an entry, run by :func:`run_case` or by ``run``, which may return None to skip one."""
     try:
         given = samples_of(entry, setting)
-    except Exception as error:  # the database's own
+    except Exception as error:  # error of the database
         yield Case(entry.formatted_name, setting, -1, "void", f"no samples: {_first_line(error)}")
         return
     for position, sample in given:
@@ -210,7 +210,7 @@ Draw = Callable[[torch.Tensor, Setting, random.Random], tuple[Placement, ...] | 
 
 
 def run_case(name: str, setting: Setting, position: int, sample: Sample, draw: Draw = draw_placements) -> Case:
-    """One sample under the placements that the setting's seed gives (by ``draw``; None leaves a tensor plain)."""
+    """Run one sample under the placements that ``draw`` gives for the seed (None leaves a tensor plain)."""
     case = Case(name, setting, position)
     given = tensor_leaves(sample.given)
     if any(x.layout is not torch.strided or x.is_quantized for x in given):
@@ -224,14 +224,14 @@ def run_case(name: str, setting: Setting, position: int, sample: Sample, draw: D
     with gathers() as gathered:
         case.status, case.problem = compared(name, setting, sample, placements, cotangents)
     case.gathered = tuple(gathered)
-    if "ill-defined" in case.problem and sample.invariant is not None:  # plain torch sees it, but checks no subclass for it
+    if "ill-defined" in case.problem and sample.invariant is not None:  # plain torch raises; it does not check subclasses
         fn, invariant = sample.fn, sample.invariant
         fixed = replace(sample, fn=lambda *a, **k: invariant(fn(*a, **k)), invariant=None)
         return run_case(name, setting, position, fixed, draw)
     if (
         case.status == "wrong"
         and min((x.dtype.itemsize for x in given if x.dtype.is_floating_point), default=8) < 8
-        # rounding, if the same values in double are right and the difference is a few times the tolerance
+        # a rounding error, if the values in double are right and the difference is a few times the tolerance
         and compared(name, setting, sample.of(map_tensors(in_double, sample.given)), placements, cotangents)[0] == "pass"
         and compared(name, setting, sample, placements, cotangents, LEEWAY)[0] == "pass"
     ):
@@ -242,7 +242,7 @@ def run_case(name: str, setting: Setting, position: int, sample: Sample, draw: D
 def compared(
     name: str, setting: Setting, sample: Sample, placements: Sequence[Any], cotangents: Sequence[Placement], leeway: float = 1
 ) -> tuple[str, str]:
-    """(status, problem) of a sample under these placements; ``leeway``: times the usual tolerance."""
+    """Return (status, problem) of a sample under these placements, with ``leeway`` times the usual tolerance."""
     given = tensor_leaves(sample.given)
     args, kwargs = fill_tensors(sample.given, [exact(x, where or ()) for x, where in zip(given, placements, strict=True)])
     usual = coarsest(given)
@@ -271,13 +271,13 @@ def in_double(x: torch.Tensor) -> torch.Tensor:
 
 
 def coarsest(xs: Sequence[torch.Tensor]) -> tuple[float, float] | None:
-    """The tolerance of the least precise argument: a float64 result may come from sums of float32."""
+    """Return the tolerance of the least precise argument: a float64 result can come from float32 sums."""
     known = [TOLERANCE[x.dtype] for x in xs if x.dtype in TOLERANCE]
     return max(known) if known else None
 
 
 def classify(name: str, outcome: Outcome) -> tuple[str, str]:
-    """(status, problem) of a comparison."""
+    """Return (status, problem) of a comparison."""
     if not outcome.problems:
         return ("void", "plain torch raises") if outcome.same_error else ("pass", "")
     if any(entry in (name, "*") and text in outcome.problems[0] for entry, text in ACCEPTED):
@@ -290,7 +290,7 @@ def classify(name: str, outcome: Outcome) -> tuple[str, str]:
 
 @contextmanager
 def gathers() -> Iterator[dict[str, None]]:
-    """The aten operators that run by gathering inside."""
+    """Collect the aten operators that use the gather fallback in this context."""
     found: dict[str, None] = {}
     original = dispatch.bind_program
 

@@ -1,6 +1,5 @@
-"""The database's samples with a plain tensor in every place, beside DTensors: refused alike on all ranks, or right.
-
-A *place* is the position of a tensor among a sample's arguments. The law is written in ``docs/architecture.md``.
+"""Plain operands in the samples of the operator database, one at a time next to DTensors: refused equally on all ranks, or right.
+A *place* is the position of a tensor among a sample's arguments. ``docs/architecture.md`` has the rules.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from dtensor.base.tensor_tree import map_tensors, tensor_leaves
 from dtensor.dispatch.plain_tensor_args import is_number
 from dtensor.placement import Placement
 
-# Where no operator joins the plain tensor's values with a DTensor: what each rank has is its own affair.
-NOT_JOINED = {
+# Operators that do not combine the plain tensor's values with a DTensor: ranks may have different values.
+NOT_COMBINED = {
     "broadcast_tensors": "each result is of one tensor",
     "meshgrid": "each result is of one tensor",
     "reshape_as": "only the shape is read",
@@ -31,7 +30,7 @@ NOT_JOINED = {
 
 
 def cases_of(entry: Any, setting: db.Setting) -> Iterator[db.Case]:
-    """Every sample with each of its tensors plain, the others distributed."""
+    """Yield cases in which one tensor of a sample is plain and the others are distributed."""
     for position, sample in db.samples_of(entry, setting):
         count = len(tensor_leaves(sample.given))
         for place in range(count if count > 1 else 0):
@@ -39,7 +38,7 @@ def cases_of(entry: Any, setting: db.Setting) -> Iterator[db.Case]:
 
 
 def plain_at(place: int) -> db.Draw:
-    """Leaves the tensor at ``place`` plain; to be used for one case."""
+    """Return a draw function for one case that leaves the tensor at ``place`` plain."""
     following = iter(range(1 << 30))
 
     def draw(x: torch.Tensor, setting: db.Setting, rng: random.Random) -> tuple[Placement, ...] | None:
@@ -50,13 +49,13 @@ def plain_at(place: int) -> db.Draw:
 
 
 def fits(case: db.Case) -> bool:
-    """Right, or refused for mixing."""
+    """Return True if the case is right, or refused because of mixed operands."""
     return case.status in ("pass", "void", "accepted") or (case.status == "refused" and "MixedTensorError" in case.problem)
 
 
 # --- on processes ----------------------------------------------------------------------------------------------------------
 def on_processes(pattern: str, samples: int) -> list[str]:
-    """What breaks the law where each rank is a process: with the same plain tensor everywhere, and with one of its own."""
+    """Return the violations on processes, with equal plain tensors on all ranks and with different ones."""
     setting = db.Setting((dist.get_world_size(),), samples=samples, draw="shard")
     problems = []
     for entry in db.entries(pattern):
@@ -64,24 +63,24 @@ def on_processes(pattern: str, samples: int) -> list[str]:
             given = tensor_leaves(sample.given)
             for place, x in enumerate(given if len(given) > 1 else ()):
                 if can_differ(x):
-                    told = with_own(sample, place, setting)
+                    told = error_with_different_tensors(sample, place, setting)
                     everybody: list[Any] = [None] * dist.get_world_size()
                     dist.all_gather_object(everybody, told)
                     alike = everybody == [told] * len(everybody)
-                    if not alike or (told is None and entry.name not in NOT_JOINED):
+                    if not alike or (told is None and entry.name not in NOT_COMBINED):
                         problems.append(f"{entry.formatted_name} {position}, a tensor of each rank's own at {place}: {everybody}")
         problems += [str(case) for case in cases_of(entry, setting) if not fits(case)]
     return problems
 
 
 def can_differ(x: torch.Tensor) -> bool:
-    """Whether the other way round it is another tensor (kernels to turn it lack for floats of 8 bits)."""
+    """Return True if the flipped tensor differs (8-bit floats cannot be flipped)."""
     turnable = x.layout is torch.strided and not (x.dtype.is_floating_point and x.dtype.itemsize == 1)
     return turnable and not is_number(x) and not torch.equal(x, x.flip(0))
 
 
-def with_own(sample: db.Sample, place: int, setting: db.Setting) -> str | None:
-    """What the call raises, if anything, where odd ranks have the plain tensor the other way round."""
+def error_with_different_tensors(sample: db.Sample, place: int, setting: db.Setting) -> str | None:
+    """Return the error of the call, or None, if odd ranks have the plain tensor flipped."""
     mesh = dt.init_device_mesh("cpu", setting.mesh)
     rng, following = db.rng_of("own", setting, place), iter(range(1 << 30))
 

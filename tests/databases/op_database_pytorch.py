@@ -1,8 +1,7 @@
-"""The same database on ``torch.distributed.tensor``, its ranks simulated in one process by its own ``LocalTensorMode``.
-
-The draws are those of :mod:`op_database`; what the peer cannot express is put in its words (user-given shard sizes and orders
-become ``torch.chunk`` shards, products of terms become sums). Compared are values, dtypes and shapes of the assembled results and
-gradients, not each rank's piece and no strides: it asks less than our side.
+"""Operator database on PyTorch DTensor (``torch.distributed.tensor``), with ranks simulated in one process by
+``LocalTensorMode``. The draws are those of :mod:`op_database`. Placements that PyTorch DTensor lacks are replaced by the nearest
+ones (user-given shard sizes and orders become ``torch.chunk`` shards, partial products become sums). Values, dtypes and shapes of
+full results and gradients are compared, but not local tensors and strides, so this asks less than the test of dtensor.
 """
 
 from __future__ import annotations
@@ -40,37 +39,38 @@ def mesh_of(shape: tuple[int, ...]) -> Any:
     return distributed.init_device_mesh("cpu", shape)
 
 
-def in_its_words(where: tuple[Placement, ...]) -> tuple[Placement, ...]:
-    """The nearest placements that both sides have: it takes one kind of terms for all mesh dims, and no products."""
+def nearest_placements(where: tuple[Placement, ...]) -> tuple[Placement, ...]:
+    """Return the nearest placements that both libraries have: PyTorch DTensor takes one reduction for all mesh dims, and no
+    products."""
     kinds = [p.reduce_op for p in where if isinstance(p, Partial)]
     kind = kinds[0] if kinds and kinds[0] != "product" else "sum"
     return tuple(Shard(p.dim) if isinstance(p, Shard) else Partial(kind) if isinstance(p, Partial) else p for p in where)
 
 
-def spread(x: torch.Tensor, where: tuple[Placement, ...], shape: tuple[int, ...], seed: int) -> Any:
-    """``x`` with these placements, made of the same pieces and terms as on our side."""
-    words = in_its_words(where)
+def distribute(x: torch.Tensor, where: tuple[Placement, ...], shape: tuple[int, ...], seed: int) -> Any:
+    """Return a PyTorch DTensor of ``x`` with the shards and addends that dtensor's test uses."""
+    words = nearest_placements(where)
     layout = Layout.of(dt.init_device_mesh("meta", shape), words, x.shape, x.stride(), x.dtype)
     terms = make_addends(x, layout, seed)
     local = LocalTensor({rank: local_block(addend_at(terms, layout, rank), layout, rank) for rank in range(4)})
     return peer.DTensor.from_local(
-        local, mesh_of(shape), [translated(p) for p in words], run_check=False, shape=x.shape, stride=x.stride()
+        local, mesh_of(shape), [to_pytorch_placement(p) for p in words], run_check=False, shape=x.shape, stride=x.stride()
     ).detach()
 
 
-def translated(p: Placement) -> Any:
+def to_pytorch_placement(p: Placement) -> Any:
     if isinstance(p, Shard):
         return peer.Shard(p.dim)
     return peer.Partial(p.reduce_op) if isinstance(p, Partial) else peer.Replicate()
 
 
-def whole(x: Any) -> Any:
+def full_value(x: Any) -> Any:
     x = x.full_tensor() if isinstance(x, peer.DTensor) else x
     return x.reconcile() if isinstance(x, LocalTensor) else x
 
 
 def cases_of(entry: Any, setting: db.Setting) -> Iterator[db.Case]:
-    """The cases of an entry, run one after another."""
+    """Yield the cases of an entry."""
     return db.cases_of(entry, setting, run_case)
 
 
@@ -82,7 +82,7 @@ def run_case(name: str, setting: db.Setting, position: int, sample: db.Sample) -
 
 
 def run(name: str, setting: db.Setting, position: int, sample: db.Sample, case: db.Case) -> tuple[str, str]:
-    """(status, problem) of one sample."""
+    """Return (status, problem) of one sample."""
     given = tensor_leaves(sample.given)
     if any(x.layout is not torch.strided or x.is_quantized for x in given):
         return "void", "sparse or quantized arguments"
@@ -90,7 +90,7 @@ def run(name: str, setting: db.Setting, position: int, sample: db.Sample, case: 
     drawn = [db.draw_placements(x, setting, rng) for x in given]
     given = [db.exact(x, where) for x, where in zip(given, drawn, strict=True)]
     case.shapes = tuple(tuple(x.shape) for x in given)
-    case.placements = tuple(str(in_its_words(where)) for where in drawn)
+    case.placements = tuple(str(nearest_placements(where)) for where in drawn)
     try:
         expected = outcome([x.clone() for x in given], sample, setting)
     except Exception as error:  # plain torch raises by itself
@@ -98,7 +98,7 @@ def run(name: str, setting: db.Setting, position: int, sample: db.Sample, case: 
     try:
         with mode():
             made = [
-                spread(x, where, setting.mesh, setting.seed + 7 * i)
+                distribute(x, where, setting.mesh, setting.seed + 7 * i)
                 for i, (x, where) in enumerate(zip(given, drawn, strict=True))
             ]
             got = outcome(made, sample, setting)
@@ -110,7 +110,7 @@ def run(name: str, setting: db.Setting, position: int, sample: db.Sample, case: 
 
 
 def outcome(made: list[Any], sample: db.Sample, setting: db.Setting) -> tuple[list[Any], list[Any]]:
-    """(results, gradients of the arguments), all of them whole."""
+    """Return the full results and the full gradients of the arguments."""
     differentiable = [x.requires_grad_(sample.gradients and (x.dtype.is_floating_point or x.dtype.is_complex)) for x in made]
     args, kwargs = fill_tensors(sample.given, [x.clone() for x in differentiable] if sample.writes else differentiable)
     torch.manual_seed(setting.seed)
@@ -121,7 +121,9 @@ def outcome(made: list[Any], sample: db.Sample, setting: db.Setting) -> tuple[li
     if outputs:
         random.seed(setting.seed)
         torch.autograd.backward([x.abs().sum() if x.dtype.is_complex else x.sum() for x in outputs])
-    return [whole(x.detach()) if isinstance(x, torch.Tensor) else x for x in results], [whole(x.grad) for x in differentiable]
+    return [full_value(x.detach()) if isinstance(x, torch.Tensor) else x for x in results], [
+        full_value(x.grad) for x in differentiable
+    ]
 
 
 def compared(got: Any, expected: Any, sample: db.Sample, given: list[torch.Tensor]) -> tuple[str, str]:

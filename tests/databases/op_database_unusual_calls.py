@@ -1,6 +1,5 @@
-"""The database's samples turned into calls that it does not make: odd memory orders, sizes 0 and 1, shared and plain arguments.
-
-:func:`odd` changes one sample by a seeded draw. What plain torch refuses then is no case.
+"""Unusual calls made from the samples of the operator database: odd memory orders, sizes 0 and 1, shared and plain arguments.
+:func:`change_sample` changes one sample by a seeded draw. Calls that plain torch refuses are no cases.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 
 import op_database as db
 import torch
-from op_database_wrong_calls import READ_BESIDE
+from op_database_wrong_calls import OUT_OF_BOUNDS
 
 from dtensor.base.tensor_tree import fill_tensors, map_tensors, tensor_leaves
 from dtensor.placement import Placement, Shard
@@ -24,29 +23,29 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 def cases_of(entry: Any, setting: db.Setting) -> Iterator[db.Case]:
-    """The cases of an entry, run one after another."""
+    """Yield the cases of an entry."""
     return db.cases_of(entry, setting, run_case)
 
 
 def run_case(name: str, setting: db.Setting, position: int, sample: db.Sample) -> db.Case | None:
-    """The sample as :func:`odd` changes it; None for arguments that have no order in memory."""
+    """Run the sample changed by :func:`change_sample`; return None for arguments without a memory order."""
     if any(x.layout is not torch.strided or x.is_quantized for x in tensor_leaves(sample.given)):
         return None
     try:
-        changed = odd(sample, db.rng_of(name, setting, position, "odd"))
-        if any(fnmatch(name, pattern) for pattern in READ_BESIDE) and shapes_of(changed) != shapes_of(sample):
+        changed = change_sample(sample, db.rng_of(name, setting, position, "odd"))
+        if any(fnmatch(name, pattern) for pattern in OUT_OF_BOUNDS) and shapes_of(changed) != shapes_of(sample):
             return None
         with db.quiet():
-            plainly(changed)
+            run_plain(changed)
             if "out" in changed.kwargs and changed.values and not consistent(changed, setting):
                 return None
-    except Exception as error:  # nor does plain torch take it
+    except Exception as error:  # plain torch refuses it too
         return db.Case(name, setting, position, "void", str(error)[:100])
     return db.run_case(name, setting, position, changed, all_distributed if changed.writes else draw_placements)
 
 
-def plainly(sample: db.Sample) -> Any:
-    """What plain torch gives for clones of the arguments."""
+def run_plain(sample: db.Sample) -> Any:
+    """Return the result of plain torch for clones of the arguments."""
     args, kwargs = map_tensors(torch.clone, sample.given)
     return sample.fn(*args, **kwargs)
 
@@ -56,9 +55,10 @@ def shapes_of(sample: db.Sample) -> list[torch.Size]:
 
 
 def consistent(changed: db.Sample, setting: db.Setting) -> bool:
-    """Whether plain torch gives with ``out=`` what it gives without: kernels that take operands for row-major do not."""
+    """Return True if plain torch gives equal results with and without ``out=``, which kernels that assume row-major order do
+    not."""
     torch.default_generator.manual_seed(setting.seed)
-    made = plainly(changed)
+    made = run_plain(changed)
     torch.default_generator.manual_seed(setting.seed)
     expected = changed.fn(*changed.args, **{name: value for name, value in changed.kwargs.items() if name != "out"})
     return all(
@@ -70,13 +70,13 @@ def consistent(changed: db.Sample, setting: db.Setting) -> bool:
     )
 
 
-def odd(sample: db.Sample, rng: random.Random) -> db.Sample:
-    """The sample with a few of its properties changed; its shapes stay in most draws."""
+def change_sample(sample: db.Sample, rng: random.Random) -> db.Sample:
+    """Return the sample with a few changed properties; most draws keep its shapes."""
     args, kwargs = sample.given
     for probability, change in ((0.25, resized(rng)), (0.15, one_element(rng)), (0.8, reordered(rng))):
         if rng.random() < probability:
             args, kwargs = map_tensors(change, (args, kwargs))
-    if "out" in kwargs:  # many kernels of torch take out= for row-major, and write beside it
+    if "out" in kwargs:  # many kernels of torch assume that out= is row-major, and write outside of it
         kwargs = kwargs | {"out": map_tensors(torch.Tensor.contiguous, kwargs["out"])}
     changed = sample.of((args, kwargs))
     if rng.random() < 0.3:
@@ -87,7 +87,7 @@ def odd(sample: db.Sample, rng: random.Random) -> db.Sample:
 
 
 def reordered(rng: random.Random) -> Change:
-    """Each tensor in an order of dims in memory drawn for it."""
+    """Return a function that gives each tensor a random memory order."""
 
     def change(x: torch.Tensor) -> torch.Tensor:
         order = list(range(x.ndim))
@@ -99,7 +99,7 @@ def reordered(rng: random.Random) -> Change:
 
 
 def resized(rng: random.Random) -> Change:
-    """All dims of one size get another, of 0 or 1 mostly."""
+    """Return a function that changes all dims of one size, mostly to 0 or 1."""
     chosen: list[int] = []
     target = rng.choice((0, 1, 1, 3))
 
@@ -115,7 +115,7 @@ def resized(rng: random.Random) -> Change:
 
 
 def one_element(rng: random.Random) -> Change:
-    """One tensor becomes a 0-d one, or dims of it get size one, which broadcast."""
+    """Return a function that makes one tensor 0-d, or reduces some of its dims to size 1."""
     skipped = rng.randrange(3)
 
     def change(x: torch.Tensor) -> torch.Tensor:
@@ -134,7 +134,7 @@ def one_element(rng: random.Random) -> Change:
 
 
 def shared(sample: db.Sample) -> db.Sample:
-    """Arguments of one shape and dtype are one tensor."""
+    """Return a sample in which arguments of equal shape and dtype are one tensor."""
     given = tensor_leaves(sample.given)
     first = [next(i for i, y in enumerate(given) if y.shape == x.shape and y.dtype == x.dtype) for x in given]
     if sample.writes or first == list(range(len(given))):
@@ -149,7 +149,7 @@ def shared(sample: db.Sample) -> db.Sample:
 
 
 def partly_detached(sample: db.Sample, rng: random.Random) -> db.Sample:
-    """Some arguments require no gradient."""
+    """Return a sample in which some arguments require no gradient."""
     detached = [rng.random() < 0.5 for _ in tensor_leaves(sample.given)]
 
     def fn(*args: Any, **kwargs: Any) -> Any:
@@ -161,12 +161,12 @@ def partly_detached(sample: db.Sample, rng: random.Random) -> db.Sample:
 
 
 def draw_placements(x: torch.Tensor, setting: db.Setting, rng: random.Random) -> tuple[Placement, ...] | None:
-    """As :func:`all_distributed`; None, which leaves it plain, for some tensors of one element."""
+    """Draw placements by :func:`all_distributed`, or None (a plain tensor) for some tensors of one element."""
     return None if x.numel() == 1 and rng.random() < 0.4 else all_distributed(x, setting, rng)
 
 
 def all_distributed(x: torch.Tensor, setting: db.Setting, rng: random.Random) -> tuple[Placement, ...]:
-    """Nested and ragged shards more often than not."""
+    """Draw placements, mostly with nested and uneven shards."""
     mesh = setting.mesh
     drawn = list(db.draw_placements(x, setting, rng))
     if x.ndim and len(mesh) > 1 and rng.random() < 0.4:
@@ -179,12 +179,12 @@ def all_distributed(x: torch.Tensor, setting: db.Setting, rng: random.Random) ->
             for i in cutting:
                 blocks *= mesh[i]
             drawn = [p if i not in cutting else Shard(dim) for i, p in enumerate(drawn)]
-            drawn[cutting[-1]] = Shard(dim, sizes=ragged(x.shape[dim], blocks, rng))
+            drawn[cutting[-1]] = Shard(dim, sizes=uneven_sizes(x.shape[dim], blocks, rng))
     return tuple(drawn)
 
 
-def ragged(size: int, blocks: int, rng: random.Random) -> tuple[int, ...]:
-    """Sizes that add up, zeros among them."""
+def uneven_sizes(size: int, blocks: int, rng: random.Random) -> tuple[int, ...]:
+    """Return random shard sizes, some of them zero."""
     cuts = sorted(rng.randint(0, size) for _ in range(blocks - 1))
     edges = [0, *cuts, size]
     return tuple(high - low for low, high in pairwise(edges))

@@ -1,6 +1,5 @@
-"""The database's samples made wrong: another size, dtype or number of dims of a tensor, other numbers.
-
-Where plain torch raises then, so must the operator on DTensors, with the same type; where it does not, the results are the same.
+"""Wrong calls made from the samples of the operator database: another size, dtype or number of dims of a tensor, or other
+numbers. If plain torch raises, the operator on DTensors must raise the same type; else the results must be equal.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from dtensor.base.tensor_tree import map_tensors, tensor_leaves
 DTYPES = (torch.float64, torch.float32, torch.int64, torch.bool, torch.complex128, torch.float16, torch.uint8, torch.int32)
 INTEGERS = (-1, 0, 1, 2, -2, 7, -7, 100)
 FLOATS = (0.0, -1.0, 2, float("inf"), 1.5, 3)
-# Plain torch reads or writes beside its arguments there: it dies, or gives what stood in memory.
-READ_BESIDE = (
+# Plain torch reads or writes outside of its arguments there: it crashes or returns uninitialized memory.
+OUT_OF_BOUNDS = (
     "_batch_norm_with_update",
     "native_batch_norm",
     "_native_batch_norm_legit",
@@ -34,15 +33,15 @@ Path = tuple[Any, ...]
 
 
 def cases_of(entry: Any, setting: db.Setting) -> Iterator[db.Case]:
-    """The cases of an entry, run one after another."""
+    """Yield the cases of an entry."""
     from fnmatch import fnmatch
 
-    if not any(fnmatch(entry.formatted_name, pattern) for pattern in READ_BESIDE):
+    if not any(fnmatch(entry.formatted_name, pattern) for pattern in OUT_OF_BOUNDS):
         yield from db.cases_of(entry, setting, run_case)
 
 
 def run_case(name: str, setting: db.Setting, position: int, sample: db.Sample) -> db.Case | None:
-    """The sample as :func:`wrong` changes it; None for arguments that cannot be distributed."""
+    """Run the sample changed by :func:`wrong`; return None for arguments that cannot be distributed."""
     if any(x.layout is not torch.strided or x.is_quantized for x in tensor_leaves(sample.given)):
         return None
     with db.quiet():
@@ -51,7 +50,7 @@ def run_case(name: str, setting: db.Setting, position: int, sample: db.Sample) -
 
 
 def wrong(sample: db.Sample, rng: random.Random) -> db.Sample:
-    """The sample with one or two of its arguments changed; gradients are not asked for."""
+    """Return the sample with one or two changed arguments, without gradients."""
     given: Any = sample.given
     for _ in range(rng.choice((1, 1, 2))):
         numbers, count = list(paths_of_numbers(given)), len(tensor_leaves(given))
@@ -63,7 +62,7 @@ def wrong(sample: db.Sample, rng: random.Random) -> db.Sample:
 
 
 def changing(picked: int, rng: random.Random) -> Callable[[torch.Tensor], torch.Tensor]:
-    """One tensor, by its position, gets another size, dtype or number of dims."""
+    """Return a function that changes the size, dtype or number of dims of one tensor, by position."""
     kind, seen = rng.choice(("size", "size", "dtype", "dims")), 0
 
     def change(x: torch.Tensor) -> torch.Tensor:
@@ -85,7 +84,7 @@ def changing(picked: int, rng: random.Random) -> Callable[[torch.Tensor], torch.
 
 
 def paths_of_numbers(value: Any, path: Path = ()) -> Iterator[Path]:
-    """Where Python numbers stand in nested arguments."""
+    """Yield the paths of Python numbers in nested arguments."""
     if isinstance(value, (int, float)):
         yield path
     elif isinstance(value, (list, tuple, dict)):
@@ -94,7 +93,7 @@ def paths_of_numbers(value: Any, path: Path = ()) -> Iterator[Path]:
 
 
 def put(value: Any, path: Path, rng: random.Random) -> Any:
-    """``value`` with another number at ``path``."""
+    """Return ``value`` with another number at ``path``."""
     if not path:
         return not value if isinstance(value, bool) else rng.choice(INTEGERS if isinstance(value, int) else FLOATS)
     key, *rest = path

@@ -1,8 +1,6 @@
-"""PyTorch's own optimizer database: optimizers over distributed parameters step as over plain ones.
-
-A case is one input of the database (a step size, weight decay, ``amsgrad``, ...) in one implementation. Parameters of several
-shapes lie under random placements, on one mesh or on two; after five steps, with a round trip of the state in between,
-parameters and state are those of the plain run.
+"""Optimizer database of PyTorch: steps on distributed parameters equal those on plain ones. A case is one input of the database
+(a learning rate, weight decay, ``amsgrad``, ...) in one implementation. Parameters of several shapes have random placements on
+one or two meshes. After five steps, with a round trip of the state in between, parameters and state equal those of the plain run.
 """
 
 from __future__ import annotations
@@ -27,17 +25,17 @@ from dtensor.testing.compare import CompareOptions, find_differences
 SHAPES: tuple[tuple[int, ...], ...] = ((5, 7), (6,), (3, 4, 2), (1,), (2, 9))
 STEPS, RELOAD_AFTER = 5, 3
 MESHES: dict[str, tuple[tuple[int, ...], ...]] = {"4": ((4,),), "2x2": ((2, 2),), "4 and 2x2": ((4,), (2, 2))}
-# Muon orthogonalizes in bfloat16, where the order of additions shows
+# Muon orthogonalizes in bfloat16, where the order of additions matters
 TOLERANCES = {"Muon": (5e-2, 2e-2)}
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One optimizer with options, over meshes that its parameters take in turn."""
+    """Case of one optimizer with options, and meshes that its parameters use in turn."""
 
     optimizer: Any
     implementation: str
-    options: str  # the database's words
+    options: str  # text of the database
     kwargs: dict[str, Any]
     meshes: tuple[tuple[int, ...], ...]
     seed: int
@@ -54,7 +52,7 @@ class Case:
 
 
 def entries(pattern: str = "*") -> list[Any]:
-    """The database's entries by the name of their class, those for sparse gradients only left out."""
+    """Return the entries whose class names match, without those for sparse gradients only."""
     from torch.testing._internal.common_optimizers import optim_db
 
     names = [(info, info.optim_cls.__name__) for info in optim_db if not info.only_supports_sparse_grads]
@@ -62,14 +60,14 @@ def entries(pattern: str = "*") -> list[Any]:
 
 
 def cases_of(info: Any, meshes: tuple[tuple[int, ...], ...], seed: int) -> Iterator[Case]:
-    """Every input in every implementation that runs on CPU; the complex ones in the plain implementation."""
+    """Yield each input in each implementation for CPU; complex parameters in for-loop and foreach."""
     flags: dict[str, dict[str, Any]] = {"for-loop": {}}
     if "foreach" in info.supported_impls:
         flags = {"for-loop": {"foreach": False}, "foreach": {"foreach": True}}
     if "fused" in info.supported_impls and "cpu" in info.supports_fused_on:
         flags["fused"] = {"fused": True}
     if info.has_capturable_arg:
-        flags["capturable"] = {"capturable": True}  # plain torch refuses it on CPU, with the error that has to come
+        flags["capturable"] = {"capturable": True}  # plain torch raises on CPU, and so must we
     if info.optim_cls is torch.optim.LBFGS:
         meshes = meshes[:1]  # it concatenates all gradients, and an operation's operands share one mesh
     for given in info.optim_inputs_func(device="cpu"):
@@ -80,7 +78,7 @@ def cases_of(info: Any, meshes: tuple[tuple[int, ...], ...], seed: int) -> Itera
 
 
 def problems_of(case: Case) -> list[str]:
-    """What differs between the run over plain parameters and the one over distributed ones."""
+    """Return the differences between the runs on plain and on distributed parameters."""
     rng = random.Random(zlib.crc32(str(case).encode()))
     values = [
         torch.randn(shape, generator=torch.Generator().manual_seed(k), dtype=case.dtype) for k, shape in enumerate(case.shapes)
@@ -111,14 +109,15 @@ def _placed(x: torch.Tensor, mesh: tuple[int, ...], seed: int, rng: random.Rando
 
 
 def _run(case: Case, parameters: list[nn.Parameter]) -> dict[str, Any]:
-    """Parameters and state by name after all steps. Two groups; the second has a step size of its own, unless it is a tensor."""
+    """Return parameters and state by name after all steps, with two groups of different learning rates (unless lr is a
+    tensor)."""
     lr = case.kwargs.get("lr", 1e-2)
     second = {"params": parameters[2:]} | ({} if isinstance(lr, torch.Tensor) else {"lr": lr * 0.5})
     lbfgs = case.optimizer is torch.optim.LBFGS  # takes one group
     groups: list[Any] = parameters if lbfgs else [{"params": parameters[:2]}, second]
     kwargs = copy.deepcopy(case.kwargs)
     optimizer = case.optimizer(groups, **kwargs)
-    sign = -1 if kwargs.get("maximize") else 1  # what is maximized has a maximum: LBFGS would leave any tolerance behind
+    sign = -1 if kwargs.get("maximize") else 1  # the maximized function must have a maximum, or LBFGS would diverge
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
@@ -143,14 +142,14 @@ def _bare(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _loss(k: int, p: torch.Tensor) -> torch.Tensor:
-    """A smooth function of a parameter with a minimum at another place."""
+    """Return a smooth function of a parameter whose minimum is elsewhere."""
     shifted = (p - (0.3 + 0.1 * k)) * (1.0 + 0.5 * k)
     return (shifted * shifted.conj()).real.sum() if p.is_complex() else (shifted.square() + shifted.cos()).sum()
 
 
 # --- gradients through a step ---------------------------------------------------------------------------------------------
 def differentiable_problems(info: Any, mesh: tuple[int, ...], seed: int) -> list[str]:
-    """Differences of the gradients through a step of a differentiable optimizer, with respect to parameter and gradient."""
+    """Return the differences of gradients through a step of a differentiable optimizer, by parameter and gradient."""
     if "differentiable" not in info.supported_impls:
         return []
     found = []

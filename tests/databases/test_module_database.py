@@ -1,4 +1,4 @@
-"""Every module of torch's module database is right with its parameters, buffers and inputs placed at random."""
+"""Module database: each module of torch's database equals plain torch with randomly placed parameters, buffers and inputs."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def check(name: str, setting: Setting, samples: int) -> None:
 
 
 @pytest.mark.parametrize("name", some(QUICK.split(","), 4))
-def test_quick_modules(name: str) -> None:
+def test_common_modules_with_random_placements_equal_plain_torch(name: str) -> None:
     check(name, Setting(mesh=(2, 2), seed=SEED), 2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [(4,), (2, 2)], ids=str)
 @pytest.mark.parametrize("part", range(8))
-def test_all_modules(part: int, mesh: tuple[int, ...]) -> None:
+def test_all_modules_with_random_placements_equal_plain_torch(part: int, mesh: tuple[int, ...]) -> None:
     for info in module_database.entries()[part::8]:
         for seed in range(SEED, SEED + 3):
             check(info.formatted_name, Setting(mesh=mesh, seed=seed), 50)

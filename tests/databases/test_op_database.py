@@ -1,7 +1,6 @@
-"""PyTorch's operator database gives on DTensors what it gives on plain tensors: values, dtypes, strides, errors, gradients.
-
-The fast part takes a sample of every kind of operation; the slow one the whole database, also in place, with ``out=`` and in
-other dtypes. What fails is run again by ``python benchmarks/op_coverage.py --ops NAME --seed SEED``.
+"""Operator database: operators of PyTorch's database on DTensors give the values, dtypes, strides, errors and gradients of plain
+torch. The fast part runs samples of each kind of operator. The slow part runs the full database, also in place, with ``out=`` and
+in other dtypes. ``python benchmarks/op_coverage.py --ops NAME --seed SEED`` reruns a failure.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from gloo_processes import run_gloo
 import dtensor as dt
 
 SEED = int(os.environ.get("OP_DATABASE_SEED", "0"))
-PARTS = 24  # of the database: a part is a test, so that parts spread over workers
+PARTS = 24  # parts of the database, one for each test, so that workers share them
 
 # one or two of each kind: pointwise, reductions, scans, contractions, losses, norms, convolutions, pooling, indexing, views, ...
 COMMON = """
@@ -37,7 +36,7 @@ nn_functional_dropout bernoulli multinomial normal randn_like full_like new_zero
 
 
 def assert_right(entries: list[object], setting: db.Setting) -> None:
-    """No case of these entries is refused, wrong or an error."""
+    """Assert that no case of these entries is refused, wrong or an error."""
     cases = [case for entry in entries for case in db.cases_of(entry, setting)]
     bad = [case for case in cases if case.status not in ("pass", "void", "accepted")]
     assert any(case.status == "pass" for case in cases)
@@ -45,25 +44,25 @@ def assert_right(entries: list[object], setting: db.Setting) -> None:
 
 
 @pytest.mark.parametrize("part", chosen(range(4), [0]))  # meshes over parts
-def test_common_operators_are_right(part: int) -> None:
+def test_common_operators_with_random_placements_equal_plain_torch(part: int) -> None:
     mesh = db.MESHES[(part + SEED) % len(db.MESHES)]
     assert_right(db.entries(",".join(COMMON.split()))[part::4], db.Setting(mesh, samples=1, seed=SEED))
 
 
 def assert_right_if_changed(entries: list[object], setting: db.Setting) -> None:
-    """Nor are their samples in other memory orders, of other sizes, with shared, plain or detached arguments."""
+    """Assert that samples in other memory orders and sizes, with shared, plain or detached arguments, are right or refused."""
     cases = [case for entry in entries for case in op_database_unusual_calls.cases_of(entry, setting)]
     bad = [case for case in cases if not plain.fits(case)]
     assert not bad, "\n".join(map(str, bad[:10]))
 
 
-def test_changed_samples_are_right() -> None:
+def test_unusual_calls_of_common_operators_equal_plain_torch() -> None:
     names = "logaddexp,linalg_slogdet,linalg_solve,nn_functional_batch_norm,sum,matmul,index_select,cat,var,__getitem__,sort"
     assert_right_if_changed(db.entries(names), db.Setting((2, 2), samples=3, seed=SEED))
 
 
 @pytest.mark.parametrize("part", chosen(range(6), [1]))
-def test_a_plain_tensor_in_any_place_is_refused_or_right(part: int) -> None:
+def test_plain_operand_of_common_operators_raises_or_is_right(part: int) -> None:
     entries = db.entries(",".join(COMMON.split()))[part::6]
     cases = [case for entry in entries for case in plain.cases_of(entry, db.Setting((3,), samples=1))]
     assert {"pass", "refused"} <= {case.status for case in cases}
@@ -74,7 +73,7 @@ def test_every_common_operator_is_in_the_database() -> None:
     assert {entry.formatted_name for entry in db.entries()} >= set(COMMON.split())
 
 
-def test_a_wrong_result_is_found() -> None:
+def test_run_case_finds_a_wrong_result() -> None:
     (entry,) = db.entries("exp")
     setting = db.Setting(draw="partial", samples=8)  # some have no elements
     twice = [
@@ -83,7 +82,7 @@ def test_a_wrong_result_is_found() -> None:
     assert "wrong" in [db.run_case("exp", setting, i, sample).status for i, sample in enumerate(twice)]
 
 
-def test_gathers_are_counted() -> None:
+def test_cases_list_operators_that_gather() -> None:
     (entry,) = db.entries("unique")
     assert any(
         "unique" in name for case in db.cases_of(entry, db.Setting(draw="shard")) for name in " ".join(case.gathered).split()
@@ -93,7 +92,7 @@ def test_gathers_are_counted() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("mesh", db.MESHES, ids=str)
-def test_the_database_is_right(mesh: tuple[int, ...], part: int) -> None:
+def test_all_operators_with_random_placements_equal_plain_torch(mesh: tuple[int, ...], part: int) -> None:
     assert_right(db.entries()[part::PARTS], db.Setting(mesh, samples=8, seed=SEED))
 
 
@@ -102,20 +101,20 @@ def test_the_database_is_right(mesh: tuple[int, ...], part: int) -> None:
 @pytest.mark.parametrize(
     ("variant", "dtype"), [("inplace", "float64"), ("out", "float64"), ("function", "int64"), ("function", "complex128")]
 )
-def test_variants_and_dtypes_are_right(variant: str, dtype: str, part: int) -> None:
+def test_in_place_out_and_dtype_variants_equal_plain_torch(variant: str, dtype: str, part: int) -> None:
     mesh = db.MESHES[part % 2]
     assert_right(db.entries()[part::PARTS], db.Setting(mesh, dtype, variant, samples=4, seed=SEED))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
-def test_the_changed_database_is_right(part: int) -> None:
+def test_unusual_calls_of_all_operators_equal_plain_torch(part: int) -> None:
     assert_right_if_changed(db.entries()[part::PARTS], db.Setting(db.MESHES[part % 2], samples=4, seed=SEED))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
-def test_plain_tensors_in_any_place_of_the_database(part: int) -> None:
+def test_plain_operand_of_all_operators_raises_or_is_right(part: int) -> None:
     setting = db.Setting(db.MESHES[part % 2], samples=4, seed=SEED)
     cases = [case for entry in db.entries()[part::PARTS] for case in plain.cases_of(entry, setting)]
     assert not [str(case) for case in cases if not plain.fits(case)]
@@ -123,5 +122,5 @@ def test_plain_tensors_in_any_place_of_the_database(part: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.gloo
-def test_all_ranks_refuse_plain_tensors_that_differ() -> None:
+def test_plain_operands_that_differ_between_ranks_raise_on_all_ranks() -> None:
     assert run_gloo(plain.on_processes, 2, "*", 1, timeout_s=600.0) == [[], []]

@@ -1,4 +1,4 @@
-"""Where plain torch raises for wrong arguments (the database's error inputs), so do operators on DTensors, with the same type."""
+"""Errors of the operator database: for its error inputs, operators on DTensors raise the error type of plain torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dtensor.base.tensor_tree import fill_tensors, tensor_leaves
 
 SEED = int(os.environ.get("OP_DATABASE_SEED", "0"))
 PARTS = 6
-# arguments that share memory with themselves or with each other have no distributed counterpart: every DTensor has its own
+# arguments that overlap in memory have no distributed counterpart
 OWN_MEMORY = "single memory location"
 
 
@@ -36,7 +36,7 @@ def raised(fn: Any, args: Any, kwargs: Any) -> Exception | None:
     return None
 
 
-def differing(entry: Any, mesh_shape: tuple[int, ...]) -> Iterator[str]:
+def find_differing_errors(entry: Any, mesh_shape: tuple[int, ...]) -> Iterator[str]:
     mesh, setting = dt.init_device_mesh("cpu", mesh_shape), db.Setting(mesh_shape, seed=SEED)
     for i, (fn, args, kwargs) in enumerate(wrong_calls(entry)):
         given, expected = tensor_leaves((args, kwargs)), raised(fn, args, kwargs)
@@ -51,16 +51,16 @@ def differing(entry: Any, mesh_shape: tuple[int, ...]) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("part", some(range(4), 4))
-def test_common_errors_are_torchs(part: int) -> None:
+def test_error_inputs_of_common_operators_raise_as_in_torch(part: int) -> None:
     names = "add,amax,bucketize,cat,gather,index_select,mm,sum,nn_functional_conv2d,reshape,scatter,softmax,sort,split,squeeze"
     names += ",narrow_copy,multinomial,_chunk_cat,masked_scatter"
-    problems = [problem for entry in db.entries(names)[part::4] for problem in differing(entry, (2, 2))]
+    problems = [problem for entry in db.entries(names)[part::4] for problem in find_differing_errors(entry, (2, 2))]
     assert not problems, "\n".join(problems)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("mesh", db.MESHES, ids=str)
-def test_errors_are_torchs(mesh: tuple[int, ...], part: int) -> None:
-    problems = [problem for entry in db.entries()[part::PARTS] for problem in differing(entry, mesh)]
+def test_error_inputs_of_all_operators_raise_as_in_torch(mesh: tuple[int, ...], part: int) -> None:
+    problems = [problem for entry in db.entries()[part::PARTS] for problem in find_differing_errors(entry, mesh)]
     assert not problems, "\n".join(problems)

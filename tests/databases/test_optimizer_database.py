@@ -1,4 +1,4 @@
-"""Every optimizer of torch's optimizer database takes the steps of one device over parameters placed at random."""
+"""Optimizer database: each optimizer of torch's database steps on randomly placed parameters as on plain ones."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ NAMES = ["Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", 
 NAMES += ["Rprop", "SGD"]
 
 
-def test_the_database_has_no_other_optimizers() -> None:
+def test_names_are_all_optimizers_of_the_database() -> None:
     assert {info.optim_cls.__name__ for info in db.entries()} == set(NAMES)
 
 
 @pytest.mark.parametrize("name", some(NAMES))
-def test_quick_optimizers(name: str) -> None:
-    """One input of each in every implementation."""
+def test_optimizers_with_one_option_equal_plain_torch(name: str) -> None:
+    """Check one input of each optimizer in all implementations."""
     (info,) = db.entries(name)
     cases = list(db.cases_of(info, db.MESHES["4 and 2x2"], SEED))
     last = cases[-1].options
@@ -29,7 +29,7 @@ def test_quick_optimizers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["SGD", "Adam", "Adagrad"])
-def test_quick_gradients_through_steps(name: str) -> None:
+def test_gradients_through_steps_of_common_optimizers_equal_plain_torch(name: str) -> None:
     (info,) = db.entries(name)
     assert db.differentiable_problems(info, (2, 2), SEED) == []
 
@@ -37,7 +37,7 @@ def test_quick_gradients_through_steps(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("meshes", db.MESHES)
 @pytest.mark.parametrize("name", NAMES)
-def test_all_optimizers(name: str, meshes: str) -> None:
+def test_optimizers_with_all_options_equal_plain_torch(name: str, meshes: str) -> None:
     (info,) = db.entries(name)
     for seed in range(SEED, SEED + 2):
         for case in db.cases_of(info, db.MESHES[meshes], seed):
@@ -46,7 +46,7 @@ def test_all_optimizers(name: str, meshes: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_all_gradients_through_steps(name: str) -> None:
+def test_gradients_through_steps_of_all_optimizers_equal_plain_torch(name: str) -> None:
     (info,) = db.entries(name)
     for mesh in ((4,), (2, 2)):
         assert db.differentiable_problems(info, mesh, SEED) == []

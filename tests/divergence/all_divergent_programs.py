@@ -1,4 +1,4 @@
-"""The whole table, of all files of programs, by what is expected of each."""
+"""All divergent programs: the tables of all files, by the expected outcome."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens every day: calls of torch.distributed by some ranks alone, and errors on one rank that its program catches."""
+"""Divergent calls: ``torch.distributed`` calls by some ranks only, and errors on one rank that its program catches."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _next(at: Scene) -> int:
 
 
 def _exchanged(at: Scene, group: Any) -> None:
-    """Of the form that sums of 8 numbers have on gloo."""
+    """Exchange in the way of gloo reductions of 8 numbers."""
     size = dist.get_world_size()
     lengths = [0 if k == at.rank else 8 for k in range(size)]
     dist.all_to_all_single(torch.empty(8 * size - 8), torch.full((8 * size - 8,), 7.0), lengths, lengths, group=group)
@@ -64,7 +64,7 @@ _ALONE = ("send", "recv", "batch_isend_irecv")  # of which all ranks cannot do o
 
 
 def _own(call: str, of: str = "world", then: Deed = DEEDS["sum0"], before: Deed = DEEDS["sum0"]) -> Deed:
-    """A call of the program's own between what all do."""
+    """Return a program with its own collective between calls of all ranks."""
 
     def run(at: Scene) -> Any:
         before(at)
@@ -76,7 +76,7 @@ def _own(call: str, of: str = "world", then: Deed = DEEDS["sum0"], before: Deed 
 
 
 def _both(at: Scene, one: str, other: str) -> Any:
-    """Calls of torch's alone, which do not meet; what becomes of them is asked of the next collective."""
+    """Run mismatched ``torch.distributed`` calls, whose result the next collective shows."""
     with suppress(RuntimeError):
         if call := one if at.rank == 1 else other:
             _CALLS[call](at, dist.group.WORLD)
@@ -84,7 +84,7 @@ def _both(at: Scene, one: str, other: str) -> Any:
 
 
 def _of_stages(at: Scene) -> Any:
-    """A stage that waits for messages that no other stage sends."""
+    """Wait in a pipeline stage for messages that no stage sends."""
     with suppress(RuntimeError):
         work = dist.irecv(torch.ones(8), 0) if at.rank == 1 else None
         if work is not None:
@@ -115,7 +115,7 @@ _OWN: dict[str, tuple[Deed, Deed]] = {
 
 # --- an error that one rank's program catches: what it goes on with has the form of what it missed ---------------------------
 def _indices(at: Scene, index: int) -> DTensor:
-    """On this rank all of them are ``index``."""
+    """Return indices that are all ``index`` on this rank."""
     return at.of(torch.full((8,), index), Shard(0))
 
 
@@ -150,7 +150,7 @@ def _divided(by: int) -> Deed:
 
 
 def _summed_twice(by: int) -> Deed:
-    """The same in a loop, of which a step is left out where it fails."""
+    """Sum in a loop that skips a failed step."""
 
     def run(at: Scene) -> Any:
         total = at.x.long()
@@ -177,7 +177,7 @@ def _backward(index: int) -> Deed:
 
 @contextmanager
 def _no_memory() -> Iterator[None]:
-    """Large tensors cannot be made."""
+    """Make allocations of large tensors fail."""
     gc.collect()  # what is dropped while they cannot would leave room for one
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
@@ -214,7 +214,7 @@ def _columns(x: Any) -> Any:
 
 
 def _mapped(fails: bool) -> Deed:
-    """A function of a rank's own part, which fails there."""
+    """Return a program whose function of local tensors fails on one rank."""
 
     def own(x: torch.Tensor) -> torch.Tensor:
         if fails:
@@ -231,7 +231,7 @@ def _mapped(fails: bool) -> Deed:
 
 
 def _without_data(meta: bool, made: Callable[[Scene, torch.Tensor], Any]) -> Deed:
-    """A rank that has no data where others have: torch sends nothing of a meta tensor."""
+    """Return a program with meta tensors on one rank, which torch does not send."""
 
     def run(at: Scene) -> Any:
         made(at, torch.ones(6, 4, device="meta" if meta else "cpu"))
@@ -271,13 +271,13 @@ DIFFERENT |= {f"caught/{name}": Program(usual, other, k % 3) for k, (name, (usua
 
 # --- what ranks may do --------------------------------------------------------------------------------------------------------
 def _of_copies(at: Scene) -> Any:
-    """An error of copies, which one rank may meet by itself."""
+    """Raise an error of replicated tensors, which one rank can catch alone."""
     with suppress(IndexError):
         F.embedding(at.of(torch.full((2,), 99), R), at.w)
 
 
 def _caught_by_all(at: Scene) -> Any:
-    """Errors that all meet, each in words of its own."""
+    """Catch errors on all ranks, with different texts."""
     found = 0
     for index in (_indices(at, 99), _indices(at, 99 + at.rank)):
         try:
@@ -301,7 +301,7 @@ for _k, (_name, _made) in enumerate(_META.items()):
 
 
 def _called_by_all(at: Scene) -> Any:
-    """Calls of the program's own among ours, on both groups."""
+    """Call ``torch.distributed`` between collectives of dtensor, on both groups."""
     found = 0.0
     for of in ("world", "mesh"):
         for call, act in _CALLS.items():
@@ -312,7 +312,7 @@ def _called_by_all(at: Scene) -> Any:
 
 
 def _left_pending(at: Scene) -> Any:
-    """A call that one rank begins, and nobody waits for: ours do not meet it."""
+    """Begin a call on one rank that no rank waits for."""
     if at.rank == 1:
         at.begun = dist.all_reduce(torch.full((8,), 7.0), async_op=True)
     return at.x.sum(0).full_tensor()

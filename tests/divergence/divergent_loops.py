@@ -1,4 +1,4 @@
-"""What training loops do otherwise on one rank: settings, numbers, pipelines, compiled and captured steps, two mesh dims."""
+"""Divergent training loops: settings, numbers, pipelines, compiled and captured steps, and 2-D meshes that differ on one rank."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def loop(
     accumulated: bool = False,
     local: bool = False,
 ) -> Deed:
-    """Steps of a model; all of it can be set otherwise."""
+    """Return a program that trains a model with these settings."""
 
     def run(at: Scene) -> Any:
         model = _model(at, kind, dropout)
@@ -240,7 +240,7 @@ def _interrupt(at: Scene) -> None:
 
 
 def _hooked(act: Deed) -> Deed:
-    """``act`` in a hook of the backward pass."""
+    """Return a program that calls ``act`` in a backward hook."""
 
     def run(at: Scene) -> Any:
         w = at.x.detach().requires_grad_()
@@ -252,7 +252,7 @@ def _hooked(act: Deed) -> Deed:
 
 
 class _Failing(torch.autograd.Function):
-    """Whose backward pass fails where it is told to."""
+    """Function whose backward fails on demand."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, act: Any) -> Any:
@@ -279,7 +279,7 @@ def _nothing(at: Scene) -> None:
 
 
 class _Falling:
-    """Raises when it is dropped, which Python only reports."""
+    """Object that raises in ``__del__``, which Python only reports."""
 
     def __del__(self) -> None:
         raise ValueError("a reason of its own")

@@ -1,4 +1,4 @@
-"""Units of data parallelism, plans of tensor parallelism, attention: what one rank sets otherwise."""
+"""Divergent parallelism: FSDP units, tensor-parallel plans and attention with different settings on one rank."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def fsdp(
     of: Callable[[], nn.Module] = Blocks,
     rows: Callable[[Scene], int] = lambda at: 2,
 ) -> Deed:
-    """Three steps of a fully sharded model; ``change`` acts before each."""
+    """Return a program of three steps of a fully sharded model, with ``change`` called before each."""
 
     def run(at: Scene) -> Any:
         model: Any = of()
@@ -89,7 +89,7 @@ def fsdp(
 def _with(
     options: Callable[[Scene, Any], dict[str, Any]], mesh: Callable[[Scene], Any] = lambda at: at.mesh, of: Any = None
 ) -> Deed:
-    """Two steps of a model that is one unit, with other options."""
+    """Return a program of two steps of a model in one unit with these options."""
 
     def run(at: Scene) -> Any:
         model = Blocks()
@@ -101,7 +101,7 @@ def _with(
 
 
 def _hybrid(change: Callable[[Scene, Any, int], Any] = nothing) -> Deed:
-    """Replicas of cut models where the ranks are four, else one cut model."""
+    """Return a program of HSDP on four ranks, else FSDP."""
 
     def run(at: Scene) -> Any:
         size = dist.get_world_size()
@@ -174,7 +174,7 @@ def _attention(causal: bool = False, backend: Any = None, width: int = 4) -> Dee
 
 
 def _context(causal: bool = False, scale: float | None = None) -> Deed:
-    """Context parallelism of plain tensors."""
+    """Return a program of context parallelism with plain tensors."""
 
     def run(at: Scene) -> Any:
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Programs of several ranks in which one does something else: a table of what all do, and what the odd one does instead."""
+"""Divergent programs: a table of the usual calls of all ranks, and the calls of one odd rank."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Deed = Callable[["Scene"], Any]
 
 
 class Scene:
-    """What the deeds of a program work on: the same on all ranks."""
+    """Tensors that the calls of a program use, equal on all ranks."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -45,7 +45,7 @@ class Scene:
 
 
 def warm_up(level: str) -> None:
-    """Loads what first calls load, in one process, so that they are not measured."""
+    """Run first calls in one process, so that their imports are not measured."""
     if not hasattr(dt, "check_ranks"):
         return
     dt.check_ranks(level)
@@ -56,14 +56,14 @@ def warm_up(level: str) -> None:
 
 @dataclass(frozen=True)
 class Program:
-    """All ranks do ``usual``, the rank ``odd`` does ``other`` instead, then all sum ``x`` once more."""
+    """Program in which all ranks do ``usual``, but rank ``odd`` does ``other``, and then all sum ``x``."""
 
     usual: Deed
     other: Deed
     odd: int
 
     def run(self, rank: int, all_do: str = "") -> list[Any]:
-        """The sum, what its deed gave, the sum again, and what the deed's collectives were; ``all_do`` "usual" or "other"."""
+        """Return the sum, the result of the call, the second sum, and the collectives of the call."""
         scene = Scene(rank)
         deed = {"": self.other if rank == self.odd else self.usual, "usual": self.usual, "other": self.other}[all_do]
         found = [float(scene.x.sum())]
@@ -75,7 +75,7 @@ class Program:
 
 
 def _collectives() -> Any:
-    """Hashes of this rank's collectives so far, by group."""
+    """Return hashes of this rank's collectives, by group."""
     if DTensor.__module__.startswith("torch."):
         return None
     watcher = collective_hooks._ActiveWatchdog.watchdog
@@ -187,7 +187,7 @@ def _gradient(at: Scene, factor: float) -> torch.Tensor:
 
 
 def _held(at: Scene) -> torch.Tensor:
-    """One rank holds on to its gradients, as a debugger does: autograd copies them there."""
+    """Keep references to gradients on one rank, as a debugger does, so that autograd copies them."""
     w, held = at.x.detach().requires_grad_(), list[Any]()
     w.register_hook(lambda gradient: held.append(gradient) if at.rank == 1 else None)
     for _ in range(2):
@@ -196,7 +196,7 @@ def _held(at: Scene) -> torch.Tensor:
 
 
 def _seeded(at: Scene, seed: int, drawn: int = 0) -> torch.Tensor:
-    """What is drawn on ranks that agree, after each has drawn ``drawn`` numbers of its own."""
+    """Draw on synchronized ranks, after ``drawn`` numbers on each rank."""
     torch.manual_seed(seed)
     x = at.x + torch.nn.functional.dropout(at.x, 0.5)
     torch.rand(drawn)
@@ -204,7 +204,7 @@ def _seeded(at: Scene, seed: int, drawn: int = 0) -> torch.Tensor:
 
 
 def _sent(at: Scene, more: int) -> Any:
-    """An exchange in which each rank knows only its own part: ``lengths[k]`` numbers to rank k; ``more`` to the last one."""
+    """Exchange ``lengths[k]`` numbers with rank k, and ``more`` with the last rank."""
     comm, lengths = communicator_of(at.mesh), [1, 2, 3, 2][: dist.get_world_size()]
     lengths[-1] += more
     chunks = [torch.full((lengths[k],), float(at.rank)) for k in range(dist.get_world_size())]
@@ -219,7 +219,7 @@ def _written(at: Scene) -> int:
 
 
 def trained(model: torch.nn.Module, optimizer: Any, x: torch.Tensor) -> list[float]:
-    """Two steps of training, and the sums of the parameters after them."""
+    """Train two steps and return the sums of the parameters."""
     for _ in range(2):
         model(x).square().mean().backward()
         optimizer.step()
@@ -228,7 +228,7 @@ def trained(model: torch.nn.Module, optimizer: Any, x: torch.Tensor) -> list[flo
 
 
 class _Items(torch.utils.data.Dataset[float]):
-    """A data set that asks the ranks."""
+    """Data set that uses collectives."""
 
     def __init__(self, x: DTensor) -> None:
         self.x = x
@@ -249,7 +249,7 @@ def _loaded(at: Scene) -> str:
 
 
 def _in_a_child(at: Scene) -> str:
-    """What a forked child gets that takes part in a collective, as a DataLoader's worker may."""
+    """Use a collective in a forked child, as in a DataLoader worker."""
     child = os.fork()
     if not child:
         try:
@@ -278,7 +278,7 @@ def _caught(at: Scene) -> None:
 
 
 def _interrupted(deed: Deed) -> Deed:
-    """Ctrl-C on this rank while it waits."""
+    """Return a program that gets Ctrl-C on this rank while it waits."""
 
     def run(at: Scene) -> Any:
         threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
@@ -297,14 +297,14 @@ def _after(seconds: float, deed: Deed) -> Deed:
 
 # One rank's data make its operation fail: the others raise the same.
 def _indices(at: Scene, good: int, bad: int) -> DTensor:
-    """Whole numbers, sharded, of which the last rank's last one is ``bad``."""
+    """Return sharded integers, of which the last one is ``bad``."""
     values = torch.full((8,), good)
     values[-1] = bad
     return at.of(values, Shard(0))
 
 
 def _matrices(at: Scene, last: float) -> DTensor:
-    """Matrices of 2 by 2, sharded, of which the last rank's last one is no good."""
+    """Return sharded 2 x 2 matrices, of which the last one is invalid."""
     values = torch.eye(2).repeat(8, 1, 1)
     values[-1] = last
     return at.of(values, Shard(0))

@@ -1,4 +1,4 @@
-"""Checkpoints and state dicts that one rank saves, loads or asks for otherwise."""
+"""Divergent state dicts: checkpoints and state dicts that one rank saves, loads or reads differently."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def saves(
 
 
 def _saves_then(again: bool | None) -> Deed:
-    """Two saves in the background; then one more, in the background or not; or a load."""
+    """Return a program of two background saves, then another save or a load."""
 
     def run(at: Scene) -> Any:
         for _ in range(2):
@@ -83,7 +83,7 @@ def _exported(name: str | None) -> Deed:
 
 
 def _run(steps: int, resumes: bool = True, every: int = 2) -> Deed:
-    """Checkpoints of a run, from which it is resumed."""
+    """Return a program that saves checkpoints of a run and resumes from them."""
 
     def run(at: Scene) -> Any:
         state = {"x": at.x}

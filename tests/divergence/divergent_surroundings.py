@@ -1,4 +1,5 @@
-"""What ranks do otherwise around a program: replays, branches, threads, meshes, levels, and questions that seem to be local."""
+"""Divergent surroundings: replays, branches, threads, meshes, check levels and seemingly local queries that differ between
+ranks."""
 
 from __future__ import annotations
 
@@ -68,7 +69,7 @@ def training(captured: bool, act: Callable[[Scene, int], Any] = lambda at, numbe
 
 
 def _branching(bound: float) -> Deed:
-    """A branch on a number of all ranks, which one compares with another bound."""
+    """Return a program that branches on a global number, with another bound on one rank."""
 
     def run(at: Scene) -> Any:
         x = at.x / 64
@@ -84,7 +85,7 @@ def _masked(bound: float) -> Deed:
 
 
 def _in_threads(order: int, at_once: bool = False) -> Deed:
-    """Collectives of two threads: one after the other, in this order, or at once."""
+    """Return a program of collectives in two threads, in this order or concurrently."""
 
     def run(at: Scene) -> Any:
         deeds = [lambda: float(at.x.sum()), lambda: float(at.x.double().sum(0).full_tensor().sum())][::order]
@@ -165,7 +166,7 @@ def _eval(trains: bool) -> Deed:
 
 
 def _registered(dim: int) -> Deed:
-    """A rule that a program gives, by which the operation communicates."""
+    """Return a program with its own sharding rule, which communicates."""
 
     def run(at: Scene) -> Any:
         dt.register_sharding(torch.ops.aten.hardswish.default)(lambda x: [(Shard(dim), Shard(dim))])
@@ -187,7 +188,7 @@ def _drawn(mode: str) -> Deed:
 
 
 def _world_of(fewer: int) -> Deed:
-    """Some ranks are counted."""
+    """Return a program that counts some ranks."""
 
     def run(at: Scene) -> Any:
         mesh = dt.init_device_mesh("cpu", (dist.get_world_size() - fewer,))

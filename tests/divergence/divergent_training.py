@@ -1,4 +1,4 @@
-"""Steps of training in which one rank does something else at some stage."""
+"""Divergent training: steps in which one rank does something else at one stage."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FEATURES = 7  # over three ranks uneven
 
 
 class _Acting(nn.Module):
-    """Lets the program act inside of the forward and the backward pass."""
+    """Module that calls the program inside of forward and backward."""
 
     def __init__(self, act: Act) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ MODELS: dict[str, Callable[[Scene, Act], nn.Module]] = {
 
 
 def trained(model_of: Callable[[Scene, Act], nn.Module], doing: Callable[[Scene, str, int], None]) -> Callable[[Scene], Any]:
-    """Two steps; at each stage ``doing`` acts, on all ranks."""
+    """Return a program of two steps that calls ``doing`` at each stage."""
 
     def run(at: Scene) -> Any:
         number = 0
@@ -96,7 +96,7 @@ def _nothing(at: Scene, stage: str, number: int) -> None:
 
 
 def at_stage(stage: str, deed: Callable[[Scene], Any]) -> Callable[[Scene, str, int], None]:
-    """``deed`` at that stage of the second step."""
+    """Return a function that calls ``deed`` at that stage of the second step."""
 
     def act(at: Scene, now: str, number: int) -> None:
         if (now, number) == (stage, 1):
@@ -134,7 +134,7 @@ def _saved(at: Scene) -> Any:
 
 
 def _drifting(at: Scene, of: str, ranks: tuple[int, ...] = (1,)) -> Any:
-    """Copies are compared after each step; on one rank something changes that no collective sees."""
+    """Compare replicas after each step, where one rank makes a change without a collective."""
     dt.check_ranks(CheckLevel.now, replicas=1)
     try:
         torch.manual_seed(0)

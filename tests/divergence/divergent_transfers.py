@@ -1,4 +1,4 @@
-"""What goes wrong in the middle: of large messages, of modules that some ranks skip, of loaders of other lengths."""
+"""Divergent transfers: failures during large messages, modules that some ranks skip, and loaders of different lengths."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _summed(x: DTensor) -> None:
 
 
 def _amid(act: Callable[[DTensor], None], sign: signal.Signals | None) -> Deed:
-    """Large messages, amid which a signal comes to this rank."""
+    """Return a program of large messages, during which this rank gets a signal."""
 
     def run(at: Scene) -> Any:
         size = dist.get_world_size()
@@ -65,7 +65,7 @@ DEADLY = {name: program for name, program in _ENDED.items() if "interrupted" not
 
 # --- what some ranks leave out, do twice or do in another order ---------------------------------------------------------------
 class _Experts(nn.Module):
-    """Two experts, of which a rank takes those that it is told to, in that order."""
+    """Two experts that run in the given order."""
 
     def __init__(self, at: Scene, order: str) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ def _experts(order: str) -> Deed:
 
 
 def _trained(kind: str, change: Callable[[Scene, nn.Module, int], None], of: Any = torch.optim.SGD, layers: int = 2) -> Deed:
-    """Two steps; ``change`` may act on the model before each."""
+    """Return a program of two steps, with ``change`` called on the model before each."""
 
     def run(at: Scene) -> Any:
         torch.manual_seed(0)
@@ -194,7 +194,7 @@ def _given(value: torch.Tensor) -> Deed:
 
 
 def _restored(loads: bool) -> Deed:
-    """A checkpoint that all have written, which one rank does not read."""
+    """Return a program in which one rank does not load the checkpoint."""
 
     def run(at: Scene) -> Any:
         folder = os.environ["POOL_FOLDER"] + "-restored"
@@ -224,7 +224,7 @@ def _fails(error: BaseException) -> Deed:
 
 
 def _scaled(skips: bool) -> Deed:
-    """A gradient that is no number on one rank, whose program leaves the step out."""
+    """Return a program in which one rank has a NaN gradient and skips the step."""
 
     def run(at: Scene) -> Any:
         w = nn.Parameter(at.x.detach() / 64)
@@ -240,7 +240,7 @@ def _scaled(skips: bool) -> Deed:
 
 
 def _until(bound: float) -> Deed:
-    """Steps until a number of this rank's own is small enough."""
+    """Return a program of steps until a local number is small enough."""
 
     def run(at: Scene) -> Any:
         mine, x = 1.0, at.x
@@ -272,7 +272,7 @@ DIFFERENT = {f"hostile/{name}": Program(usual, other, k % 3) for k, (name, (usua
 
 # --- what ranks may do --------------------------------------------------------------------------------------------------------
 def _busy(seconds: float, how: str) -> Deed:
-    """This rank is slow, in several ways, and not wrong."""
+    """Make this rank slow in several ways."""
 
     def run(at: Scene) -> Any:
         end = time.monotonic() + seconds
@@ -290,19 +290,19 @@ def _busy(seconds: float, how: str) -> Deed:
 
 
 def _last(at: Scene) -> Any:
-    """Each rank ends when it has what it needs: the first one is told last."""
+    """End each rank as soon as it has its result."""
     time.sleep(0.3 * at.rank)
     return at.x.sum().item()
 
 
 def _in_a_thread(at: Scene) -> Any:
-    """All collectives of one thread besides the main one, which waits for it."""
+    """Run all collectives in one thread while the main thread waits."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(lambda: at.x.sum().item() + at.x.sum(0).full_tensor().sum().item()).result()
 
 
 def _own_data(at: Scene) -> Any:
-    """What ranks read and count of their own."""
+    """Read and count local data."""
     counts = torch.bincount(torch.arange(at.rank + 2))
     local = at.x.to_local()
     if at.rank == 1:
@@ -312,7 +312,7 @@ def _own_data(at: Scene) -> Any:
 
 
 def _part_of_world(at: Scene) -> Any:
-    """A mesh of some ranks, which the others leave out or have no part in."""
+    """Use a mesh of some ranks."""
     mesh = dt.DeviceMesh("cpu", [0, 1])
     x = dt.distribute_tensor(torch.arange(6.0), mesh, [Shard(0)], src_data_rank=None)
     if at.rank < 2:

@@ -1,6 +1,5 @@
-"""Healthy programs in which groups of ranks do different work: a table of which ranks work on which mesh, times what they do.
-
-After each program all four ranks compute together on the whole mesh and on both of its slices.
+"""Healthy programs in which groups of ranks do different work: a table of sets of ranks on meshes, times kinds of work. After
+each program all four ranks compute on the full mesh and on both submeshes.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ SIZE = 4
 
 
 class Meshes:
-    """The meshes of one world. Each rank makes those that it is a member of when it first asks for them."""
+    """Meshes of one world. Each rank makes its meshes at their first use."""
 
     def __init__(self) -> None:
         self.rank = dist.get_rank()
@@ -41,7 +40,7 @@ class Meshes:
 
     @property
     def deep(self) -> DeviceMesh:
-        """The same ranks with a third mesh dim."""
+        """Return a mesh of the same ranks with a third mesh dim."""
         found = self._of.get("deep")
         if found is None:
             found = self._of["deep"] = dt.init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("pp", "tp", "cp"))
@@ -260,7 +259,7 @@ DEEDS: dict[str, Callable[[DeviceMesh], Any]] = {
 
 
 def _together(at: Meshes) -> list[float]:
-    """What all ranks compute after a program: on the whole mesh, and on each of its slices."""
+    """Compute on all ranks after a program: on the full mesh and on each submesh."""
     x = dt.distribute_tensor(torch.arange(64.0).reshape(8, 8), at.all, [Shard(0), Shard(1)])  # it communicates before it computes
     found = [float((x * 2).sum())]
     found += [float(_value(at.all[name]).sum(0).full_tensor().sum()) for name in ("tp", "dp")]
@@ -273,7 +272,7 @@ RIGHT = [4032.0, 2016.0, 2016.0, 2016.0, 63.0]
 
 @dataclass(frozen=True)
 class Healthy:
-    """Some ranks do something on their own mesh, then all compute together."""
+    """Program in which some ranks work on their mesh, and then all ranks compute together."""
 
     workers: str
     deed: str
@@ -300,7 +299,7 @@ PROGRAMS = {
 
 @dataclass(frozen=True)
 class InOneWorld:
-    """Programs one after the other; ``run`` gives how many came to an end, and the words of the error that ended the next one."""
+    """Programs that run one after the other in one world; ``run`` returns how many ended, and the error of the next one."""
 
     names: tuple[str, ...]
 

@@ -1,4 +1,4 @@
-"""What came of a program of the table, and what is wrong with that."""
+"""Outcome of a divergent program, and whether it is the expected one."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from all_divergent_programs import DEADLY, DIFFERENT, FAILING, HEALTHY, ONLY_STR
 from divergent_programs import PEER
 from process_pool import Outcome, Pool
 
-OWN_WORDS = ("LayoutError", "CheckpointError")  # of functions that compare by themselves what ranks give them
-ENDS_S = 10.0  # after which every wait is over: promised are 5, of a machine that has the time
-STOPPED_S = 25.0  # how long a stopped rank is waited for
+OWN_WORDS = ("LayoutError", "CheckpointError")  # of functions with their own comparison of arguments between ranks
+ENDS_S = 10.0  # limit of every wait: 5 s are promised, on an idle machine
+STOPPED_S = 25.0  # limit of the wait for a stopped rank
 _KINDS = {"different": DIFFERENT, "raising": RAISING, "deadly": DEADLY, "failing": FAILING, "healthy": HEALTHY}
 _SAID = {"healthy/forked": "exit code 7", "healthy/loaded by a worker": "refused"}
 
 
 class Finding(NamedTuple):
-    """``what`` came of a program, for counting; ``wrong``: why that is not what is promised, empty if it is."""
+    """Finding of a program: ``what`` is the kind of outcome, and ``wrong`` the reason why it is not the promised one, or
+    empty."""
 
     what: str
     wrong: str = ""
@@ -27,8 +28,8 @@ def kind_of(name: str) -> str:
     return next(kind for kind, programs in _KINDS.items() if name in programs)
 
 
-def of_the_peer(found: list[Outcome], odd: int) -> Finding:
-    """What came of a program that is run by ``torch.distributed.tensor``: nothing is promised."""
+def classify_pytorch_outcome(found: list[Outcome], odd: int) -> Finding:
+    """Return the outcome of a program run by PyTorch DTensor, for which nothing is promised."""
     words = " ".join(outcome.words for outcome in found)
     if any(outcome.kind == "exit" for outcome in found):
         return Finding("a rank died without an error")
@@ -40,7 +41,7 @@ def of_the_peer(found: list[Outcome], odd: int) -> Finding:
 
 
 class Judge:
-    """Runs programs at one level; ``usual`` and ``other`` results are found once for each deed."""
+    """Judge of programs at one check level; ``usual`` and ``other`` results are computed once for each call."""
 
     def __init__(self, pool: Pool, level: str) -> None:
         self.pool, self.level = pool, level
@@ -51,9 +52,9 @@ class Judge:
         kind = kind_of(name)
         if PEER:
             self.found = self.pool.run(name, timeout_s=50.0)
-            return of_the_peer(self.found, PROGRAMS[name].odd)
+            return classify_pytorch_outcome(self.found, PROGRAMS[name].odd)
         odd = PROGRAMS[name].odd
-        if odd >= self.pool.size and kind in ("different", "raising", "deadly"):  # nobody does anything else
+        if odd >= self.pool.size and kind in ("different", "raising", "deadly"):  # no rank differs
             self.found = self.pool.run(name)
             failed = [outcome for outcome in self.found if outcome.kind != "result"]
             return Finding("all ranks do one thing", f"{failed}" if failed else "")
@@ -80,7 +81,7 @@ class Judge:
         return _healthy(name, found)
 
     def _results(self, name: str, side: str) -> list[Outcome]:
-        """What a program gives on each rank when all do what is usual, or the other thing."""
+        """Return the results of each rank if all ranks do ``usual``, or all do ``other``."""
         deed = getattr(PROGRAMS[name], side)
         if deed not in self._right:
             self._right[deed] = self.pool.run(name, side)
@@ -110,7 +111,7 @@ def _named(found: list[Outcome], odd: int) -> Finding:
         own = all(error.name in OWN_WORDS for error in errors)
         return Finding("found by a function of its own" if own else "not named", "" if own else f"{found}")
     for error in named:
-        lines = error.words.splitlines()[1:-1]  # between the head and the advice
+        lines = error.words.splitlines()[1:-1]  # between the first line and the remedy
         if (
             error.name not in OWN_WORDS
             and "differs from" in error.words
@@ -125,7 +126,7 @@ def _raising(name: str, found: list[Outcome], odd: int) -> Finding:
     parted = "goes on" in name or "drifts" in name
     lost = "interrupted" in name or "what ends a loop" in name
     expected = "RankLostError" if lost else "DivergenceError" if parted else "ValueError"
-    if name.startswith("pipeline/"):  # messages of torch's, which end in words of its own; what went wrong is logged
+    if name.startswith("pipeline/"):  # torch's point-to-point messages raise torch's errors; ours is logged
         begun = all(outcome.name in (expected, "RuntimeError") for outcome in others)
         return _in_time(found, found[odd].seconds, "the others raise") if begun else Finding("another error", f"{found}")
     if {outcome.name for outcome in others} not in ({expected}, {"CheckpointError"}):

@@ -1,4 +1,4 @@
-"""``Pool``: gloo processes that run programs, each in a world of its own, and tell what came of each on every rank."""
+"""Process pool of gloo ranks that run programs, each in a new world, and report the outcome of every rank."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ import torch.distributed as dist
 from gloo_processes import _processes
 
 _processes.set_forkserver_preload(["torch", "torch.distributed.pipelining", "dtensor"])  # unless it has started
-TIMEOUT_S = float(os.environ.get("DTENSOR_CHAOS_TIMEOUT", "300"))  # of the groups: what ends before did not end by that
+TIMEOUT_S = float(os.environ.get("DTENSOR_CHAOS_TIMEOUT", "300"))  # of the process groups, longer than any promised wait
 
 
 class Outcome(NamedTuple):
-    """What came of a program on one rank.
+    """Outcome of a program on one rank.
 
     Attributes:
         kind: "result", "error" (class and words follow), "exit" (a signal, as -9, or an exit code), "timeout".
-        seconds: until then.
+        seconds: duration.
     """
 
     kind: str
@@ -39,11 +39,12 @@ class Outcome(NamedTuple):
 
 
 class Pool:
-    """Processes are started when they are needed, and again after one was lost."""
+    """Pool that starts processes when needed, and again after one is lost."""
 
     def __init__(self, size: int, level: str = "watch", *, fresh: bool = False, apart: bool = False) -> None:
         self.size, self._level, self._apart = size, level, apart
-        self._context: Any = multiprocessing.get_context("spawn") if fresh else _processes  # a hash seed of its own for each
+        # spawned processes have different hash seeds
+        self._context: Any = multiprocessing.get_context("spawn") if fresh else _processes
         self._ranks: list[tuple[BaseProcess, Connection]] = []
         self._folder = tempfile.TemporaryDirectory(prefix="pool-")
         self._count = 0
@@ -53,11 +54,11 @@ class Pool:
         return bool(self._ranks)
 
     def run(self, name: str, all_do: str = "", timeout_s: float = 100.0) -> list[Outcome]:
-        """A program of the table on each rank; ``all_do`` "usual" or "other", what not all of them do otherwise."""
+        """Run a program of the table on each rank; ``all_do`` "usual" or "other" makes all ranks do that."""
         return self.run_program(name, all_do, timeout_s)
 
     def run_program(self, program: Any, all_do: str = "", timeout_s: float = 100.0) -> list[Outcome]:
-        """The same of a program itself."""
+        """Run a program object on each rank."""
         if not self._ranks:
             self._start()
         self._count += 1
@@ -109,9 +110,9 @@ class Pool:
 
 def _main(pipe: Connection, rank: int, size: int, level: str, apart: bool) -> None:
     faulthandler.enable()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell leaves out for what it runs in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore SIGINT for background jobs
     torch.set_num_threads(1)
-    if apart:  # as if each rank were on a host of its own
+    if apart:  # as if each rank were on another host
         importlib.import_module("dtensor.watchdog.host_state")._host_identity = lambda: f"host {rank}"
     importlib.import_module("divergent_programs").warm_up(level)
     importlib.import_module("all_divergent_programs")
@@ -132,7 +133,7 @@ def _outcome(program: Any, all_do: str, store: str, rank: int, size: int) -> tup
         if isinstance(program, str):
             program = importlib.import_module("all_divergent_programs").PROGRAMS[program]
         value = program.run(rank, all_do)
-        time.sleep(0.2)  # others may still be reading
+        time.sleep(0.2)  # other ranks may still be reading
         _leave()
         return "result", "", "", value
     except (Exception, KeyboardInterrupt) as error:
@@ -141,7 +142,7 @@ def _outcome(program: Any, all_do: str, store: str, rank: int, size: int) -> tup
 
 
 def _leave() -> None:
-    time.sleep(0.2)  # the watcher looks ten times a second
+    time.sleep(0.2)  # the watchdog looks ten times a second
     with suppress(Exception):
         dist.destroy_process_group()
     time.sleep(0.2)

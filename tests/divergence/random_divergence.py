@@ -31,7 +31,7 @@ _RIGHT: dict[str, Any] = {}  # in a rank: what each deed gives when all do it
 
 
 class Random:
-    """The program of a seed, for each rank; ``all_do`` "learn": what each deed gives."""
+    """Random program of a seed; ``all_do="learn"`` records the result of each call."""
 
     def __init__(self, seed: int, size: int) -> None:
         dice = random.Random(seed)
@@ -83,7 +83,7 @@ def _value(name: str, at: Scene) -> Any:
 
 
 def verdict(program: Random, found: list[Outcome]) -> str:
-    """What is wrong with what came of it; empty if nothing."""
+    """Return what is wrong with the outcome, or ""."""
     for rank, outcome in enumerate(found):
         lost = rank == program.odd and program.fault in ("killed", "stopped")
         if outcome.kind in ("timeout", "exit") and not lost:
@@ -96,7 +96,7 @@ def verdict(program: Random, found: list[Outcome]) -> str:
 
 
 def main(seconds: float, seed: int) -> int:
-    """How many programs ended wrong."""
+    """Run random programs and return how many ended wrong."""
     deadline, counts, wrong = time.monotonic() + seconds, Counter[str](), 0
     pools = {size: Pool(size, os.environ.get("DTENSOR_CHECK_RANKS", "strict"), fresh=True) for size in (3, 4)}
     while time.monotonic() < deadline:

@@ -1,4 +1,5 @@
-"""Errors and ends of one rank in hooks, recomputation, state dicts, replays and threads; and what ranks may do."""
+"""Rank errors: errors and exits of one rank in hooks, recomputation, state dicts, replays and threads; and healthy
+differences."""
 
 from __future__ import annotations
 
@@ -66,7 +67,7 @@ def _optimized(register: str, act: Callable[..., Any]) -> Deed:
 
 
 def _replicas(act: Callable[..., Any]) -> Deed:
-    """A hook of a gradient that has been added up."""
+    """Return a program with a hook on a reduced gradient."""
 
     def run(at: Scene) -> Any:
         model = replicate(Blocks(), at.mesh)
@@ -107,7 +108,7 @@ def _states(act: Callable[..., Any], load: bool = False) -> Deed:
 
 
 def _thread(act: Deed) -> Deed:
-    """A collective of a thread, which raises there; the main thread is told by the future."""
+    """Return a program whose thread raises in a collective; the main thread gets the error from the future."""
 
     def run(at: Scene) -> Any:
         def work() -> float:
@@ -191,20 +192,20 @@ DEADLY: dict[str, Program] = {
 
 # --- what ranks may do ------------------------------------------------------------------------------------------------------
 def _profiled(at: Scene) -> Any:
-    """Looks on, on one rank."""
+    """Profile on one rank."""
     with CommDebugMode() if at.rank == 1 else nullcontext(), profile() if at.rank == 2 else nullcontext():
         return at.x.softmax(0).sum().item()
 
 
 def _printed(at: Scene) -> Any:
-    """A tensor is shown on one rank, copied and pickled."""
+    """Print, copy and pickle a tensor on one rank."""
     if at.rank == 1:
         repr(at.x), str(at.x), copy.deepcopy(at.x), pickle.dumps(at.x.to_local())
     return at.x.sum().item()
 
 
 def _of_threads(at: Scene) -> Any:
-    """Threads that compute on plain tensors beside collectives."""
+    """Compute on plain tensors in threads during collectives."""
     stop = threading.Event()
 
     def work() -> None:
@@ -223,7 +224,7 @@ def _of_threads(at: Scene) -> Any:
 
 
 def _retried(at: Scene) -> Any:
-    """An error of plain tensors that one rank catches, before it does what all do."""
+    """Catch an error of plain tensors on one rank, then do what all ranks do."""
     with suppress(IndexError):
         if at.rank == 1:
             torch.ones(3)[7]
@@ -254,7 +255,7 @@ def _asks_the_store(at: Scene) -> Any:
 
 
 def _beside_pending(at: Scene) -> Any:
-    """A move that is waited for early on one rank, and late on another."""
+    """Wait for a redistribution early on one rank, and late on another."""
     pending = at.x.redistribute(placements=[R], async_op=True)
     if at.rank == 1:
         pending.to_local()
@@ -263,7 +264,7 @@ def _beside_pending(at: Scene) -> Any:
 
 
 def _looser(at: Scene, change: Callable[[Scene, Any], Any]) -> Any:
-    """One rank keeps more than the others, which changes neither what is sent nor a number."""
+    """Keep more cached copies on one rank, which changes no communication and no value."""
     found = fsdp(second(change) if at.rank == 1 else nothing)(at)
     assert found == fsdp()(at)
     return at.x.sum().item()

@@ -34,7 +34,7 @@ _PRINTING = Lock()
 
 
 def main() -> int:
-    """How many programs came to something else than is promised."""
+    """Run programs and return how many have another outcome than promised."""
     parser = argparse.ArgumentParser()
     parser.add_argument("words", nargs="*")
     parser.add_argument("--level", default=os.environ.get("DTENSOR_CHECK_RANKS", "watch"))
@@ -93,7 +93,7 @@ def run(names: list[str], options: argparse.Namespace, found: list[dict[str, Any
 
 
 def counted(found: Iterable[dict[str, Any]]) -> str:
-    """How many programs came to what, by level and kind."""
+    """Count outcomes of programs, by level and kind."""
     counts = Counter((one["level"], one["kind"], one["what"], "WRONG" if one["wrong"] else "") for one in found)
     return "\n".join(
         f"{level:<7} {kind:<10} {count:>4} {what} {wrong}" for (level, kind, what, wrong), count in sorted(counts.items())

@@ -1,6 +1,5 @@
-"""What one rank does otherwise is named, what one fails at all fail at; no rank hangs, aborts or gets a wrong number.
-
-Here a part of the table; ``make test-chaos`` runs all of it.
+"""Divergence: a rank that differs is named, an error of one rank raises on all, and no rank hangs, aborts or gets a wrong number.
+Only some programs of the table run here; ``make test-chaos`` runs all.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ def check(judge: Judge, name: str) -> None:
         "states/another folder that is there, around/another way to draw",
     ),
 )
-def test_a_rank_that_does_something_else_is_named(name: str, judge: Judge) -> None:
+def test_rank_with_different_calls_is_named(name: str, judge: Judge) -> None:
     check(judge, name)
 
 
@@ -75,21 +74,21 @@ def test_a_rank_that_does_something_else_is_named(name: str, judge: Judge) -> No
         "hostile/raises before a save of 0",
     ),
 )
-def test_a_rank_that_raises_ends_the_others(name: str, judge: Judge) -> None:
+def test_rank_that_raises_ends_the_other_ranks(name: str, judge: Judge) -> None:
     check(judge, name)
 
 
 @pytest.mark.parametrize(
     "name", some(DEADLY, "sum0/killed, full/stopped, replicated/before optimizer/is killed, amid gathers/killed")
 )
-def test_a_rank_that_dies_ends_the_others(name: str, judge: Judge) -> None:
+def test_rank_that_dies_ends_the_other_ranks(name: str, judge: Judge) -> None:
     check(judge, name)
 
 
 @pytest.mark.parametrize(
     "name", some(FAILING, "failing/embedding, failing/one hot, failing/binary cross entropy, failing/svd of NaN")
 )
-def test_what_one_rank_fails_at_all_fail_at(name: str, judge: Judge) -> None:
+def test_invalid_values_on_one_rank_raise_on_all_ranks(name: str, judge: Judge) -> None:
     check(judge, name)
 
 
@@ -102,15 +101,15 @@ def test_what_one_rank_fails_at_all_fail_at(name: str, judge: Judge) -> None:
         "healthy/left pending",
     ),
 )
-def test_nothing_is_said_of_a_healthy_program(name: str, judge: Judge) -> None:
+def test_healthy_programs_raise_nothing(name: str, judge: Judge) -> None:
     check(judge, name)
 
 
-def test_two_ranks_of_which_one_goes_by_another_rule() -> None:
-    """The collectives of both are the same, and the numbers of one are of both rules."""
+def test_two_ranks_with_different_sharding_rules() -> None:
+    """Check a rank with another sharding rule, which issues the same collectives."""
     pool = Pool(2, "strict")
     check(Judge(pool, "strict"), "around/a rule of its own")
-    check(Judge(pool, "strict"), "sum0/mean0")  # whose odd rank is not there
+    check(Judge(pool, "strict"), "sum0/mean0")  # its odd rank does not exist on two ranks
     pool.close()
 
 
@@ -128,7 +127,7 @@ def hosts() -> Iterator[Judge]:
         "sum0/sum1, full/large, all to all/all to all of others",
     ),
 )
-def test_ranks_of_several_hosts_tell_each_other(name: str, hosts: Judge) -> None:
+def test_divergence_between_hosts_is_named(name: str, hosts: Judge) -> None:
     check(hosts, name)
 
 
@@ -138,7 +137,7 @@ def test_ranks_of_several_hosts_tell_each_other(name: str, hosts: Judge) -> None
     + some(RAISING, "sum0/raises, full/raises and goes on")
     + some({name: DEADLY[name] for name in DEADLY if "stopped" not in name}, "sum0/killed"),
 )
-def test_an_error_reaches_other_hosts(name: str, hosts: Judge) -> None:
+def test_errors_of_a_rank_reach_other_hosts(name: str, hosts: Judge) -> None:
     check(hosts, name)
 
 
@@ -147,7 +146,7 @@ def _raises() -> None:
 
 
 def _is_killed() -> None:
-    time.sleep(2.0)  # the others have come to their first mesh: who comes when one has ended for it names that one
+    time.sleep(2.0)  # other ranks have reached their first mesh
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -166,7 +165,7 @@ def _ends_early(folder: str, rank: int, end: Callable[[], None], told: Any) -> N
 @pytest.mark.parametrize(
     ("end", "name", "words"), [(_raises, "ValueError", "no data here"), (_is_killed, "RankLostError", "rank 1 is gone")]
 )
-def test_a_rank_that_ends_before_its_first_mesh_is_named(end: Callable[[], None], name: str, words: str, tmp_path: Path) -> None:
+def test_rank_that_ends_before_its_first_mesh_is_named(end: Callable[[], None], name: str, words: str, tmp_path: Path) -> None:
     spawn = torch.multiprocessing.get_context("spawn")
     told = spawn.Queue()
     ranks = [spawn.Process(target=_ends_early, args=(str(tmp_path), rank, end, told)) for rank in range(3)]
@@ -177,7 +176,7 @@ def test_a_rank_that_ends_before_its_first_mesh_is_named(end: Callable[[], None]
         process.join()
 
 
-def _meets_after_something_else() -> str:
+def _meet_after_different_operations() -> str:
     dt.check_ranks("strict")
     x, rank, found = (
         dt.ones(4, device_mesh=dt.init_device_mesh("cpu", (2,)), placements=[dt.Shard(0)]),
@@ -187,7 +186,7 @@ def _meets_after_something_else() -> str:
 
     def slowly(board: Any, key: int, of: int, number: int) -> Any:
         entry = found(board, key, of, number)
-        time.sleep(0.5 * (of == 1))  # meanwhile it comes
+        time.sleep(0.5 * (of == 1))  # meanwhile the other rank arrives
         return entry
 
     if rank:
@@ -199,23 +198,23 @@ def _meets_after_something_else() -> str:
     try:
         collective_hooks.wait_for_group_members([0, 1], "gloo")
     except DivergenceError:
-        time.sleep(rank)  # it is there for a while
+        time.sleep(rank)  # keep the process alive for a while
         return "named"
     return "met"
 
 
-def test_a_rank_that_comes_while_another_looks_is_not_taken_for_one_that_agrees() -> None:
-    assert run_gloo(_meets_after_something_else, 2) == ["named", "named"]
+def test_rank_that_arrives_during_a_comparison_is_compared() -> None:
+    assert run_gloo(_meet_after_different_operations, 2) == ["named", "named"]
 
 
-def _goes_on_after_being_refused() -> list[str]:
+def _continue_after_divergence() -> list[str]:
     x, found = dt.ones(6, 4, device_mesh=dt.init_device_mesh("cpu", (3,)), placements=[dt.Shard(0)]), []
     x.full_tensor()
     with contextlib.suppress(IndexError, DivergenceError):
         if dist.get_rank() == 1:
             raise IndexError("caught by its program, which goes on with something else")
         x.full_tensor()
-    for _ in range(3):  # at once: nobody has had the time to look
+    for _ in range(3):  # immediately, before any rank has compared
         try:
             dt.distribute_tensor(torch.ones(5, 7), x.device_mesh, [dt.Shard(0)])
         except DivergenceError as error:
@@ -223,14 +222,15 @@ def _goes_on_after_being_refused() -> list[str]:
     return found
 
 
-def test_a_rank_that_was_refused_sends_nothing_more() -> None:
-    assert run_gloo(_goes_on_after_being_refused, 3) == [["rank 1 differs from ranks 0, 2"] * 3] * 3
+def test_rank_that_diverged_raises_at_every_later_collective() -> None:
+    assert run_gloo(_continue_after_divergence, 3) == [["rank 1 differs from ranks 0, 2"] * 3] * 3
 
 
-def _takes_units_in_another_order() -> str:
+def _run_units_in_another_order() -> str:
     mesh = dt.init_device_mesh("cpu", (2,))
-    experts = [fully_shard(torch.nn.Linear(4, 4), mesh=mesh) for _ in range(3)]  # of one size: no length tells them apart
-    copied = copy.deepcopy(experts[0]) if dist.get_rank() else experts[0]  # which is no further unit
+    # of one size, so that lengths cannot distinguish them
+    experts = [fully_shard(torch.nn.Linear(4, 4), mesh=mesh) for _ in range(3)]
+    copied = copy.deepcopy(experts[0]) if dist.get_rank() else experts[0]  # a copy is no new unit
     fully_shard(torch.nn.Linear(4, 4), mesh=mesh)(torch.ones(1, 4))
     copied(torch.ones(1, 4))
     try:
@@ -240,5 +240,5 @@ def _takes_units_in_another_order() -> str:
     return "nothing"
 
 
-def test_units_of_one_size_are_not_taken_for_each_other() -> None:
-    assert run_gloo(_takes_units_in_another_order, 2) == ["unit 2 unit 3"] * 2
+def test_different_units_of_equal_size_diverge() -> None:
+    assert run_gloo(_run_units_in_another_order, 2) == ["unit 2 unit 3"] * 2

@@ -1,4 +1,4 @@
-"""Groups of ranks that do different work are not taken for ranks that diverge: no program of the table raises."""
+"""Healthy groups: groups of ranks that do different work do not diverge, and no program of the table raises."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
     made.close()
 
 
-def test_groups_may_do_different_work(pool: Pool) -> None:
-    """Each deed once, and each set of workers twice or more, in one world."""
+def test_groups_of_ranks_may_do_different_work(pool: Pool) -> None:
+    """Run each work once and each set of workers at least twice, in one world."""
     workers, names = list(WORKERS), []
     for number, deed in enumerate(DEEDS):
         names += [name for k in range(2) if (name := f"{workers[(number + 7 * k) % len(workers)]}/{deed}") in PROGRAMS]
@@ -41,18 +41,18 @@ def test_groups_may_do_different_work(pool: Pool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", list(WORKERS))
-def test_each_set_of_workers_may_do_everything(workers: str, pool: Pool) -> None:
+def test_each_set_of_ranks_may_do_all_kinds_of_work(workers: str, pool: Pool) -> None:
     assert not list(alarms(pool, [name for name in PROGRAMS if name.startswith(f"{workers}/")]))
 
 
 @pytest.mark.parametrize("workers", [pytest.param(name, marks=[pytest.mark.slow] * (k > 0)) for k, name in enumerate(WORKERS)])
-def test_the_first_work_in_a_world_may_be_that_of_some_ranks(workers: str, pool: Pool) -> None:
+def test_first_work_in_a_world_may_be_by_some_ranks(workers: str, pool: Pool) -> None:
     names = [f"{workers}/{deed}" for deed in ("reads a sum", "trains a sharded model", "draws random numbers")]
     assert not list(alarms(pool, names, at_once=1))
 
 
 def _begin(folder: str, name: str, ranks: list[int], me: int) -> Any:
-    """A world of these processes, in this order."""
+    """Initialize a world of these processes, in this order."""
     own = {"rank": ranks.index(me), "world_size": len(ranks), "timeout": timedelta(seconds=100)}
     dist.init_process_group("gloo", init_method=f"file://{folder}/{name}", **own)
 
@@ -69,7 +69,7 @@ def _in_several_worlds(folder: str, level: str) -> list[float]:
     old = dt.distribute_tensor(torch.ones(4, 4), dt.init_device_mesh("cpu", shape, names), [dt.Shard(0), dt.Shard(1)])
     found = _sums(old.device_mesh)
     if me < 2:
-        old.relu()  # their world ends before anybody could compare it
+        old.relu()  # their world ends before any comparison
     dist.destroy_process_group()
     _begin(folder, "same", [0, 1, 2, 3], me)
     mesh = dt.init_device_mesh("cpu", shape, names)
@@ -82,7 +82,7 @@ def _in_several_worlds(folder: str, level: str) -> list[float]:
     dist.destroy_process_group()
     _begin(
         folder, f"half {me % 2}", [me % 2, me % 2 + 2], me
-    )  # who is rank 1 now was in another group of ranks 0 and 1, or in none
+    )  # the present rank 1 was in another group of ranks 0 and 1, or in none
     found += _sums(dt.init_device_mesh("cpu", (2,)))
     dist.destroy_process_group()
     _begin(folder, "turned", [3, 1, 2, 0], me)
@@ -90,7 +90,7 @@ def _in_several_worlds(folder: str, level: str) -> list[float]:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_what_ranks_did_in_a_world_that_has_ended_is_not_compared(level: str) -> None:
+def test_operations_in_a_destroyed_world_are_not_compared(level: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         assert run_gloo(_in_several_worlds, SIZE, folder, level) == [[16.0] * 13] * SIZE
 
@@ -98,8 +98,8 @@ def test_what_ranks_did_in_a_world_that_has_ended_is_not_compared(level: str) ->
 WIDTH = 6
 
 
-def _piped(schedule: str, level: str) -> float:
-    """Two steps of four stages on two pipeline ranks, each a sharded model over the data parallel ranks, then a sum of all."""
+def _run_pipeline(schedule: str, level: str) -> float:
+    """Run two steps of four fully sharded stages on two pipeline ranks, then a sum over all ranks."""
     dt.check_ranks(level)
     mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     rank, stages = mesh.get_local_rank("pp"), []
@@ -129,12 +129,12 @@ def _piped(schedule: str, level: str) -> float:
         pytest.param("ScheduleInterleaved1F1B", marks=pytest.mark.slow),
     ],
 )
-def test_zero_bubble_schedules_add_gradients_up_in_any_order(schedule: str, level: str) -> None:
-    assert run_gloo(_piped, SIZE, schedule, level) == [16.0] * SIZE
+def test_zero_bubble_schedules_may_add_gradients_in_any_order(schedule: str, level: str) -> None:
+    assert run_gloo(_run_pipeline, SIZE, schedule, level) == [16.0] * SIZE
 
 
-def _replica_alone(level: str) -> list[float]:
-    """One replica of a sharded model evaluates, and reads its weights, on the mesh of all."""
+def _gather_on_one_replica(level: str) -> list[float]:
+    """Evaluate one replica of a sharded model, and read its weights, on the full mesh."""
     dt.check_ranks(level)
     mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     torch.manual_seed(0)
@@ -145,18 +145,18 @@ def _replica_alone(level: str) -> list[float]:
         if mesh.get_local_rank("replicate") == 0:
             with torch.no_grad():
                 found.append(float(model(torch.ones(2, 4)).sum()))
-            if level == "watch":  # "strict" compares operations on copies, too
+            if level == "watch":  # "strict" also compares operations on replicated tensors
                 found.append(float(next(iter(model.parameters())).detach().full_tensor().sum()))
     return [float(dt.distribute_tensor(torch.ones(4, 4), mesh, [dt.Shard(0), dt.Shard(1)]).sum())]
 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_one_replica_may_gather_its_shards_alone(level: str) -> None:
-    assert run_gloo(_replica_alone, SIZE, level) == [[16.0]] * SIZE
+    assert run_gloo(_gather_on_one_replica, SIZE, level) == [[16.0]] * SIZE
 
 
-def _captured_by_all_and_by_some(level: str) -> list[float]:
-    """One captured function, whose plain argument ranks could give in different sizes, used by all ranks and by one replica."""
+def _call_captured_by_groups(level: str) -> list[float]:
+    """Call one captured function with a plain argument, by all ranks and by one replica."""
     dt.check_ranks(level)
     mesh, found = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), []
     captured = dt.capture(lambda x, y: x.sum(0).full_tensor().sum() + y.sum())
@@ -171,16 +171,16 @@ def _captured_by_all_and_by_some(level: str) -> list[float]:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_captured_function_may_be_called_by_one_replica(level: str) -> None:
-    assert run_gloo(_captured_by_all_and_by_some, SIZE, level) == [[19.0] * 9] * SIZE
+def test_captured_function_may_be_called_by_one_replica(level: str) -> None:
+    assert run_gloo(_call_captured_by_groups, SIZE, level) == [[19.0] * 9] * SIZE
 
 
-def _adds_in_place(level: str) -> str:
+def _add_in_place(level: str) -> str:
     dt.check_ranks(level)
     mesh = dt.init_device_mesh("cpu", (3,))
     x = dt.distribute_tensor(torch.ones(6, 4), mesh, [dt.Shard(0)])
     others = [dt.ones(6, 4, device_mesh=mesh, placements=[cut]) for cut in (dt.Shard(0), dt.Replicate())]
-    for other in others[:: -1 if dist.get_rank() else 1]:  # one rank adds them up in another order
+    for other in others[:: -1 if dist.get_rank() else 1]:  # ranks other than 0 add them in another order
         x.add_(other)
     x.sum().item()
     x.add_(others[dist.get_rank() == 1])
@@ -192,8 +192,8 @@ def _adds_in_place(level: str) -> str:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_additions_in_place_are_compared_but_for_their_order(level: str) -> None:
-    words = run_gloo(_adds_in_place, 3, level)
+def test_in_place_additions_are_compared_without_their_order(level: str) -> None:
+    words = run_gloo(_add_in_place, 3, level)
     assert len(set(words)) == 1
     assert "rank 1 differs from ranks 0, 2" in words[0]
     assert ("added in place before this" if level == "strict" else "in operations before this call") in words[0]

@@ -1,4 +1,4 @@
-"""Adapters of ``peft`` on models that are parallel and fully sharded: trained, saved, loaded and merged as on one device."""
+"""``peft`` adapters on tensor-parallel and fully sharded models: trained, saved, loaded and merged like plain models."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def answers(model: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_adapters_train_and_are_saved_loaded_and_merged(way: str, plain: Any, tmp_path: Path) -> None:
+def test_adapters_train_save_load_and_merge_like_plain_models(way: str, plain: Any, tmp_path: Path) -> None:
     alone, model = adapted(plain), WAYS[way](adapted(plain))
     losses = trained(alone, TOKENS)
     assert trained(model, TOKENS) == pytest.approx(losses, abs=1e-5)
@@ -73,14 +73,14 @@ def test_adapters_train_and_are_saved_loaded_and_merged(way: str, plain: Any, tm
     assert torch.allclose(answers(saved), answers(alone), atol=1e-5)
 
     again = WAYS[way](adapted(plain))
-    with dt.implicit_replication():  # a file is the same for all ranks, and so is a factor that is not cut
+    with dt.implicit_replication():  # files and unsharded factors are equal on all ranks
         peft.set_peft_model_state_dict(again, peft.load_peft_weights(str(tmp_path), device="cpu"))
         assert torch.allclose(answers(again), answers(alone), atol=1e-5)
         again.merge_adapter()
     assert torch.allclose(answers(again), answers(alone), atol=1e-5)
 
 
-def test_every_cut_matrix_has_a_cut_factor(plain: Any) -> None:
+def test_adapter_of_each_sharded_matrix_has_one_sharded_factor(plain: Any) -> None:
     model = by_heads(adapted(plain))
     cut = {
         name
@@ -91,7 +91,7 @@ def test_every_cut_matrix_has_a_cut_factor(plain: Any) -> None:
     assert all(("lora_A" in name) == ("o_proj" in name or "down_proj" in name) for name in cut)
 
 
-def test_what_is_not_known_says_so(plain: Any) -> None:
+def test_unsupported_adapters_raise(plain: Any) -> None:
     with pytest.raises(StyleError, match="parallelize its submodules"):
         parallelize_module(adapted(plain).get_base_model(), MESH["tp"], "auto")
     scaled = peft.get_peft_model(copy.deepcopy(plain), peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[]))
@@ -103,7 +103,7 @@ def test_what_is_not_known_says_so(plain: Any) -> None:
         fully(adapted(plain)).load_state_dict(adapted(plain).state_dict())
 
 
-def test_experts_of_an_adapted_mixture_are_cut_as_its_plan_says() -> None:
+def test_experts_of_an_adapted_mixture_follow_the_plan_of_the_model() -> None:
     sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_local_experts": 4}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Whole training steps of unchanged models, captured: the values of the step itself, each rank with a batch of its own."""
+"""Captured training steps of unchanged Hugging Face models equal eager steps, with a different batch on each rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tiny_configs import VOCABULARY, tiny  # noqa: E402
 
 MODELS: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {},
-    "MixtralForCausalLM": {"intermediate_size": 48},  # whose experts are cut into rows that grouped_mm takes
+    "MixtralForCausalLM": {"intermediate_size": 48},  # expert shards have rows that grouped_mm accepts
     "BertForMaskedLM": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
 }
 
@@ -77,14 +77,14 @@ def both_ways(ways: Any) -> list[Any]:
 
 
 @pytest.mark.gloo
-def test_on_processes() -> None:
+def test_captured_steps_of_some_models_equal_eager_steps() -> None:
     ways = [("LlamaForCausalLM", "replicated"), ("BertForMaskedLM", "fully sharded"), ("MixtralForCausalLM", "tensor parallel")]
     assert run_gloo(both_ways, 2, ways) == [[(*way, True, 2) for way in ways]] * 2
 
 
 @pytest.mark.gloo
 @pytest.mark.slow
-def test_every_way_on_processes() -> None:
+def test_captured_steps_of_all_models_equal_eager_steps() -> None:
     ways = [(name, way) for name in MODELS for way in ("replicated", "fully sharded")]
     ways.append(("LlamaForCausalLM", "tensor parallel"))
     assert run_gloo(both_ways, 2, ways) == [[(*way, True, 2) for way in ways]] * 2

@@ -1,4 +1,4 @@
-"""Training steps of unchanged models under ``torch.compile``: the values of the step itself, on two processes."""
+"""Compiled training steps of unchanged Hugging Face models equal eager steps on two processes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "GPT2LMHeadModel": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     "T5ForConditionalGeneration": {"dropout_rate": 0.0, "decoder_start_token_id": 2, "pad_token_id": 1},
 }
-LOGS = ("GPT2LMHeadModel",)  # in its loss, where torch breaks the graph of a plain model, too
+LOGS = ("GPT2LMHeadModel",)  # its loss logs, which breaks the graph of a plain model too
 
 
 def cut(model: Any, mesh: Any, way: str) -> Any:
@@ -38,7 +38,7 @@ def cut(model: Any, mesh: Any, way: str) -> Any:
 
 
 def trained(name: str, way: str, backend: str | None, mesh: Any) -> list[Tensor]:
-    """Losses of two steps, gradients of the last, then parameters."""
+    """Return the losses of two steps, the last gradients, and the parameters."""
     torch.manual_seed(0)
     kind = getattr(transformers, name)
     model = cut(kind(tiny(kind.config_class, **MODELS[name])), mesh, way)
@@ -69,12 +69,12 @@ def compared(name: str, way: str, backend: str) -> None:
 @pytest.mark.gloo
 @pytest.mark.parametrize("way", ["batch", "parameters"])
 @pytest.mark.parametrize("name", MODELS)
-def test_unchanged_models(name: str, way: str) -> None:
+def test_compiled_steps_of_models_equal_eager_steps(name: str, way: str) -> None:
     run_gloo(compared, 2, name, way, "aot_eager", timeout_s=280.0)
 
 
 @pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_its_own_plan(backend: str) -> None:
+def test_compiled_steps_of_llama_under_its_tp_plan_equal_eager_steps(backend: str) -> None:
     run_gloo(compared, 2, "LlamaForCausalLM", "tensor parallel", backend, timeout_s=280.0)

@@ -1,4 +1,4 @@
-"""Every model type that transformers knows and that can be made tiny: a training step with parameters cut by both mesh dims."""
+"""All model types of transformers that can be made tiny: a training step with parameters sharded along both mesh dims."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MESH = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", [name for name in CONFIG_MAPPING_NAMES if classes_of(name)])
-def test_a_training_step_is_that_of_one_device(model_type: str) -> None:
+def test_training_step_of_each_model_type_equals_plain_model(model_type: str) -> None:
     try:
         family = shrunk(model_type)
     except NotShrunk as reason:

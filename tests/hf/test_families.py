@@ -1,4 +1,4 @@
-"""Unmodified Hugging Face models with distributed parameters: outputs, loss and all gradients are those of one device."""
+"""Unmodified Hugging Face models with distributed parameters: outputs, loss and all gradients equal those of plain models."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ MESH = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_training_step_is_that_of_one_device(family: str, plan: str) -> None:
+def test_training_step_of_each_family_equals_plain_model(family: str, plan: str) -> None:
     check(FAMILIES[family], PLANS[plan], MESH)

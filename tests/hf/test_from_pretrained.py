@@ -1,4 +1,5 @@
-"""Checkpoints of Hugging Face, read into distributed models: tokens, losses and parameters are those of one device."""
+"""``from_pretrained`` and ``save_pretrained`` of distributed Hugging Face models: tokens, losses and parameters of plain
+models."""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ def saved(tmp_path: Path) -> tuple[Path, Any]:
 
 
 @pytest.mark.parametrize("distribute", [by_heads, fully])
-def test_it_generates_what_one_device_does(saved: tuple[Path, Any], distribute: Any) -> None:
+def test_loaded_model_generates_the_tokens_of_the_plain_model(saved: tuple[Path, Any], distribute: Any) -> None:
     folder, plain = saved
     model = from_pretrained(folder, distribute)
     assert not model.training
@@ -70,7 +71,7 @@ def test_it_generates_what_one_device_does(saved: tuple[Path, Any], distribute: 
 
 
 @pytest.mark.parametrize("distribute", [by_heads, fully])
-def test_its_own_trainer_trains_it(saved: tuple[Path, Any], distribute: Any, tmp_path: Path) -> None:
+def test_loaded_model_trains_under_trainer(saved: tuple[Path, Any], distribute: Any, tmp_path: Path) -> None:
     folder, plain = saved
     rows = torch.randint(1, 64, (8, 5), generator=torch.Generator().manual_seed(2))
 
@@ -86,7 +87,7 @@ def test_its_own_trainer_trains_it(saved: tuple[Path, Any], distribute: Any, tmp
     assert losses(from_pretrained(folder, distribute)) == pytest.approx(losses(plain), abs=1e-3)
 
 
-def test_adapters_of_low_rank_on_a_sharded_model(saved: tuple[Path, Any]) -> None:
+def test_lora_on_a_fully_sharded_model_trains_like_plain_model(saved: tuple[Path, Any]) -> None:
     peft = pytest.importorskip("peft")
     folder, plain = saved
     tokens = torch.randint(1, 64, (2, 5), generator=torch.Generator().manual_seed(1))
@@ -102,7 +103,7 @@ def test_adapters_of_low_rank_on_a_sharded_model(saved: tuple[Path, Any]) -> Non
     assert expected[0] != expected[-1]
 
 
-def test_what_it_writes_transformers_reads(saved: tuple[Path, Any], tmp_path: Path) -> None:
+def test_saved_safetensors_load_in_transformers(saved: tuple[Path, Any], tmp_path: Path) -> None:
     folder, plain = saved
     model = from_pretrained(folder, by_heads)
     checkpoint.save_safetensors(model, tmp_path / "again")
@@ -111,7 +112,7 @@ def test_what_it_writes_transformers_reads(saved: tuple[Path, Any], tmp_path: Pa
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), plain.parameters(), strict=True))
 
 
-def written(folder: Path, target: Path) -> list[str]:
+def write_sharded(folder: Path, target: Path) -> list[str]:
     """Write a model that is sharded over this mesh to ``target``; return the names of the files."""
     mesh = dt.init_device_mesh("cpu", (2,))
     model = from_pretrained(folder, lambda model: parallelize_module(model, mesh, "auto"))
@@ -140,27 +141,27 @@ def in_bfloat16(tmp_path: Path) -> tuple[Path, Any]:
     return tmp_path / "plain", plain
 
 
-def copied(model: nn.Module) -> nn.Module:
+def replicated(model: nn.Module) -> nn.Module:
     return replicate(model, mesh=MESH["dp"])
 
 
-@pytest.mark.parametrize("distribute", [by_heads, fully, copied])
-def test_a_sharded_model_is_written_with_its_settings(in_bfloat16: tuple[Path, Any], tmp_path: Path, distribute: Any) -> None:
+@pytest.mark.parametrize("distribute", [by_heads, fully, replicated])
+def test_save_pretrained_writes_weights_and_settings(in_bfloat16: tuple[Path, Any], tmp_path: Path, distribute: Any) -> None:
     folder, plain = in_bfloat16
     save_pretrained(from_pretrained(folder, distribute), tmp_path / "again")
     read_back_by_all(tmp_path / "again", plain)
 
 
 @pytest.mark.gloo
-def test_two_processes_write_a_model_with_its_settings(in_bfloat16: tuple[Path, Any], tmp_path: Path) -> None:
+def test_save_pretrained_on_two_processes_writes_weights_and_settings(in_bfloat16: tuple[Path, Any], tmp_path: Path) -> None:
     folder, plain = in_bfloat16
-    files = run_gloo(written, 2, folder, tmp_path / "again")
+    files = run_gloo(write_sharded, 2, folder, tmp_path / "again")
     assert files[0] == files[1]
     assert {"config.json", "generation_config.json", "model.safetensors.index.json"} < set(files[0])
     read_back_by_all(tmp_path / "again", plain)
 
 
-def test_what_cannot_be_written_or_read_says_what_to_write(saved: tuple[Path, Any], tmp_path: Path) -> None:
+def test_invalid_save_and_load_calls_raise_with_remedy(saved: tuple[Path, Any], tmp_path: Path) -> None:
     folder, plain = saved
     model = from_pretrained(folder, by_heads)
     with pytest.raises(dt.errors.DTensorError, match=r"dtensor\.hf\.save_pretrained\(model, folder\)"):
@@ -176,7 +177,7 @@ def test_what_cannot_be_written_or_read_says_what_to_write(saved: tuple[Path, An
     assert again.config.hidden_size == plain.config.hidden_size
 
 
-EXPERTS: dict[str, dict[str, Any]] = {  # in files each expert by itself, and gate apart from up
+EXPERTS: dict[str, dict[str, Any]] = {  # files store each expert separately, and gate and up projections separately
     "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "head_dim": 6, "decoder_sparse_step": 1},
 }
@@ -184,7 +185,7 @@ EXPERTS: dict[str, dict[str, Any]] = {  # in files each expert by itself, and ga
 
 @pytest.mark.parametrize("name", some(list(EXPERTS)))
 @pytest.mark.parametrize("distribute", ["auto", "fully"])
-def test_experts_are_put_together_of_their_files(name: str, distribute: str, tmp_path: Path) -> None:
+def test_experts_load_from_separate_files(name: str, distribute: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     kind = getattr(transformers, f"{name}ForCausalLM")
     plain = kind(kind.config_class(**SIZES | EXPERTS[name] | {"tie_word_embeddings": False})).eval()
@@ -203,7 +204,7 @@ def test_experts_are_put_together_of_their_files(name: str, distribute: str, tmp
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), plain.parameters(), strict=True))
 
 
-def test_what_nobody_could_set_is_refused(saved: tuple[Path, Any]) -> None:
+def test_from_pretrained_with_missing_values_raises(saved: tuple[Path, Any]) -> None:
     class Tabled(transformers.LlamaForCausalLM):
         def __init__(self, config: Any) -> None:
             super().__init__(config)

@@ -1,4 +1,4 @@
-"""Greedy generation with a key-value cache gives the tokens of one device."""
+"""Greedy generation with a key-value cache gives the tokens of plain models."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GENERATING = (
 
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", GENERATING)
-def test_greedy_tokens_are_those_of_one_device(name: str, plan: str) -> None:
+def test_greedy_generation_equals_plain_model(name: str, plan: str) -> None:
     family = FAMILIES[name]
     plain = family.build().eval()
     inputs = {key: value for key, value in family.call().items() if key != "labels"}

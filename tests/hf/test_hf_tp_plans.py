@@ -1,4 +1,4 @@
-"""Plans by name, as Hugging Face models bring them: outputs and all gradients are those of one device, on every rank."""
+"""Tensor-parallel plans of Hugging Face models: outputs and all gradients equal those of plain models on each rank."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ EXPERTS = {"moe_intermediate_size": 12, "num_local_experts": 4, "num_experts": 4
 MLA = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 6}
 MODELS: dict[str, dict[str, Any]] = {
     "Llama": {},  # columns and rows
-    "Qwen3": {},  # and norms of heads: parameters whose gradients are terms
+    "Qwen3": {},  # and norms of heads: parameters with partial gradients
     "Olmo2": {},  # and norms over all heads: columns that are gathered
     "Mixtral": EXPERTS,  # and experts, two matrices packed in one
     "DeepseekV3": {  # and a part of the keys that all heads share
@@ -54,13 +54,13 @@ def built(name: str) -> nn.Module:
 
 
 def whole(x: Any) -> list[Tensor]:
-    """Each rank's value of the whole."""
+    """Return the full value on each rank."""
     x = x.full_tensor() if isinstance(x, dt.DTensor) else x
     return list(x.shards) if isinstance(x, dt.PerRank) else [x]
 
 
 def kept(model: nn.Module, label: str) -> tuple[Tensor, Any]:
-    """A parameter as the model keeps it, and its gradient as the plain model has it."""
+    """Return a stored parameter, and its gradient in the shape of the plain model."""
     owner, _, name = label.rpartition(".")
     module: Any = model.get_submodule(owner)
     if not is_parametrized(module, name):
@@ -94,10 +94,10 @@ def check(name: str, ranks: int, whole_experts: bool = False) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_by_its_own_plan(name: str) -> None:
+def test_models_under_their_tp_plan_equal_plain_models(name: str) -> None:
     check(name, 2)
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_mixture_by_its_plan_of_whole_experts() -> None:
+def test_mixtral_under_its_expert_parallel_plan_equals_plain_model() -> None:
     check("Mixtral", 2, whole_experts=True)

@@ -1,4 +1,4 @@
-"""``Trainer`` under torchrun: losses and norms of gradients are those of one device."""
+"""``Trainer`` under torchrun: losses and gradient norms equal those of one device."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def logged(folder: Path, way: str, *launcher: str) -> list[list[float]]:
 
 @pytest.mark.gloo
 @pytest.mark.slow
-def test_a_distributed_model_trains_on_processes(tmp_path: Path) -> None:
+def test_trainer_on_processes_has_the_losses_of_one_device(tmp_path: Path) -> None:
     one = logged(tmp_path / "one", "fully")
     assert len(one) == 4
     for way, ranks in {"fully": 2, "by heads": 2, "both": 4}.items():
@@ -39,7 +39,7 @@ def test_a_distributed_model_trains_on_processes(tmp_path: Path) -> None:
             assert ours == pytest.approx(theirs, rel=1e-4), way
 
 
-def test_dims_without_accelerates_names_are_refused() -> None:
+def test_mesh_dims_without_names_of_accelerate_raise() -> None:
     mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     with pytest.raises(MeshError, match="dp_replicate, dp_shard, cp, tp"):
         prepared(None, mesh)

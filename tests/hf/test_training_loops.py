@@ -1,4 +1,4 @@
-"""Several training steps as trainers run them: losses and parameters afterwards are those of one device."""
+"""Training loops of Hugging Face models: losses and parameters of several steps equal those of plain models."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def train(
     optimizer: Any = torch.optim.AdamW,
     **_: Any,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Losses, and the mean of parameters if one is kept, else the parameters."""
+    """Return the losses and the averaged parameters, or the parameters."""
     torch.manual_seed(5)
     if reentrant is not None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
@@ -85,17 +85,18 @@ def check(name: str, plain: nn.Module, way: dict[str, Any]) -> None:
     for k, (ours, theirs) in enumerate(zip(losses, expected, strict=True)):
         compare(ours, theirs, f"loss {k}", rounding=rounding)
     for k, (ours, theirs) in enumerate(zip(found, after, strict=True)):
-        compare(ours, theirs, f"parameter {k}", 1.0, max(100 * rounding, 2e-3))  # Adam makes a step of every gradient but zero
+        # Adam's step does not depend on the size of a gradient
+        compare(ours, theirs, f"parameter {k}", 1.0, max(100 * rounding, 2e-3))
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "t5", "vit", "mixtral", "whisper", "mamba"])
-def test_training_loops(family: str, way: str) -> None:
+def test_training_loops_equal_plain_models(family: str, way: str) -> None:
     check(family, FAMILIES[family].build(), WAYS[way])
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "t5", "vit", "whisper"])
-def test_low_rank_adapters(family: str) -> None:
+def test_lora_training_equals_plain_models(family: str) -> None:
     peft = pytest.importorskip("peft")
     torch.manual_seed(11)
     model = peft.get_peft_model(FAMILIES[family].build(), peft.LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1))
@@ -106,7 +107,7 @@ def test_low_rank_adapters(family: str) -> None:
     check(family, model, {})
 
 
-def test_a_vocabulary_grows() -> None:
+def test_resize_token_embeddings_equals_plain_model() -> None:
     plain = FAMILIES["gpt2"].build()
     model = spread(plain, MESH, PLANS["everywhere"])
     for one in (plain, copy.copy(model)):

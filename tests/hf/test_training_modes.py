@@ -1,4 +1,4 @@
-"""Training steps as people run them: attention implementations, recomputation, autocast, a mesh of one dim."""
+"""Training modes of Hugging Face models: attention implementations, activation checkpointing, autocast, and a 1-D mesh."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def recomputing(reentrant: bool) -> Callable[[Any], None]:
 
 
 def along_tp(plan: Plan) -> Plan:
-    """The second of two mesh dims' placements alone."""
+    """Return a plan with only the placements of the second mesh dim."""
     return lambda k, p: plan(k, p)[1:]
 
 
 @pytest.mark.parametrize("kind", ["eager", "sdpa"])
 @pytest.mark.parametrize("family", COMMON)
-def test_attention_implementations(family: str, kind: str) -> None:
+def test_attention_implementations_equal_plain_models(family: str, kind: str) -> None:
     probe = FAMILIES[family].build()
     if kind == "sdpa" and not probe._supports_sdpa:
         pytest.skip("the family has no such attention")
@@ -57,15 +57,16 @@ def test_attention_implementations(family: str, kind: str) -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("family", COMMON)
-def test_recomputed_activations(family: str, reentrant: bool) -> None:
+def test_gradient_checkpointing_equals_plain_models(family: str, reentrant: bool) -> None:
     if not FAMILIES[family].build().supports_gradient_checkpointing:
         pytest.skip("the family does not recompute")
     check(FAMILIES[family], PLANS["alternating"], MESH, recomputing(reentrant))
 
 
-@pytest.mark.parametrize("family", [name for name in COMMON if name != "deberta"])  # its mask overflows bfloat16 on one device
-def test_autocast_to_bfloat16(family: str) -> None:
-    """Sums over shards round otherwise than one sum: what bfloat16 costs a model on one device is what it may cost here."""
+# its mask overflows bfloat16 in plain torch too
+@pytest.mark.parametrize("family", [name for name in COMMON if name != "deberta"])
+def test_bfloat16_autocast_equals_plain_models(family: str) -> None:
+    """Compare with a tolerance given by the bfloat16 rounding error of the plain model."""
     single = replace(FAMILIES[family], single=True)
     exact, rounded = single.build().train(), single.build().train()
     _, loss = step(exact, single.call())
@@ -81,5 +82,5 @@ def test_autocast_to_bfloat16(family: str) -> None:
 
 @pytest.mark.parametrize("plan", ["alternating", "everywhere"])
 @pytest.mark.parametrize("family", COMMON)
-def test_four_ranks_along_one_dim(family: str, plan: str) -> None:
+def test_parameters_sharded_on_a_1d_mesh_equal_plain_models(family: str, plan: str) -> None:
     check(FAMILIES[family], along_tp(PLANS[plan]), FLAT)

@@ -1,4 +1,5 @@
-"""Parameters of tensor subclasses that say themselves what of them is gathered: small dtypes on the way, gradients as without."""
+"""All-gather extensions: tensor-subclass parameters with ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``, which gather small
+dtypes."""
 
 from __future__ import annotations
 
@@ -21,11 +22,17 @@ from dtensor.errors import DTensorError, LayoutError, UnsupportedOperationError
 from dtensor.parallel import ColwiseParallel, CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, parallelize_module, replicate
 
 aten = torch.ops.aten
-KEPT = {aten.slice.Tensor, aten.detach.default, aten.clone.default, aten._to_copy.default, aten.empty_like.default}
+CLASS_PRESERVING_OPS = {
+    aten.slice.Tensor,
+    aten.detach.default,
+    aten.clone.default,
+    aten._to_copy.default,
+    aten.empty_like.default,
+}
 
 
 class Wrapped(Tensor):
-    """A weight in full precision; views and copies of it are of its class, what is computed from it is plain."""
+    """Weight in full precision: views and copies have this class, and computed results are plain tensors."""
 
     _inner: Tensor
 
@@ -48,7 +55,7 @@ class Wrapped(Tensor):
         made = func(*bare[0], **bare[1])
         if func._schema.name.endswith("_"):
             return args[0]
-        return tree_map(lambda x: cls(x) if isinstance(x, Tensor) else x, made) if func in KEPT else made
+        return tree_map(lambda x: cls(x) if isinstance(x, Tensor) else x, made) if func in CLASS_PRESERVING_OPS else made
 
     def __tensor_flatten__(self) -> Any:
         return ["_inner"], None
@@ -58,20 +65,20 @@ class Wrapped(Tensor):
         return cls(inner["_inner"])
 
 
-def rounded(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Whole numbers of 8 bits, and by row what they are multiples of."""
+def quantize_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the rows as int8 values and one scale for each row."""
     scale = rows.abs().amax(1).clamp(min=1e-12) / 127
     return (rows / scale[:, None]).round().to(torch.int8), scale
 
 
-class ByRow(Wrapped):
-    """Gathered as bytes and a scale for each row; computed with as numbers of ``param_dtype``."""
+class Int8PerRow(Wrapped):
+    """Weight that is gathered as int8 values and a scale for each row, and dequantized after the gather."""
 
     def fsdp_pre_all_gather(self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
         assert mesh.ndim <= 1
         assert outer_stride == (outer_size[1], 1)
         assert isinstance(module, nn.Module)
-        return rounded(self._inner), outer_size
+        return quantize_rows(self._inner), outer_size
 
     def fsdp_post_all_gather(self, outputs: Any, size: Any, dtype: torch.dtype, *, out: Tensor | None = None) -> Any:
         numbers, scale = outputs
@@ -84,21 +91,21 @@ class ByRow(Wrapped):
         return values, (values,)
 
 
-class Lazily(Wrapped):
-    """What is computed with keeps the gathered bytes, and their scale, which all ranks know."""
+class LazyInt8(Wrapped):
+    """Weight that is gathered as int8 values with a constant scale, and dequantized by each operation."""
 
     def fsdp_pre_all_gather(self, mesh: Any) -> Any:
         return ((self._inner * 64).round().clamp(-128, 127).to(torch.int8),), 1 / 64
 
     def fsdp_post_all_gather(self, outputs: Any, scale: float, dtype: torch.dtype, *, out: Any = None) -> Any:
         if out is not None:
-            assert isinstance(out, Scaled)
+            assert isinstance(out, ScaledInt8)
             return None
-        return Scaled(outputs[0], scale, dtype), outputs
+        return ScaledInt8(outputs[0], scale, dtype), outputs
 
 
-class Scaled(Tensor):
-    """Bytes times a scale, made numbers by each operation."""
+class ScaledInt8(Tensor):
+    """Tensor of int8 values times a scale, which each operation dequantizes."""
 
     _bytes: Tensor
     _scale: float
@@ -120,7 +127,7 @@ class Scaled(Tensor):
             return cls(func(args[0]._bytes), args[0]._scale, args[0].dtype)
 
         def numbers(x: Any) -> Any:
-            return x._bytes.to(x.dtype) * x._scale if isinstance(x, Scaled) else x
+            return x._bytes.to(x.dtype) * x._scale if isinstance(x, ScaledInt8) else x
 
         return func(*tree_map(numbers, args), **tree_map(numbers, kwargs or {}))
 
@@ -132,8 +139,8 @@ class Scaled(Tensor):
         return cls(inner["_bytes"], *context)
 
 
-class Padded(Wrapped):
-    """Gathered in half the bits, each rank's part padded to the first one's, as torch's own wants it."""
+class PaddedBfloat16(Wrapped):
+    """Weight that is gathered as bfloat16, with shards padded to the size of the first rank's, as PyTorch requires."""
 
     def fsdp_pre_all_gather(self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
         rows = -(-outer_size[0] // mesh.size())
@@ -148,26 +155,26 @@ class Padded(Wrapped):
         return made, (made,)
 
 
-def values_of(kind: Any, weight: Tensor) -> Tensor:
-    """What a layer computes with whose weight travels so."""
-    if kind is ByRow:
-        numbers, scale = rounded(weight)
+def gathered_values(kind: Any, weight: Tensor) -> Tensor:
+    """Return the weight values after the gather of a parameter of class ``kind``."""
+    if kind is Int8PerRow:
+        numbers, scale = quantize_rows(weight)
         return numbers.to(weight.dtype) * scale[:, None]
-    return (weight * 64).round().clamp(-128, 127) / 64 if kind is Lazily else weight.bfloat16().to(weight.dtype)
+    return (weight * 64).round().clamp(-128, 127) / 64 if kind is LazyInt8 else weight.bfloat16().to(weight.dtype)
 
 
 class Linear(nn.Linear):
-    """With the values that travel, and gradients as if they were the weight's own."""
+    """Linear layer that computes with the gathered values and passes gradients to the full-precision weight."""
 
     kind: Any = None
 
     def forward(self, x: Tensor) -> Tensor:
-        passed = self.weight + (values_of(self.kind, self.weight.detach()) - self.weight.detach())
+        passed = self.weight + (gathered_values(self.kind, self.weight.detach()) - self.weight.detach())
         return nn.functional.linear(x, passed, self.bias)
 
 
-def pair(kind: Any) -> tuple[nn.Sequential, nn.Sequential]:
-    """A model whose weights travel as ``kind`` says, and one on one device with the same values."""
+def make_models(kind: Any) -> tuple[nn.Sequential, nn.Sequential]:
+    """Return a model with weights of class ``kind``, and a plain model with the same values."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
     alone = copy.deepcopy(model)
@@ -184,10 +191,10 @@ def whole(x: Any) -> Tensor:
     return full._inner if isinstance(full, Wrapped) else full
 
 
-def trained(kind: Any, shape: tuple[int, ...], checkpointed: bool = False, **options: Any) -> dict[str, int]:
-    """Two steps of SGD beside those of one device; collectives of a step."""
+def train_both(kind: Any, shape: tuple[int, ...], checkpointed: bool = False, **options: Any) -> dict[str, int]:
+    """Compare two steps of SGD with those of the plain model, and return the collectives of a step."""
     mesh = dt.init_device_mesh("cpu", shape, mesh_dim_names=("replica", "dp")[-len(shape) :])
-    model, alone = pair(kind)
+    model, alone = make_models(kind)
     fully_shard(model[2], mesh=mesh, **options)
     fully_shard(model, mesh=mesh, **options)
     local = model[2].weight._local
@@ -201,13 +208,13 @@ def trained(kind: Any, shape: tuple[int, ...], checkpointed: bool = False, **opt
     return steps_alike(model, alone, lambda m: torch.optim.SGD(m.parameters(), lr=0.1), map(batch, range(2)), call, whole)
 
 
-CASES = [(kind, shape) for kind in (ByRow, Lazily, Padded) for shape in ((2,), (3,), (2, 2))]
+CASES = [(kind, shape) for kind in (Int8PerRow, LazyInt8, PaddedBfloat16) for shape in ((2,), (3,), (2, 2))]
 
 
 @pytest.mark.parametrize(("kind", "shape"), CASES)
-def test_steps_are_those_of_the_values_that_travel(kind: Any, shape: tuple[int, ...]) -> None:
-    counts = trained(kind, shape)
-    assert counts["all_gather"] == 3  # two units forward, the inner one backward: no more than without
+def test_training_with_gathered_small_dtypes_equals_plain_model(kind: Any, shape: tuple[int, ...]) -> None:
+    counts = train_both(kind, shape)
+    assert counts["all_gather"] == 3  # two units in forward and the inner one in backward, as without extensions
 
 
 @pytest.mark.parametrize(
@@ -220,22 +227,22 @@ def test_steps_are_those_of_the_values_that_travel(kind: Any, shape: tuple[int, 
     ],
     ids=str,
 )
-def test_with_other_options(options: dict[str, Any]) -> None:
-    trained(ByRow, (4,), **options)
-    trained(Lazily, (4,), **options)
+def test_all_gather_extensions_with_reshard_offload_and_mixed_precision(options: dict[str, Any]) -> None:
+    train_both(Int8PerRow, (4,), **options)
+    train_both(LazyInt8, (4,), **options)
 
 
-def test_with_activations_computed_again() -> None:
-    trained(ByRow, (2,), checkpointed=True)
+def test_all_gather_extensions_with_activation_checkpointing() -> None:
+    train_both(Int8PerRow, (2,), checkpointed=True)
 
 
 @pytest.mark.gloo
-def test_on_process_groups() -> None:
-    run_gloo(_two_kinds, 3)
+def test_all_gather_extensions_on_process_groups() -> None:
+    run_gloo(_train_two_kinds, 3)
 
 
-class Untold(ByRow):
-    """Is never made of parts alone."""
+class NeverUnflattened(Int8PerRow):
+    """Subclass that must not be built by ``__tensor_unflatten__``."""
 
     @classmethod
     def __tensor_unflatten__(cls, inner: Any, context: Any, size: Any, stride: Any) -> Any:
@@ -243,16 +250,16 @@ class Untold(ByRow):
 
 
 @pytest.mark.gloo
-def test_the_first_ranks_parts_count() -> None:
-    run_gloo(_the_first_ranks, 2)
+def test_tensor_subclasses_are_distributed_from_the_source_rank() -> None:
+    run_gloo(_check_source_rank, 2)
 
 
-def _the_first_ranks() -> None:
+def _check_source_rank() -> None:
     mesh = dt.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     rank = mesh.get_local_rank()
     given = torch.arange(15.0).reshape(5, 3) + rank
     layer = nn.Linear(3, 5, bias=False)
-    layer.weight = nn.Parameter(Untold(given.clone()))
+    layer.weight = nn.Parameter(NeverUnflattened(given.clone()))
     fully_shard(layer, mesh=mesh)
     assert torch.equal(layer.weight._local._inner, torch.arange(15.0).reshape(5, 3)[3 * rank :][:3])
     for source in (0, 1, None):
@@ -265,14 +272,14 @@ def _the_first_ranks() -> None:
         dt.distribute_tensor(TwoTensor(given, given.clone()) if rank else given, mesh, [Shard(0)])
 
 
-def _two_kinds() -> None:
-    for kind in (ByRow, Lazily):
-        assert trained(kind, (3,))["all_gather"] == 3
+def _train_two_kinds() -> None:
+    for kind in (Int8PerRow, LazyInt8):
+        assert train_both(kind, (3,))["all_gather"] == 3
 
 
-def test_what_travels_is_small() -> None:
+def test_all_gather_of_int8_weights_sends_a_quarter_of_the_bytes() -> None:
     mesh, sent = dt.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), {}
-    for kind in (None, Lazily):
+    for kind in (None, LazyInt8):
         layer = nn.Linear(64, 64, bias=False)
         if kind is not None:
             layer.weight = nn.Parameter(kind(layer.weight.detach()))
@@ -284,18 +291,18 @@ def test_what_travels_is_small() -> None:
         with CommDebugMode() as comm:
             layer(torch.ones(2, 64))
         sent[kind] = comm.get_comm_bytes()["all_gather"]
-    assert sent[Lazily] * 4 == sent[None]
+    assert sent[LazyInt8] * 4 == sent[None]
 
 
-def test_memory_is_given_back_and_taken_again() -> None:
+def test_reshard_frees_the_memory_of_gathered_subclass_weights() -> None:
     mesh = dt.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-    for kind in (ByRow, Lazily):
+    for kind in (Int8PerRow, LazyInt8):
         layer = nn.Linear(8, 6, bias=False)
         layer.weight = nn.Parameter(kind(layer.weight.detach()))
         fully_shard(layer, mesh=mesh)
         layer.unshard()
         seen = layer.weight.shards[0]
-        memory = (seen._bytes if isinstance(seen, Scaled) else seen).untyped_storage()
+        memory = (seen._bytes if isinstance(seen, ScaledInt8) else seen).untyped_storage()
         size = memory.nbytes()
         assert size
         layer.reshard()
@@ -304,10 +311,10 @@ def test_memory_is_given_back_and_taken_again() -> None:
         assert memory.nbytes() == size
 
 
-def test_a_gather_follows_the_parameter() -> None:
+def test_gathered_subclass_weight_follows_in_place_updates() -> None:
     mesh = dt.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     layer = nn.Linear(3, 4, bias=False)
-    layer.weight = nn.Parameter(ByRow(layer.weight.detach()))
+    layer.weight = nn.Parameter(Int8PerRow(layer.weight.detach()))
     fully_shard(layer, mesh=mesh)
     before = layer(torch.ones(1, 3)).detach()
     with torch.no_grad():
@@ -315,7 +322,7 @@ def test_a_gather_follows_the_parameter() -> None:
     torch.testing.assert_close(layer(torch.ones(1, 3)).detach(), before * 2)
 
 
-def test_plain_locals_may_be_given_the_methods_later() -> None:
+def test_extension_methods_set_on_plain_local_tensors_are_used() -> None:
     torch.manual_seed(0)
     model, x, seen = nn.Linear(5, 6, bias=False), torch.randn(4, 5), []
     rounded_weight = model.weight.detach().to(torch.bfloat16).float()
@@ -342,7 +349,7 @@ def test_plain_locals_may_be_given_the_methods_later() -> None:
     assert seen
 
 
-def test_beside_tensor_parallelism() -> None:
+def test_all_gather_extensions_with_tensor_parallelism() -> None:
     mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = parallelize_module(nn.Linear(6, 8).double(), mesh["tp"], ColwiseParallel())
     alone = copy.deepcopy(nn.Linear(6, 8).double())
@@ -351,37 +358,37 @@ def test_beside_tensor_parallelism() -> None:
         for p in alone.parameters():
             p.copy_(torch.randn_like(p))
     weight = dt.distribute_tensor(alone.weight.detach(), mesh["tp"], [Shard(0)])
-    pieces = dt.map_ranks(lambda at, x: ByRow(x), weight.to_local(), mesh=mesh)
+    pieces = dt.map_ranks(lambda at, x: Int8PerRow(x), weight.to_local(), mesh=mesh)
     model.weight = nn.Parameter(dt.DTensor.from_local(pieces, mesh["tp"], [Shard(0)]))
     model.bias = nn.Parameter(dt.distribute_tensor(alone.bias.detach(), mesh["tp"], [Shard(0)]))
     fully_shard(model, mesh=mesh["dp"])
     x = torch.randn(3, 6, dtype=torch.float64)
-    alone.__class__, alone.kind = Linear, ByRow
+    alone.__class__, alone.kind = Linear, Int8PerRow
     expected = alone(x)
     made = model(x)
     torch.testing.assert_close(torch.cat([made.shards[0], made.shards[1]], -1), expected)
     made.square().mean().backward()
     expected.square().mean().backward()
-    torch.testing.assert_close(whole(model.weight.grad) / 2, alone.weight.grad)  # each rank's mean is over half the columns
+    torch.testing.assert_close(whole(model.weight.grad) / 2, alone.weight.grad)  # the mean of each rank is over half the columns
 
 
-def test_where_nothing_is_cut_nothing_travels() -> None:
+def test_replicated_subclass_weight_is_not_gathered() -> None:
     mesh = dt.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     layer = nn.Linear(3, 4, bias=False)
     weight = layer.weight.detach().clone()
-    layer.weight = nn.Parameter(ByRow(layer.weight.detach()))
+    layer.weight = nn.Parameter(Int8PerRow(layer.weight.detach()))
     layer = replicate(layer, mesh)
     assert layer.weight.placements == (Replicate(),)
     with CommDebugMode() as comm:
         made = layer(torch.ones(1, 3))
     assert not comm.get_total_counts()
-    torch.testing.assert_close(made.shards[0], nn.functional.linear(torch.ones(1, 3), values_of(ByRow, weight)))
+    torch.testing.assert_close(made.shards[0], nn.functional.linear(torch.ones(1, 3), gathered_values(Int8PerRow, weight)))
 
 
-def test_backward_does_not_read_what_was_given_back() -> None:
+def test_backward_that_needs_freed_subclass_weight_raises() -> None:
     mesh = dt.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 4, bias=False))
-    model[1].weight = nn.Parameter(Lazily(model[1].weight.detach()))
+    model[1].weight = nn.Parameter(LazyInt8(model[1].weight.detach()))
     fully_shard(model[1], mesh=mesh)
     fully_shard(model, mesh=mesh)
     model[1].set_unshard_in_backward(False)
@@ -390,39 +397,39 @@ def test_backward_does_not_read_what_was_given_back() -> None:
         made.backward()
 
 
-# --- refused -------------------------------------------------------------------------------------------------------------
+# --- errors -------------------------------------------------------------------------------------------------------------
 class Half(Wrapped):
     def fsdp_pre_all_gather(self, mesh: Any) -> Any:
         return (self._inner,), None
 
 
-class WrongArguments(ByRow):
+class WrongArguments(Int8PerRow):
     def fsdp_pre_all_gather(self, mesh: Any, outer_size: Any) -> Any:
         return (self._inner,), None
 
 
-class Short(ByRow):
+class Short(Int8PerRow):
     def fsdp_post_all_gather(self, outputs: Any, size: Any, dtype: torch.dtype, *, out: Tensor | None = None) -> Any:
         return outputs[0][:1].to(dtype), ()
 
 
-class Uneven(ByRow):
+class Uneven(Int8PerRow):
     def fsdp_pre_all_gather(self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
         return (self._inner[:, : self.shape[0]],), None
 
 
-class Changing(ByRow):
+class Changing(Int8PerRow):
     calls = 0
 
     def fsdp_pre_all_gather(self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
         Changing.calls += 1
         if Changing.calls > 2:
             return (self._inner,), None
-        return rounded(self._inner), outer_size
+        return quantize_rows(self._inner), outer_size
 
 
 class Other(Wrapped):
-    """Without the two methods."""
+    """Subclass without the two methods."""
 
 
 @pytest.mark.parametrize(
@@ -436,33 +443,33 @@ class Other(Wrapped):
         (Other, UnsupportedOperationError, "wrapper subclass of several tensors"),
     ],
 )
-def test_refusals(kind: Any, error: type[Exception], words: str) -> None:
+def test_invalid_all_gather_extensions_raise(kind: Any, error: type[Exception], words: str) -> None:
     layer = nn.Linear(3, 5, bias=False)
     layer.weight = nn.Parameter(kind(layer.weight.detach()))
     with pytest.raises(error, match=words):
-        _used_twice(layer)
+        _run_two_steps(layer)
 
 
-def _used_twice(layer: nn.Module) -> None:
+def _run_two_steps(layer: nn.Module) -> None:
     fully_shard(layer, mesh=dt.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
     for _ in range(2):
         layer(torch.ones(1, 3)).sum().backward()
         layer.reshard()
 
 
-def test_transforms_are_refused() -> None:
+def test_torch_func_of_all_gather_extension_raises() -> None:
     layer = nn.Linear(3, 4, bias=False)
-    layer.weight = nn.Parameter(ByRow(layer.weight.detach()))
+    layer.weight = nn.Parameter(Int8PerRow(layer.weight.detach()))
     fully_shard(layer, mesh=dt.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
     with pytest.raises(UnsupportedOperationError, match="fsdp_pre_all_gather"):
         torch.func.grad(lambda x: layer(x).sum())(torch.ones(1, 3))
 
 
-def in_two(local: Any) -> Any:
+def gather_two_tensor(local: Any) -> Any:
     return lambda mesh: ((local.a, local.b), None)
 
 
-def of_two(outputs: Any, metadata: Any, dtype: torch.dtype, *, out: Any = None) -> Any:
+def rebuild_two_tensor(outputs: Any, metadata: Any, dtype: torch.dtype, *, out: Any = None) -> Any:
     first, second = outputs
     if out is not None:
         assert out.a.data_ptr() == first.data_ptr()
@@ -472,8 +479,8 @@ def of_two(outputs: Any, metadata: Any, dtype: torch.dtype, *, out: Any = None) 
 
 
 @pytest.mark.parametrize("make", [fully_shard, replicate])
-def test_a_tensor_of_two_is_given_the_methods_later(make: Any) -> None:
-    """Until it is computed with; its parts come each in memory of its own, of which it says one offset."""
+def test_extension_methods_set_on_two_tensor_shards_are_used(make: Any) -> None:
+    """Check a ``TwoTensor`` parameter: its local tensors get the methods after sharding."""
     torch.manual_seed(0)
     layer, x = nn.Linear(5, 6, bias=False), torch.randn(4, 5)
     weight = layer.weight.detach().clone()
@@ -482,7 +489,7 @@ def test_a_tensor_of_two_is_given_the_methods_later(make: Any) -> None:
     with pytest.raises(UnsupportedOperationError, match="TwoTensor"):
         layer(x)
     for local in layer.weight._local_tensor.shards:
-        local.fsdp_pre_all_gather, local.fsdp_post_all_gather = in_two(local), of_two
+        local.fsdp_pre_all_gather, local.fsdp_post_all_gather = gather_two_tensor(local), rebuild_two_tensor
     for _ in range(2):
         found = layer(x)
         layer.reshard()

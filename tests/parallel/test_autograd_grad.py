@@ -1,4 +1,4 @@
-"""Gradients that autograd is asked for by parameter: those of one device, or an error, never silence."""
+"""``torch.autograd.grad`` and ``backward(inputs=...)`` on data-parallel modules: gradients of plain torch, or an error."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dtensor.errors import UnsupportedOperationError
 from dtensor.parallel import fully_shard, replicate
 
 
-def model_of() -> nn.Module:
+def make_model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Sequential(nn.Linear(5, 7), nn.ReLU()), nn.Linear(7, 3)).double()
 
@@ -28,7 +28,7 @@ def sharded(model: nn.Module, nested: bool, mesh: dt.DeviceMesh) -> nn.Module:
     return model
 
 
-def check(ours: Any, theirs: Any) -> None:
+def assert_gradients_equal(ours: Any, theirs: Any) -> None:
     for own, expected in zip(ours, theirs, strict=True):
         assert own.placements == (dt.Shard(0),)
         torch.testing.assert_close(own.full_tensor(), expected)
@@ -36,31 +36,31 @@ def check(ours: Any, theirs: Any) -> None:
 
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("some", [slice(None), slice(2, 3)])
-def test_gradients_asked_for_are_those_of_one_device(nested: bool, some: slice) -> None:
-    mesh, alone = dt.init_device_mesh("cpu", (2,)), model_of()
+def test_autograd_grad_and_backward_of_inputs_equal_plain_torch(nested: bool, some: slice) -> None:
+    mesh, alone = dt.init_device_mesh("cpu", (2,)), make_model()
     model, whole = sharded(copy.deepcopy(alone), nested, mesh), torch.randn(4, 6, dtype=torch.float64)
     x = dt.distribute_tensor(whole, mesh, [dt.Shard(0)])
     expected = torch.autograd.grad(alone(whole).square().sum(), list(alone.parameters())[some])
     parameters = list(model.parameters())[some]
-    check(torch.autograd.grad(model(x).square().sum(), parameters, allow_unused=True), expected)
+    assert_gradients_equal(torch.autograd.grad(model(x).square().sum(), parameters, allow_unused=True), expected)
     assert all(p.grad is None for p in model.parameters())
     model(x).square().sum().backward(inputs=parameters)
-    check([p.grad for p in parameters], expected)
+    assert_gradients_equal([p.grad for p in parameters], expected)
     assert sum(p.grad is not None for p in model.parameters()) == len(parameters)
     model.zero_grad()
     model(x).square().sum().backward()
-    check([p.grad for p in parameters], expected)
+    assert_gradients_equal([p.grad for p in parameters], expected)
 
 
 @pytest.mark.skipif(torch.__version__.startswith("2.11."), reason="stage_backward_weight takes a node's first gradient for all")
 @pytest.mark.parametrize("nested", [False, True])
-def test_backward_in_two_parts_and_several_at_a_time(nested: bool) -> None:
-    mesh, alone = dt.init_device_mesh("cpu", (2,)), model_of()
+def test_split_backward_of_inputs_and_weights_with_several_batches(nested: bool) -> None:
+    mesh, alone = dt.init_device_mesh("cpu", (2,)), make_model()
     model = sharded(copy.deepcopy(alone), nested, mesh)
     for _ in range(2):
-        parted(alone, model, mesh)
+        run_split_backward(alone, model, mesh)
         for p, q in zip(alone.parameters(), model.parameters(), strict=True):
-            check([q.grad], [p.grad])
+            assert_gradients_equal([q.grad], [p.grad])
             with torch.no_grad():
                 p -= 0.1 * p.grad
                 q -= 0.1 * q.grad
@@ -68,8 +68,8 @@ def test_backward_in_two_parts_and_several_at_a_time(nested: bool) -> None:
         model.zero_grad()
 
 
-def parted(alone: nn.Module, model: nn.Module, mesh: dt.DeviceMesh) -> None:
-    """Gradients of three batches: of all inputs, then of all weights, then one in a single backward between."""
+def run_split_backward(alone: nn.Module, model: nn.Module, mesh: dt.DeviceMesh) -> None:
+    """Run three batches: two with separate backward passes for inputs and for weights, and one with a single backward."""
     waiting: list[Any] = []
     for i in range(3):
         whole = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
@@ -87,10 +87,10 @@ def parted(alone: nn.Module, model: nn.Module, mesh: dt.DeviceMesh) -> None:
         stage_backward_weight(model.parameters(), groups)
 
 
-def test_values_of_an_ended_backward_are_given_back() -> None:
-    """Gradients of inputs alone, without a graph retained, hold nothing; a graph retained does until its parameters change."""
+def test_unsharded_parameters_are_freed_after_backward_without_retained_graph() -> None:
+    """Check gradients of inputs alone: unsharded parameters are freed, or with ``retain_graph`` kept until parameters change."""
     mesh = dt.init_device_mesh("cpu", (2,))
-    model = sharded(model_of(), True, mesh)
+    model = sharded(make_model(), True, mesh)
     x = dt.distribute_tensor(torch.randn(4, 6, dtype=torch.float64), mesh, [dt.Shard(0)]).requires_grad_()
     unit = model[0].__dict__["_data_parallel_unit"]
     for retains in (False, True):
@@ -105,9 +105,9 @@ def test_values_of_an_ended_backward_are_given_back() -> None:
 
 
 @pytest.mark.parametrize("way", ["replicated", "without sync", "deferred"])
-def test_gradients_reduced_later_are_refused(way: str) -> None:
+def test_autograd_grad_with_deferred_reduction_raises(way: str) -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
-    model: Any = replicate(model_of(), mesh=mesh) if way == "replicated" else sharded(model_of(), True, mesh)
+    model: Any = replicate(make_model(), mesh=mesh) if way == "replicated" else sharded(make_model(), True, mesh)
     if way == "without sync":
         model.set_requires_gradient_sync(False)
     if way == "deferred":
@@ -120,9 +120,9 @@ def test_gradients_reduced_later_are_refused(way: str) -> None:
 
 
 @pytest.mark.parametrize("wrap", [fully_shard, replicate])
-def test_hooks_of_parameters_see_each_gradient_once(wrap: Any) -> None:
+def test_parameter_hooks_run_once_per_gradient(wrap: Any) -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
-    model = wrap(model_of(), mesh=mesh)
+    model = wrap(make_model(), mesh=mesh)
     x = dt.distribute_tensor(torch.randn(4, 6, dtype=torch.float64), mesh, [dt.Shard(0)])
     seen: list[tuple[int, Tensor]] = []
     after: list[int] = []
@@ -138,16 +138,16 @@ def test_hooks_of_parameters_see_each_gradient_once(wrap: Any) -> None:
     torch.testing.assert_close([p.grad.full_tensor() / 3 for p in model.parameters()], [g.full_tensor() for _, g in sorted(seen)])
 
 
-@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")  # torch says it once
+@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")  # torch warns once
 @pytest.mark.parametrize("distribute", [fully_shard, replicate])
-def test_gradients_that_have_no_graph_are_not_given_where_one_is_asked_for(distribute: Any) -> None:
-    mesh, alone = dt.init_device_mesh("cpu", (2,)), model_of()
+def test_backward_with_create_graph_raises_and_gradient_penalty_works(distribute: Any) -> None:
+    mesh, alone = dt.init_device_mesh("cpu", (2,)), make_model()
     model, x = copy.deepcopy(alone), torch.randn(4, 6, dtype=torch.float64)
     distribute(model, mesh=mesh)
     with pytest.raises(UnsupportedOperationError, match="create_graph=True"):
         model(x).square().sum().backward(create_graph=True)
     penalised = []
-    for module in (alone, model):  # as Wasserstein critics are: through the gradient of the input
+    for module in (alone, model):  # gradient penalty of the input, as for Wasserstein critics
         module.zero_grad()
         given = x.clone().requires_grad_()
         (slope,) = torch.autograd.grad(module(given).square().sum(), given, create_graph=True)

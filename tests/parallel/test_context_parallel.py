@@ -1,4 +1,4 @@
-"""``context_parallel``: attention of local parts of a sequence is that of the whole, values and gradients, however it is cut."""
+"""``context_parallel``: attention of sequence shards equals attention of the full sequence, values and gradients."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ def operands(length: int, heads: tuple[int, int] = (4, 4), dtype: torch.dtype = 
     return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
 
 
-def on_one_device(given: list[Tensor], **options: Any) -> list[Tensor]:
+def run_plain(given: list[Tensor], **options: Any) -> list[Tensor]:
     leaves = [x.clone().requires_grad_() for x in given]
     out = F.scaled_dot_product_attention(*leaves, **options)
-    (out * weight_of(out)).sum().backward()
+    (out * output_weight(out)).sum().backward()
     return [out.detach(), *(x.grad for x in leaves)]
 
 
-def weight_of(out: Tensor) -> Tensor:
+def output_weight(out: Tensor) -> Tensor:
     return torch.linspace(-1, 1, out.numel(), dtype=out.dtype).reshape(out.shape)
 
 
-def around(mesh: Any, given: list[Tensor], load_balance: bool = True, **options: Any) -> list[Tensor]:
-    """Output and gradients, whole again."""
+def run_context_parallel(mesh: Any, given: list[Tensor], load_balance: bool = True, **options: Any) -> list[Tensor]:
+    """Return the unsharded output and gradients of attention under ``context_parallel``."""
     buffers = [x.clone() for x in given]
-    weight = weight_of(on_one_device(given, **options)[0])
+    weight = output_weight(run_plain(given, **options)[0])
     with context_parallel(mesh, buffers=[*buffers, weight], buffer_seq_dims=[2] * 4, load_balance=load_balance):
         leaves = [x.clone().requires_grad_() for x in buffers]
         out = F.scaled_dot_product_attention(*leaves, **options)
@@ -54,7 +54,7 @@ def around(mesh: Any, given: list[Tensor], load_balance: bool = True, **options:
 def check(mesh: Any, length: int, heads: tuple[int, int] = (4, 4), **options: Any) -> None:
     given = operands(length, heads)
     plain = {name: value for name, value in options.items() if name != "load_balance"}
-    for ours, theirs in zip(around(mesh, given, **options), on_one_device(given, **plain), strict=True):
+    for ours, theirs in zip(run_context_parallel(mesh, given, **options), run_plain(given, **plain), strict=True):
         for own in getattr(ours, "shards", [ours]):
             torch.testing.assert_close(own, theirs)
 
@@ -62,27 +62,29 @@ def check(mesh: Any, length: int, heads: tuple[int, int] = (4, 4), **options: An
 @pytest.mark.parametrize("load_balance", [True, False])
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize(("length", "ranks"), [(16, 4), (13, 3), (9, 4), (2, 3), (6, 1)])
-def test_any_length_over_any_ranks(length: int, ranks: int, is_causal: bool, load_balance: bool) -> None:
+def test_context_parallel_attention_of_any_length_over_any_ranks(
+    length: int, ranks: int, is_causal: bool, load_balance: bool
+) -> None:
     check(dt.init_device_mesh("cpu", (ranks,)), length, is_causal=is_causal, load_balance=load_balance)
 
 
-def test_grouped_heads_a_scale_and_a_mesh_of_two_dims() -> None:
+def test_context_parallel_with_grouped_heads_scale_and_2d_mesh() -> None:
     mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     check(mesh["b"], 7, heads=(4, 2), is_causal=True, enable_gqa=True, scale=0.3)
     check(mesh, 11, is_causal=True)
 
 
-def test_written_out_where_no_operator_computes_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on accelerators."""
+def test_context_parallel_without_a_fused_attention_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check the implementation that accelerators use."""
     monkeypatch.setattr(blocks, "has_fused_kernel", lambda query: False)
     for length, ranks in ((13, 3), (2, 3)):
         for is_causal in (True, False):
             check(dt.init_device_mesh("cpu", (ranks,)), length, is_causal=is_causal)
-    test_grouped_heads_a_scale_and_a_mesh_of_two_dims()
-    test_half_precision_is_summed_in_single()
+    test_context_parallel_with_grouped_heads_scale_and_2d_mesh()
+    test_context_parallel_accumulates_bfloat16_in_float32()
 
 
-def test_every_number_of_dims() -> None:
+def test_context_parallel_with_3d_and_5d_operands() -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
     for shape in ((3, 8, 4), (2, 3, 2, 8, 4)):
         x = torch.randn(shape)
@@ -92,23 +94,25 @@ def test_every_number_of_dims() -> None:
         torch.testing.assert_close(context_parallel_unshard(mesh, [part], [-2])[0], whole)
 
 
-def test_half_precision_is_summed_in_single() -> None:
+def test_context_parallel_accumulates_bfloat16_in_float32() -> None:
     mesh = dt.init_device_mesh("cpu", (4,))
     given = operands(64, dtype=torch.bfloat16)
-    exact = on_one_device([x.double() for x in given], is_causal=True)
-    for ours, plain, truth in zip(around(mesh, given, is_causal=True), on_one_device(given, is_causal=True), exact, strict=True):
+    exact = run_plain([x.double() for x in given], is_causal=True)
+    for ours, plain, truth in zip(
+        run_context_parallel(mesh, given, is_causal=True), run_plain(given, is_causal=True), exact, strict=True
+    ):
         assert ours.dtype is torch.bfloat16
         assert (ours.double() - truth).abs().max() <= 2 * (plain.double() - truth).abs().max()
 
 
-def test_what_each_rank_holds_and_computes_is_the_same_for_all() -> None:
+def test_load_balanced_sequence_order_gives_equal_work_to_all_ranks() -> None:
     order = SequenceOrder(24, 4, True)
     seen = [sum(sum(j <= i for j in range(24)) for piece in order.position_ranges(rank) for i in piece) for rank in range(4)]
     assert order.shard_sizes == (6,) * 4
     assert len(set(seen)) == 1  # pairs of query and key under a causal mask
 
 
-def test_a_ring_passes_n_minus_1_blocks_and_back() -> None:
+def test_ring_attention_issues_n_minus_1_exchanges_forward() -> None:
     mesh = dt.init_device_mesh("cpu", (4,))
     q, k, v = (x.requires_grad_() for x in operands(16))
     with context_parallel(mesh, buffers=(own := [x.detach().clone() for x in (q, k, v)]), buffer_seq_dims=[2] * 3):
@@ -122,7 +126,7 @@ def test_a_ring_passes_n_minus_1_blocks_and_back() -> None:
 
 
 class Decoder(nn.Module):
-    """One layer with positions by table, so that a wrong order of positions shows."""
+    """One decoder layer with a position table, so that a wrong order of positions changes the result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,8 +139,8 @@ class Decoder(nn.Module):
         return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
 
 
-def trained(mesh: Any) -> tuple[float, list[Tensor]]:
-    """A step of a model whose parameters are cut over the ranks that share the sequence; the mean of their losses is the loss."""
+def train_step(mesh: Any) -> tuple[float, list[Tensor]]:
+    """Return the loss and gradients of one step, fully sharded over the ranks that share the sequence, or on one device."""
     torch.manual_seed(0)
     model = Decoder()
     tokens, labels = torch.randint(13, (2, 3, 10), generator=torch.Generator().manual_seed(1))
@@ -153,31 +157,31 @@ def trained(mesh: Any) -> tuple[float, list[Tensor]]:
     return value, [p.grad.full_tensor() for p in model.parameters()]
 
 
-def test_a_model_trains_as_on_one_device() -> None:
-    loss, grads = trained(dt.init_device_mesh("cpu", (2,)))
-    expected, theirs = trained(None)
+def test_context_parallel_model_trains_like_plain_model() -> None:
+    loss, grads = train_step(dt.init_device_mesh("cpu", (2,)))
+    expected, theirs = train_step(None)
     assert abs(loss - expected) < 1e-6
     for own, other in zip(grads, theirs, strict=True):
         torch.testing.assert_close(own, other)
 
 
-def on_processes() -> None:
+def _check_on_processes() -> None:
     mesh = dt.init_device_mesh("cpu", (4,))
     check(mesh, 9, is_causal=True)
-    trained(dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["b"])  # groups side by side
+    train_step(dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["b"])  # two groups in parallel
     x = torch.randn(1, 2, 8, 4, requires_grad=True)
     with context_parallel(mesh, buffers=[x], buffer_seq_dims=[2]):
         out = F.scaled_dot_product_attention(x, x, x)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        out.sum().backward()  # it kept the buffer, which is another now
+        out.sum().backward()  # autograd saved the buffer, which has been restored
 
 
 @pytest.mark.gloo
-def test_on_process_groups() -> None:
-    run_gloo(on_processes, 4)
+def test_context_parallel_on_process_groups() -> None:
+    run_gloo(_check_on_processes, 4)
 
 
-def test_dtensors_cut_by_heads_go_around_too() -> None:
+def test_context_parallel_with_dtensors_sharded_by_heads() -> None:
     mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
     given = operands(8)
     expected = F.scaled_dot_product_attention(*given, is_causal=True)
@@ -194,7 +198,7 @@ def test_dtensors_cut_by_heads_go_around_too() -> None:
         torch.testing.assert_close(own, expected)
 
 
-def test_refusals_say_what_to_write() -> None:
+def test_invalid_context_parallel_calls_raise_with_remedy() -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
     x = torch.randn(1, 2, 8, 4)
     with pytest.raises(LayoutError, match="buffers"), context_parallel(mesh):
@@ -218,7 +222,7 @@ def test_refusals_say_what_to_write() -> None:
     assert x.shape == (1, 2, 8, 4)
 
 
-def test_what_is_not_to_be_restored_stays_cut() -> None:
+def test_no_restore_buffers_stay_sharded() -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
     x, y = torch.arange(8), torch.arange(8)
     with context_parallel(mesh, buffers=[x, y], buffer_seq_dims=[0, 0], no_restore_buffers={y}):
@@ -227,9 +231,9 @@ def test_what_is_not_to_be_restored_stays_cut() -> None:
     assert [own.tolist() for own in y.shards] == [[0, 1, 6, 7], [2, 3, 4, 5]]
 
 
-def test_heads_on_a_mesh_that_was_made_anew() -> None:
+def test_context_parallel_with_heads_on_an_equal_new_mesh() -> None:
     given = operands(8)
-    expected = on_one_device(given, is_causal=True)[0]
+    expected = run_plain(given, is_causal=True)[0]
     meshes = [dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp")) for _ in range(2)]
     buffers = [x.clone() for x in given]
     with context_parallel(meshes[0]["cp"], buffers=buffers, buffer_seq_dims=[2] * 3):
@@ -240,8 +244,8 @@ def test_heads_on_a_mesh_that_was_made_anew() -> None:
         torch.testing.assert_close(own, expected)
 
 
-def recomputed(mesh: Any, reentrant: bool, by: str, own_of: Any = None) -> list[Tensor]:
-    """Gradients of a block whose attention is computed again in backward: those of its input, then those of its weight."""
+def checkpointed_gradients(mesh: Any, reentrant: bool, by: str, own_of: Any = None) -> list[Tensor]:
+    """Return the gradients of input and weight of a block with activation checkpointing."""
     length, width, heads = 10, 8, 2
     generator = torch.Generator().manual_seed(4)
     x, target = (torch.randn(3, length, width, generator=generator, dtype=torch.float64) for _ in range(2))
@@ -269,25 +273,25 @@ def recomputed(mesh: Any, reentrant: bool, by: str, own_of: Any = None) -> list[
     return [ours, of_weight]
 
 
-def check_recomputed(mesh: Any, own_of: Any, summed: Any) -> None:
+def check_checkpointed(mesh: Any, own_of: Any, summed: Any) -> None:
     for reentrant, by in ((False, "method"), (False, "grad"), (False, "function"), (True, "method"), (True, "function")):
-        ours, of_weight = recomputed(mesh, reentrant, by, own_of)
-        x, weight = recomputed(None, reentrant, by)
+        ours, of_weight = checkpointed_gradients(mesh, reentrant, by, own_of)
+        x, weight = checkpointed_gradients(None, reentrant, by)
         for own in getattr(ours, "shards", [ours]):
             torch.testing.assert_close(own, x)
         torch.testing.assert_close(summed(of_weight), weight)
 
 
-def test_attention_computed_again_in_backward_meets_all_of_the_sequence() -> None:
+def test_activation_checkpointing_of_context_parallel_attention() -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
-    check_recomputed(mesh, lambda x: dt.per_rank([x.clone(), x.clone()]), lambda grad: sum(grad.shards))
+    check_checkpointed(mesh, lambda x: dt.per_rank([x.clone(), x.clone()]), lambda grad: sum(grad.shards))
 
 
-def _recomputed_on_processes() -> None:
+def _check_checkpointed_on_processes() -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
-    check_recomputed(mesh, lambda x: x, lambda grad: dt.DTensor.from_local(grad, mesh, [dt.Partial()]).full_tensor())
+    check_checkpointed(mesh, lambda x: x, lambda grad: dt.DTensor.from_local(grad, mesh, [dt.Partial()]).full_tensor())
 
 
 @pytest.mark.gloo
-def test_attention_computed_again_on_processes() -> None:
-    run_gloo(_recomputed_on_processes, 2)
+def test_activation_checkpointing_of_context_parallel_attention_on_process_groups() -> None:
+    run_gloo(_check_checkpointed_on_processes, 2)

@@ -1,4 +1,4 @@
-"""Unchanged modules on a batch that is cut: gradients of parameters are added up once, and nothing else moves."""
+"""Communication of unchanged modules on a sharded batch: gradients of parameters are reduced once, and nothing else is sent."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Spectral(nn.Module):
         return F.gelu(torch.fft.irfft2(mixed, s=x.shape[-2:]) + self.beside(x))
 
 
-class Net(nn.Module):
-    """Down, up, and a way across."""
+class ConvolutionalNet(nn.Module):
+    """Convolutional network with a downsampling path, an upsampling path and a skip connection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,8 +58,8 @@ class Recurrent(nn.Module):
         return self.out(steps) + self.out(last[-2:].transpose(0, 1).flatten(1))[:, None]
 
 
-class Steps(nn.Module):
-    """The outputs of recurrent layers."""
+class RecurrentOutputs(nn.Module):
+    """Module that returns the outputs of recurrent layers."""
 
     def __init__(self, layers: nn.Module) -> None:
         super().__init__()
@@ -69,8 +69,8 @@ class Steps(nn.Module):
         return self.layers(x)[0]
 
 
-class Cells(nn.Module):
-    """A cell, step by step."""
+class UnrolledCell(nn.Module):
+    """Module that runs a recurrent cell step by step."""
 
     def __init__(self, cell: nn.Module) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class Cells(nn.Module):
 
 
 class Queries(nn.Module):
-    """Learned queries attend to a sequence."""
+    """Attention of learned queries to a sequence."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class Queries(nn.Module):
 
 
 class Experts(nn.Module):
-    """Two of four experts for each token, all computed."""
+    """Mixture of experts that computes all four experts and uses two for each token."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,8 +112,8 @@ def sequence() -> Tensor:
     return torch.randn(BATCH, 6, 16)
 
 
-def longer() -> Tensor:
-    """More than the fused weight and bias of query, key and value: of less, what is multiplied would be gathered."""
+def longer_sequence() -> Tensor:
+    """Return a batch that is larger than the fused projection's parameters, so that gathering it is never cheaper."""
     return torch.randn(BATCH, 7, 16)
 
 
@@ -123,16 +123,16 @@ def picture() -> Tensor:
 
 MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "mlp": (lambda: nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)), sequence),
-    "encoder": (lambda: nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), longer),
-    "encoder, norm first": (lambda: nn.TransformerEncoderLayer(16, 4, 32, batch_first=True, norm_first=True), longer),
+    "encoder": (lambda: nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), longer_sequence),
+    "encoder, norm first": (lambda: nn.TransformerEncoderLayer(16, 4, 32, batch_first=True, norm_first=True), longer_sequence),
     "decoder": (lambda: nn.TransformerDecoderLayer(16, 4, 32, batch_first=True), sequence),
     "queries": (Queries, sequence),
     "recurrent": (Recurrent, sequence),
-    "gru": (lambda: Steps(nn.GRU(16, 8, 2, batch_first=True, bidirectional=True)), sequence),
-    "cell": (lambda: Cells(nn.LSTMCell(16, 16)), sequence),
+    "gru": (lambda: RecurrentOutputs(nn.GRU(16, 8, 2, batch_first=True, bidirectional=True)), sequence),
+    "cell": (lambda: UnrolledCell(nn.LSTMCell(16, 16)), sequence),
     "experts": (Experts, sequence),
     "spectral": (Spectral, picture),
-    "net": (Net, picture),
+    "net": (ConvolutionalNet, picture),
     "convolution in 3-d": (lambda: nn.Conv3d(4, 4, 3, padding=1), lambda: torch.randn(BATCH, 4, 3, 4, 4)),
     "pooled": (lambda: nn.Sequential(nn.MaxPool2d(2), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 4)), picture),
     "weight norm": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(16, 8)), sequence),
@@ -144,7 +144,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_only_gradients_are_added_up(name: str) -> None:
+def test_modules_on_sharded_batch_all_reduce_only_parameter_gradients(name: str) -> None:
     torch.manual_seed(0)
     make, batch = MODULES[name]
     one, x = make(), batch()
@@ -153,7 +153,7 @@ def test_only_gradients_are_added_up(name: str) -> None:
 
     def step(model: Any, x: Any) -> Any:
         x = x.detach().requires_grad_(x.is_floating_point())
-        torch.manual_seed(1)  # the same dropout
+        torch.manual_seed(1)  # for equal dropout
         loss = (model(x, x.detach()) if name == "decoder" else model(x)).square().mean()
         loss.backward()
         return loss, x.grad
@@ -175,12 +175,12 @@ def test_only_gradients_are_added_up(name: str) -> None:
 
 
 # --- functions of a batch ---------------------------------------------------------------------------------------------------
-def places() -> Tensor:
+def gather_indices() -> Tensor:
     return torch.randint(0, 4, (BATCH, 4, 3, 8))
 
 
-def banded(x: Tensor) -> Tensor:
-    """Attention in bands as Longformer has it: overlapping chunks of positions, which lie first in memory."""
+def banded_attention(x: Tensor) -> Tensor:
+    """Compute banded attention scores as in Longformer: overlapping chunks of positions by ``as_strided``."""
     rows = x.transpose(0, 1).contiguous().transpose(0, 1).transpose(1, 2).reshape(-1, 8, 8)
     chunks = rows.view(-1, 2, 4, 8)
     stride = chunks.stride()
@@ -199,15 +199,15 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "unpooled": lambda x, at: F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2),
     "spectra": lambda x, at: torch.stft(x.flatten(1), 16, 4, window=at.new_ones(16, dtype=x.dtype), return_complex=True).abs(),
     "windows": lambda x, at: x.as_strided((8, 4, 8, 3, 4), (256, 64, 8, 2, 1)) * 2,
-    "bands": lambda x, at: banded(x.transpose(1, 2).reshape(BATCH, 8, 4, 8)),
+    "bands": lambda x, at: banded_attention(x.transpose(1, 2).reshape(BATCH, 8, 4, 8)),
     "distances": lambda x, at: torch.cdist(x, x[:, :, :3]),
 }
 
 
 @pytest.mark.parametrize("name", needing_whole(FUNCTIONS, ("spectra", "windows", "bands")))
-def test_functions_of_a_batch_stay_with_it(name: str) -> None:
+def test_functions_of_sharded_batch_do_not_communicate(name: str) -> None:
     torch.manual_seed(0)
-    plain, at = picture().requires_grad_(), places()
+    plain, at = picture().requires_grad_(), gather_indices()
     x, index = (dt.distribute_tensor(t.detach(), MESH, [Shard(0)]) for t in (plain, at))
     expected = FUNCTIONS[name](plain, at)
     expected.sum().backward()
@@ -221,7 +221,7 @@ def test_functions_of_a_batch_stay_with_it(name: str) -> None:
 
 
 @pytest.mark.parametrize("shape", [(8, 3), (8, 4, 5, 8), (8,), (3, 4), (2, 8, 8, 8)])
-def test_new_tensors_are_cut_as_their_model_where_they_are_as_large(shape: tuple[int, ...]) -> None:
+def test_new_full_shards_dims_of_the_size_of_the_source(shape: tuple[int, ...]) -> None:
     mesh = dt.init_device_mesh("cpu", (2, 2))
     x = dt.distribute_tensor(picture(), mesh, [Shard(0), Shard(2)])
     made = x.new_full(shape, 3.0)
@@ -232,9 +232,9 @@ def test_new_tensors_are_cut_as_their_model_where_they_are_as_large(shape: tuple
     assert x.new_empty_strided(shape, strides).stride() == strides
 
 
-# --- parameters cut as well --------------------------------------------------------------------------------------------------
-def test_cut_parameters_are_gathered_twice_and_their_gradients_scattered() -> None:
-    """Of a batch that is larger than its parameters nothing moves, from the words to their loss."""
+# --- sharded parameters -------------------------------------------------------------------------------------------------
+def test_sharded_parameters_are_gathered_twice_and_gradients_scattered_once() -> None:
+    """Check a batch larger than the parameters: only parameters and their gradients are communicated."""
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(64, 4, 256, batch_first=True, dropout=0.0, norm_first=True)
     one = nn.Sequential(nn.Embedding(256, 64), nn.LayerNorm(64), layer, nn.Linear(64, 256))
@@ -262,8 +262,8 @@ SMALL = ["mlp", "encoder", "encoder, norm first", "experts", "weight norm", "emb
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_parameters_are_gathered_where_a_latency_is_most_of_the_time(name: str) -> None:
-    """Weight and bias wait once, so to gather them is not dearer than to move what they are for."""
+def test_small_sharded_parameters_are_gathered(name: str) -> None:
+    """Check small parameters: weight and bias are gathered in one collective, which is not slower than moving activations."""
     torch.manual_seed(0)
     make, batch = MODULES[name]
     one, x = make(), batch()

@@ -1,4 +1,4 @@
-"""What data parallelism and boundaries take besides the usual: nested layouts, named mesh dims, divisors; what they refuse."""
+"""Options of data parallelism and of input and output styles: nested layouts, named mesh dims, divisors; and their errors."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ X = torch.randn(4, 3, dtype=torch.float64, generator=torch.Generator().manual_se
 
 
 def rows(x: Tensor, mesh: dt.DeviceMesh) -> Tensor:
-    """Of ``x``, each rank's."""
+    """Return the rows of ``x`` of each rank."""
     return own(x.chunk(mesh.size()), mesh)
 
 
@@ -53,7 +53,7 @@ def grads(model: nn.Module) -> list[Tensor]:
 
 
 def alone_grads(x: Tensor, parts: int) -> list[Tensor]:
-    """Of the mean of the parts' losses."""
+    """Return the plain gradients of the mean loss of ``parts`` chunks."""
     model = net()
     torch.stack([(model(part) ** 2).sum() for part in x.chunk(parts)]).mean().backward()
     return [p.grad for p in model.parameters()]
@@ -65,7 +65,7 @@ class Echo(nn.Module):
         return (*args, *kwargs.values())
 
 
-def test_layouts_are_nested_as_the_arguments_are() -> None:
+def test_prepare_module_input_takes_nested_layouts() -> None:
     style = PrepareModuleInput(
         input_layouts=((Shard(0), None), Replicate()),
         desired_input_layouts=((Replicate(), None), Shard(1)),
@@ -84,7 +84,7 @@ def test_layouts_are_nested_as_the_arguments_are() -> None:
     assert extra["scale"] == 2
 
 
-def test_outputs_may_be_lists_and_dicts() -> None:
+def test_prepare_module_output_takes_lists_and_dicts() -> None:
     class Named(nn.Module):
         def forward(self, x: Tensor) -> Any:
             return {"logits": x, "kept": 3}
@@ -113,7 +113,7 @@ def test_outputs_may_be_lists_and_dicts() -> None:
     assert nothing is None
 
 
-def test_what_layouts_do_not_fit_is_refused() -> None:
+def test_layouts_that_do_not_match_the_arguments_raise() -> None:
     with pytest.raises(PlacementError, match="a layout is a Placement such as"):
         PrepareModuleInput(input_layouts=(0,), desired_input_layouts=(Shard(0),))
     with pytest.raises(PlacementError, match="same length"):
@@ -134,7 +134,7 @@ def test_what_layouts_do_not_fit_is_refused() -> None:
 
 
 # --- how gradients are averaged ----------------------------------------------------------------------------------------
-def test_another_divisor_than_the_number_of_ranks() -> None:
+def test_set_gradient_divide_factor_scales_gradients() -> None:
     mesh = dp()
     model = net()
     for unit in (model[0], model):
@@ -148,7 +148,7 @@ def test_another_divisor_than_the_number_of_ranks() -> None:
         model.set_gradient_divide_factor(0)
 
 
-def test_gradients_accumulate_in_a_part_before_they_cross_replicas() -> None:
+def test_set_requires_all_reduce_false_accumulates_reduce_scattered_gradients() -> None:
     mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "part"))
     model = net()
     for unit in (model[0], model):
@@ -169,7 +169,7 @@ def test_gradients_accumulate_in_a_part_before_they_cross_replicas() -> None:
 
 
 # --- meshes ------------------------------------------------------------------------------------------------------------
-def test_data_parallel_dims_by_name() -> None:
+def test_fully_shard_with_named_data_parallel_dims() -> None:
     mesh = dt.init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replica", "part", "tp"))
     model = parallelize_module(net(), mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     dims = DataParallelMeshDims(shard="part", replicate="replica")
@@ -185,7 +185,7 @@ def test_data_parallel_dims_by_name() -> None:
 
 
 @pytest.mark.parametrize("reshard", [None, False, True, 2])
-def test_dims_that_only_copy_leave_parameters_whole_and_average_gradients(reshard: bool | int | None) -> None:
+def test_fully_shard_with_replicate_dims_only_averages_gradients(reshard: bool | int | None) -> None:
     mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = parallelize_module(net(), mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     dims = DataParallelMeshDims(replicate="dp")
@@ -194,7 +194,7 @@ def test_dims_that_only_copy_leave_parameters_whole_and_average_gradients(reshar
     assert isinstance(model, FSDPModule)
     assert model[2].weight.placements == (Replicate(), Shard(1))
     local = dt.map_ranks(lambda at: X[2 * at[0] : 2 * at[0] + 2].clone(), mesh=mesh["dp"])
-    for last in (False, True):  # the second time with what the first one kept
+    for last in (False, True):  # the second pass adds the gradients of the first
         model.set_requires_gradient_sync(last)
         with CommDebugMode() as comm:
             (model(local) ** 2).sum().backward()
@@ -205,7 +205,7 @@ def test_dims_that_only_copy_leave_parameters_whole_and_average_gradients(reshar
         fully_shard(net(), mesh=mesh, dp_mesh_dims=DataParallelMeshDims())
 
 
-def test_cut_over_two_mesh_dims_trains_as_alone() -> None:
+def test_fully_shard_over_two_mesh_dims_equals_plain_model() -> None:
     mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     model = fully_shard(net(), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard=("a", "b")))
     with CommDebugMode() as comm:
@@ -215,7 +215,7 @@ def test_cut_over_two_mesh_dims_trains_as_alone() -> None:
         torch.testing.assert_close(ours, theirs)
 
 
-def test_units_chosen_by_size_train_as_alone() -> None:
+def test_units_by_size_train_like_plain_model() -> None:
     model, mesh = net(), dp()
     units = units_by_size(model, 15)
     assert units == [model[0], model]
@@ -226,7 +226,7 @@ def test_units_chosen_by_size_train_as_alone() -> None:
         torch.testing.assert_close(ours, theirs)
 
 
-def test_another_dim_may_be_cut() -> None:
+def test_shard_placement_fn_chooses_the_sharded_dim() -> None:
     model, mesh = net(), dp()
     fully_shard(model, mesh=mesh, shard_placement_fn=lambda p: Shard(-1) if p.ndim == 2 else None)
     assert [p.placements[0] for p in model.parameters()] == [Shard(1), Shard(0), Shard(1), Shard(0)]
@@ -237,7 +237,7 @@ def test_another_dim_may_be_cut() -> None:
 
 @pytest.mark.parametrize("make", [nn.LSTM, nn.GRU])
 @pytest.mark.parametrize("wrapped", [True, False])
-def test_recurrent_modules(make: Any, wrapped: bool) -> None:
+def test_recurrent_modules_under_fully_shard_and_replicate(make: Any, wrapped: bool) -> None:
     torch.manual_seed(0)
     alone, mesh = make(3, 4, num_layers=2).double(), dp()
     model = fully_shard(copy.deepcopy(alone), mesh=mesh) if wrapped else replicate(copy.deepcopy(alone), mesh)
@@ -247,8 +247,8 @@ def test_recurrent_modules(make: Any, wrapped: bool) -> None:
     same_gradients(model, alone)
 
 
-# --- the optimizer with cut state ----------------------------------------------------------------------------------------
-def test_the_consolidated_state_is_the_plain_optimizers() -> None:
+# --- optimizer with sharded state ---------------------------------------------------------------------------------------
+def test_zero_consolidated_state_dict_equals_plain_optimizer() -> None:
     model, alone, mesh = replicate(net(), dp()), net(), dp()
     ours = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.1)
     theirs = torch.optim.Adam(alone.parameters(), lr=0.1)
@@ -266,8 +266,8 @@ def test_the_consolidated_state_is_the_plain_optimizers() -> None:
 
 
 @pytest.mark.parametrize("spread", [False, True])
-def test_parameters_written_between_steps_are_what_the_next_step_starts_from(spread: bool) -> None:
-    """Loaded after the optimizer was made, or clamped between steps."""
+def test_zero_optimizer_uses_parameters_written_between_steps(spread: bool) -> None:
+    """Check parameters that change after the optimizer was made, or are clamped between steps."""
     model, alone, mesh = net(), net(), dp()
     if spread:
         replicate(model, mesh)
@@ -289,7 +289,7 @@ def test_parameters_written_between_steps_are_what_the_next_step_starts_from(spr
     same_parameters(model, alone)
 
 
-def _on_a_group() -> list[float]:
+def _train_on_process_group() -> list[float]:
     model = net()
     world: Any = dist.group.WORLD
     ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, process_group=world, lr=0.1)
@@ -302,18 +302,18 @@ def _on_a_group() -> list[float]:
 
 
 @pytest.mark.gloo
-def test_a_process_group_serves_as_the_mesh() -> None:
+def test_zero_optimizer_takes_a_process_group() -> None:
     alone = net()
     optimizer = torch.optim.Adam(alone.parameters(), lr=0.1)
     (alone(X) ** 2).sum().backward()
     optimizer.step()
     expected = [p.sum().item() for p in alone.parameters()] + [s["exp_avg"].sum().item() for s in optimizer.state.values()]
-    for there in run_gloo(_on_a_group, 2):
+    for there in run_gloo(_train_on_process_group, 2):
         assert there == pytest.approx(expected, rel=1e-10)
 
 
-# --- refusals ------------------------------------------------------------------------------------------------------------
-def test_what_cannot_be_a_unit_is_refused() -> None:
+# --- errors -------------------------------------------------------------------------------------------------------------
+def test_modules_that_cannot_be_units_raise() -> None:
     for wrap, name in ((lambda m: fully_shard(m, mesh=dp()), "fully_shard"), (lambda m: replicate(m, dp()), "replicate")):
         with pytest.raises(DTensorError, match=f"^{name} of a ModuleList: it is a container"):
             wrap(nn.ModuleList([nn.Linear(2, 2)]))
@@ -336,7 +336,7 @@ def test_what_cannot_be_a_unit_is_refused() -> None:
         ({"shard_placement_fn": lambda p: Partial()}, r"return Shard\(dim\) with a dim below 2"),
     ],
 )
-def test_wrong_options_say_what_is_right(options: dict[str, Any], message: str) -> None:
+def test_invalid_data_parallel_options_raise(options: dict[str, Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         fully_shard(nn.Linear(2, 2), mesh=dp(), **options)
     with pytest.raises(ValueError, match="a number of mebibytes above 0"):
@@ -345,7 +345,7 @@ def test_wrong_options_say_what_is_right(options: dict[str, Any], message: str) 
         replicate(nn.Linear(2, 2), dp(), mp_policy=torch.float16)
 
 
-def test_optimizers_that_cannot_be_cut_are_refused() -> None:
+def test_invalid_zero_optimizer_arguments_raise() -> None:
     with pytest.raises(TypeError, match=r"a class such as torch\.optim\.AdamW"):
         ZeroRedundancyOptimizer([nn.Parameter(torch.ones(3))], "adam", mesh=dp())
     with pytest.raises(NotImplementedError, match="overlap_with_ddp"):
@@ -354,7 +354,7 @@ def test_optimizers_that_cannot_be_cut_are_refused() -> None:
         ZeroRedundancyOptimizer([], torch.optim.Adam, mesh=dp())
 
 
-def test_a_forward_that_fails_leaves_the_model_as_it_was() -> None:
+def test_failed_forward_leaves_the_model_usable() -> None:
     mesh, model = dp(), net()
     broken = model[2].register_forward_pre_hook(lambda module, args: 1 / 0)
     for unit in (model[0], model):
@@ -369,7 +369,7 @@ def test_a_forward_that_fails_leaves_the_model_as_it_was() -> None:
         torch.testing.assert_close(ours, theirs)
 
 
-def test_a_backward_that_fails_leaves_no_gradients_to_the_next_step() -> None:
+def test_failed_backward_leaves_no_gradients() -> None:
     mesh, model = dp(), net()
     for unit in (model[0], model[2], model):
         fully_shard(unit, mesh=mesh)
@@ -384,7 +384,7 @@ def test_a_backward_that_fails_leaves_no_gradients_to_the_next_step() -> None:
 
 
 @pytest.mark.parametrize("make", [fully_shard, replicate])
-def test_what_is_told_a_module_while_it_is_gathered_is_told_its_parameters(make: Any) -> None:
+def test_state_dict_load_and_dtype_change_of_an_unsharded_module(make: Any) -> None:
     mesh, other = dp(), fully_shard(net(), mesh=dp())
     model = make(net(), mesh=mesh)
     out = model(rows(X, mesh))
@@ -403,7 +403,7 @@ def test_what_is_told_a_module_while_it_is_gathered_is_told_its_parameters(make:
     assert not torch.equal(whole(out), whole(other(rows(X, mesh))))
 
 
-def test_what_was_loaded_before_the_first_pass_is_saved_and_stays() -> None:
+def test_state_dict_assigned_before_the_first_forward_stays() -> None:
     model, state = fully_shard(net(), mesh=dp()), fully_shard(net(), mesh=dp()).state_dict()
     model.load_state_dict(state, assign=True)
     assert all(torch.equal(p._local.shards[0], state[n]._local.shards[0]) for n, p in model.state_dict().items())
@@ -412,7 +412,7 @@ def test_what_was_loaded_before_the_first_pass_is_saved_and_stays() -> None:
 
 
 @pytest.mark.parametrize("make", [fully_shard, replicate])
-def test_buffers_written_in_inference_mode_serve_training(make: Any) -> None:
+def test_buffers_written_in_inference_mode_can_be_used_in_training(make: Any) -> None:
     mesh, model = dp(), make(nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2)).double(), mesh=dp())
     with torch.inference_mode():
         model(rows(X, mesh))
@@ -420,7 +420,7 @@ def test_buffers_written_in_inference_mode_serve_training(make: Any) -> None:
     assert int(whole(model[0].num_batches_tracked)) == 2
 
 
-def test_a_removed_parameter_is_missed() -> None:
+def test_removed_parameter_raises_in_forward() -> None:
     mesh, model = dp(), fully_shard(net(), mesh=dp())
     del model[0].bias
     with pytest.raises(MeshError, match="parameter 'bias' of Linear was removed"):
@@ -431,7 +431,7 @@ def test_a_removed_parameter_is_missed() -> None:
     "wrong",
     [{"reshard_after_forward": 3}, {"shard_placement_fn": lambda p: Shard(1)}, {"shard_placement_fn": lambda p: Replicate()}],
 )
-def test_what_is_refused_leaves_the_module_as_it_was(wrong: dict[str, Any]) -> None:
+def test_failed_fully_shard_leaves_the_module_unchanged(wrong: dict[str, Any]) -> None:
     mesh, model = dp(), net()
     with pytest.raises((ValueError, DTensorError)):
         fully_shard(model, mesh=mesh, **wrong)
@@ -441,13 +441,13 @@ def test_what_is_refused_leaves_the_module_as_it_was(wrong: dict[str, Any]) -> N
         torch.testing.assert_close(ours, theirs)
 
 
-def test_inner_units_come_first() -> None:
+def test_fully_shard_of_inner_module_after_outer_raises() -> None:
     model = fully_shard(net(), mesh=dp())
     with pytest.raises(UnitError, match="wrap inner modules first: call fully_shard on this one, then on that"):
         fully_shard(model[0], mesh=dp())
 
 
-def test_the_state_of_a_unit() -> None:
+def test_fully_shard_state_lists_modules_and_parameters() -> None:
     mesh, inner = dp(), nn.Linear(3, 4)
     model = nn.Sequential(inner, nn.Linear(4, 5))
     fully_shard(inner, mesh=mesh)

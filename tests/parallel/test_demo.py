@@ -1,4 +1,4 @@
-"""What a stranger runs first: the demo, in one process and under torchrun, and the benchmark."""
+"""Demo and benchmark of the README: the demo in one process and under torchrun, and the dispatch benchmark."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _LOSSES = re.compile(r"^ +(\d+) +(\d+\.\d+) +(\d+\.\d+) +\S+e\S+$", re.MULTILINE
 
 
 def printed_by(*command: str, quiet: bool = True) -> str:
-    """What a command prints; it must end well, and ``quiet`` without a word of warning."""
+    """Run a command, check its exit status (and with ``quiet`` that stderr is empty), and return its output."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    environment.pop("TORCH_SHOW_CPP_STACKTRACES", None)  # torch's own test cases set it, and never take it back
+    environment.pop("TORCH_SHOW_CPP_STACKTRACES", None)  # torch's test cases set it and do not restore it
     ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=240, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert not (quiet and ended.stderr), ended.stderr
@@ -29,11 +29,11 @@ def printed_by(*command: str, quiet: bool = True) -> str:
 
 
 def losses(printed: str) -> list[tuple[float, float]]:
-    """(mesh, one device) at every step."""
+    """Return the losses (mesh, one device) of each step."""
     return [(float(ours), float(theirs)) for _, ours, theirs in _LOSSES.findall(printed)]
 
 
-def test_the_model_of_the_demo_imports_nothing_distributed() -> None:
+def test_demo_model_imports_nothing_distributed() -> None:
     tree = ast.parse((DEMO.parent / "gpt_model.py").read_text())
     modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     modules |= {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
@@ -41,14 +41,14 @@ def test_the_model_of_the_demo_imports_nothing_distributed() -> None:
 
 
 @pytest.mark.slow  # as `make demo`
-def test_the_demo_trains_in_one_process_like_one_device() -> None:
+def test_demo_in_one_process_has_the_losses_of_one_device() -> None:
     pairs = losses(printed_by(sys.executable, str(DEMO), *SHORT))
     assert len(pairs) == 3
     assert all(ours == pytest.approx(theirs, abs=1e-5) for ours, theirs in pairs)
 
 
 @pytest.mark.gloo
-def test_the_demo_gives_the_same_losses_under_torchrun() -> None:
+def test_demo_under_torchrun_has_the_losses_of_one_process() -> None:
     here = losses(printed_by(sys.executable, str(DEMO), *SHORT))
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")
     there = losses(printed_by(sys.executable, *launch, str(DEMO), *SHORT, quiet=False))
@@ -56,7 +56,7 @@ def test_the_demo_gives_the_same_losses_under_torchrun() -> None:
 
 
 @pytest.mark.slow
-def test_the_benchmark_measures_all_three_sides() -> None:
+def test_dispatch_benchmark_measures_plain_torch_pytorch_dtensor_and_dtensor() -> None:
     script = str(ROOT / "benchmarks" / "dispatch.py")
     measured = json.loads(printed_by(sys.executable, script, "--quick", "--json", "--only", "add", "mm"))
     assert [row["name"] for row in measured["rows"]] == ["add", "mm"]

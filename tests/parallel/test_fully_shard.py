@@ -1,4 +1,4 @@
-"""``fully_shard``: losses, gradients and updates of one device; what it sends, holds and frees."""
+"""``fully_shard``: losses, gradients and updates of the plain model, and what it communicates and stores."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::dtensor.errors.GatherWarning")
 
 
 class Net(nn.Module):
-    """Layers of odd sizes, an embedding, a 0-d parameter, a layer used twice."""
+    """Model with layers of odd sizes, an embedding, a 0-d parameter and a layer that is used twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,19 +72,19 @@ def loss_of(out: Tensor) -> Tensor:
     return (out**2).mean()
 
 
-def alone_loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
+def plain_loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
     return torch.stack([loss_of(model(part)) for part in batch]).mean()
 
 
 def train(mesh: dt.DeviceMesh, dims: tuple[str, ...], steps: int = 3, **options: Any) -> tuple[Any, Any]:
-    """(distributed, alone) after some steps of Adam, compared on the way."""
+    """Compare some steps of Adam, and return the distributed and the plain model."""
     model, alone = net(), net()
     shard(model, mesh[dims] if mesh.ndim > 1 else mesh, **options)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.05) for m in (model, alone)]
     for batch in batches(mesh.size(), steps):
         loss = loss_of(model(own(batch, mesh)))
         loss.backward()
-        alone_loss(alone, batch).backward()
+        plain_loss(alone, batch).backward()
         same_gradients(model, alone)
         stepped(*optimizers)
     same_parameters(model, alone)
@@ -94,18 +94,18 @@ def train(mesh: dt.DeviceMesh, dims: tuple[str, ...], steps: int = 3, **options:
 # --- equal to one device -----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("reshard", [None, True, False])
-def test_steps_of_adam_are_those_of_one_device(size: int, reshard: bool | None) -> None:
+def test_adam_steps_of_fully_sharded_model_equal_plain_model(size: int, reshard: bool | None) -> None:
     train(dp(size), ("dp",), reshard_after_forward=reshard)
 
 
-def test_a_two_dimensional_mesh_copies_over_its_first_dim() -> None:
+def test_hsdp_replicates_over_the_first_mesh_dim() -> None:
     mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("ddp", "fsdp"))
     model, _ = train(mesh, ("ddp", "fsdp"))
     assert model.head.weight.placements == (Replicate(), Shard(0))
     assert model.scale.placements == (Replicate(), Replicate())
 
 
-def _train_here(shape: tuple[int, ...], names: tuple[str, ...]) -> list[float]:
+def _train_and_sum_parameters(shape: tuple[int, ...], names: tuple[str, ...]) -> list[float]:
     mesh = dt.init_device_mesh("cpu", shape, mesh_dim_names=names)
     model, _ = train(mesh, names)
     return [p.detach().full_tensor().sum().item() for p in model.parameters()]
@@ -113,15 +113,15 @@ def _train_here(shape: tuple[int, ...], names: tuple[str, ...]) -> list[float]:
 
 @pytest.mark.gloo
 @pytest.mark.parametrize(("shape", "names"), [((3,), ("dp",)), ((2, 2), ("ddp", "fsdp"))])
-def test_on_process_groups(shape: tuple[int, ...], names: tuple[str, ...]) -> None:
-    here = _train_here(shape, names)
-    for there in run_gloo(_train_here, torch.Size(shape).numel(), shape, names):
+def test_fully_sharded_training_on_process_groups(shape: tuple[int, ...], names: tuple[str, ...]) -> None:
+    here = _train_and_sum_parameters(shape, names)
+    for there in run_gloo(_train_and_sum_parameters, torch.Size(shape).numel(), shape, names):
         assert there == pytest.approx(here, rel=1e-10)
 
 
-def test_a_distributed_batch_gives_the_global_loss() -> None:
+def test_fully_sharded_model_on_distributed_batch_gives_the_global_loss() -> None:
     model, alone, mesh = shard(net(), dp()), net(), dp()
-    tokens = torch.randint(7, (5, 3))  # 3 rows here, 2 there: the mean is over all
+    tokens = torch.randint(7, (5, 3))  # ranks have 3 and 2 rows; the mean is over all rows
     loss = loss_of(model(dt.distribute_tensor(tokens, mesh, [Shard(0)])))
     loss.backward()
     expected = loss_of(alone(tokens))
@@ -130,8 +130,8 @@ def test_a_distributed_batch_gives_the_global_loss() -> None:
     same_gradients(model, alone)
 
 
-class Pieces(nn.Module):
-    """Computes on pieces, as programs with kernels of their own do."""
+class ComputesOnLocalTensors(nn.Module):
+    """Module that computes on local tensors, as programs with custom kernels do."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -146,9 +146,9 @@ class Pieces(nn.Module):
         return DTensor.from_local(whole[tokens.to_local()], tokens.device_mesh, tokens.placements)
 
 
-def _used_in_pieces(how: str) -> None:
+def _check_local_tensors_of_parameters(how: str) -> None:
     torch.manual_seed(0)
-    alone = nn.Sequential(Pieces(how), nn.Linear(4, 2).double())
+    alone = nn.Sequential(ComputesOnLocalTensors(how), nn.Linear(4, 2).double())
     tokens = torch.randint(7, (5, 3))
     loss_of(alone(tokens)).backward()
     mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
@@ -164,18 +164,19 @@ def _used_in_pieces(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["to_local", "local_map"])
-def test_pieces_of_parameters_are_used_for_pieces_of_the_batch(how: str) -> None:
-    _used_in_pieces(how)
+def test_to_local_and_local_map_of_parameters_in_forward(how: str) -> None:
+    _check_local_tensors_of_parameters(how)
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("how", ["to_local", "local_map", "full_tensor"])  # which one plain tensor for all ranks cannot do
-def test_pieces_of_parameters_on_process_groups(how: str) -> None:
-    run_gloo(_used_in_pieces, 4, how)
+# full_tensor needs processes: in one process it gives one plain tensor for all ranks
+@pytest.mark.parametrize("how", ["to_local", "local_map", "full_tensor"])
+def test_to_local_and_full_tensor_of_parameters_on_process_groups(how: str) -> None:
+    run_gloo(_check_local_tensors_of_parameters, 4, how)
 
 
-class Beside(nn.Module):
-    """Reads a weight whose module it does not call, as fused losses do."""
+class ReadsWeightDirectly(nn.Module):
+    """Module that reads the weight of a submodule without calling it, as fused losses do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,9 +187,9 @@ class Beside(nn.Module):
         return self.norm(x) @ (weight.full_tensor() if isinstance(weight, DTensor) else weight).mT
 
 
-def _read_beside() -> None:
+def _check_weight_read_directly() -> None:
     torch.manual_seed(0)
-    alone, x = Beside(), torch.randn(2, 3, 4).double()
+    alone, x = ReadsWeightDirectly(), torch.randn(2, 3, 4).double()
     loss_of(alone(x)).backward()
     mesh = dt.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     rank = torch.distributed.get_rank()
@@ -203,18 +204,18 @@ def _read_beside() -> None:
 
 
 @pytest.mark.gloo
-def test_a_weight_that_is_read_beside_its_modules_forward_gets_the_mean_of_the_ranks_gradients() -> None:
-    run_gloo(_read_beside, 2)
+def test_weight_read_outside_its_module_gets_averaged_gradients() -> None:
+    run_gloo(_check_weight_read_directly, 2)
 
 
-def _written_through_data() -> None:
+def _check_writes_through_data() -> None:
     mesh = dt.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     x = torch.randn(3, 4).double()
     for unit in (functools.partial(fully_shard, reshard_after_forward=False), fully_shard, replicate):
         model, alone = nn.Linear(4, 2).double(), nn.Linear(4, 2).double()
         alone.load_state_dict(model.state_dict())
         unit(model, mesh=mesh)
-        for step in range(4):  # of which no backward frees what was gathered
+        for step in range(4):  # without a backward that frees the gathered parameters
             torch.testing.assert_close(whole(model(x)), alone(x))
             for p in (model.weight, alone.weight):
                 if step % 2:
@@ -224,13 +225,13 @@ def _written_through_data() -> None:
         torch.testing.assert_close(whole(model(x)), alone(x))
 
 
-def test_what_is_gathered_sees_writes_through_data() -> None:
-    _written_through_data()
+def test_gathered_parameters_follow_writes_through_data() -> None:
+    _check_writes_through_data()
 
 
 @pytest.mark.gloo
-def test_writes_through_data_on_process_groups() -> None:
-    run_gloo(_written_through_data, 2)
+def test_gathered_parameters_follow_writes_through_data_on_process_groups() -> None:
+    run_gloo(_check_writes_through_data, 2)
 
 
 class Mlp(nn.Module):
@@ -244,7 +245,7 @@ class Mlp(nn.Module):
         return self.norm(x + self.down(torch.tanh(self.up(x))))
 
 
-def _two_dims(dim: int) -> dict[str, Any]:
+def _train_tensor_parallel(dim: int) -> dict[str, Any]:
     mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
     model = nn.Sequential(Mlp(), Mlp()).double()
@@ -264,35 +265,36 @@ def _two_dims(dim: int) -> dict[str, Any]:
     return {name: p.placements for name, p in model[0].named_parameters()}
 
 
-def test_over_a_tensor_parallel_module() -> None:
-    assert _two_dims(0) == {
+def test_fully_shard_over_tensor_parallel_module() -> None:
+    assert _train_tensor_parallel(0) == {
         "up.weight": (Shard(0, level=1), Shard(0, level=0)),
         "up.bias": (Shard(0, level=1), Shard(0, level=0)),
-        "norm.weight": (Shard(0), Replicate()),  # plain inside, on one mesh with the others outside
+        # replicated inside tensor parallelism, on the mesh of the other parameters outside
+        "norm.weight": (Shard(0), Replicate()),
         "norm.bias": (Shard(0), Replicate()),
         "down.weight": (Shard(0), Shard(1)),
         "down.bias": (Shard(0), Replicate()),
     }
-    assert _two_dims(1)["down.weight"] == (Shard(1, level=1), Shard(1, level=0))
+    assert _train_tensor_parallel(1)["down.weight"] == (Shard(1, level=1), Shard(1, level=0))
 
 
 @pytest.mark.gloo
-def test_over_a_tensor_parallel_module_on_process_groups() -> None:
-    assert run_gloo(_two_dims, 4, 0) == [_two_dims(0)] * 4
+def test_fully_shard_over_tensor_parallel_module_on_process_groups() -> None:
+    assert run_gloo(_train_tensor_parallel, 4, 0) == [_train_tensor_parallel(0)] * 4
 
 
-# --- what is sent --------------------------------------------------------------------------------------------------------
-def test_a_unit_costs_one_gather_each_way_and_one_reduction() -> None:
+# --- communication ------------------------------------------------------------------------------------------------------
+def test_unit_issues_one_all_gather_per_pass_and_one_reduce_scatter() -> None:
     mesh = dp()
     model = shard(net(), mesh)
     for _ in range(2):
         with CommDebugMode() as comm:
             loss_of(model(own(batches(2)[0], mesh))).backward()
-        # four units; the first layer runs twice, so it is gathered twice in forward; the outermost unit stays whole
+        # four units; the first layer runs twice, so it is gathered twice in forward; the outermost unit stays unsharded
         assert comm.get_comm_counts() == {"all_gather": 5 + 3, "reduce_scatter": 4}
 
 
-def test_kept_parameters_are_gathered_once() -> None:
+def test_parameters_kept_after_forward_are_gathered_once() -> None:
     mesh = dp()
     model = shard(net(), mesh, reshard_after_forward=False)
     with CommDebugMode() as comm:
@@ -300,10 +302,11 @@ def test_kept_parameters_are_gathered_once() -> None:
     assert comm.get_comm_counts() == {"all_gather": 4, "reduce_scatter": 4}
 
 
-def test_a_unit_whose_gradients_have_come_is_not_gathered_again() -> None:
+def test_unit_with_finished_backward_is_not_gathered_again() -> None:
     mesh = dp()
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))  # the outermost unit has the last layer's parameters only
+    # the outermost unit has only the parameters of the last layer
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
     fully_shard(model[0], mesh=mesh)
     fully_shard(model, mesh=mesh)
     for _ in range(2):
@@ -312,7 +315,7 @@ def test_a_unit_whose_gradients_have_come_is_not_gathered_again() -> None:
         assert comm.get_comm_counts() == {"all_gather": 2 + 1, "reduce_scatter": 2}
 
 
-def test_the_next_unit_is_gathered_while_one_computes() -> None:
+def test_next_unit_is_prefetched_while_one_computes() -> None:
     mesh = dp()
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
@@ -331,7 +334,7 @@ def test_the_next_unit_is_gathered_while_one_computes() -> None:
     assert counts[4:7] == [start + 2, start + 3, start + 3]
 
 
-def test_only_this_ranks_part_is_held_between_passes() -> None:
+def test_only_local_shards_are_stored_between_passes() -> None:
     mesh = dp()
     model = shard(net(), mesh)
     loss_of(model(own(batches(2)[0], mesh))).backward()
@@ -342,7 +345,7 @@ def test_only_this_ranks_part_is_held_between_passes() -> None:
     assert model.embedding.weight.to_local().shards[0].shape == (4, 5)
 
 
-def test_only_the_running_unit_is_whole() -> None:
+def test_only_the_running_unit_is_unsharded() -> None:
     mesh = dp()
     model = shard(net(), mesh)
     gathered: list[list[bool]] = []
@@ -356,7 +359,7 @@ def test_only_the_running_unit_is_whole() -> None:
 
 # --- accumulation, freezing, sharing ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize("sync", [True, False])
-def test_gradients_accumulate(sync: bool) -> None:
+def test_gradients_accumulate_over_two_passes(sync: bool) -> None:
     mesh, model, alone = dp(), shard(net(), dp()), net()
     first, second = batches(2, 2)
     model.set_requires_gradient_sync(sync)
@@ -367,15 +370,15 @@ def test_gradients_accumulate(sync: bool) -> None:
     model.set_requires_gradient_sync(True)
     loss_of(model(own(second, mesh))).backward()
     for batch in (first, second):
-        alone_loss(alone, batch).backward()
+        plain_loss(alone, batch).backward()
     same_gradients(model, alone)
 
 
-def test_two_passes_before_one_backward() -> None:
+def test_gradients_of_two_forward_passes_before_one_backward() -> None:
     mesh, model, alone = dp(), shard(net(), dp()), net()
     first, second = batches(2, 2)
     (loss_of(model(own(first, mesh))) + loss_of(model(own(second, mesh)))).backward()
-    (alone_loss(alone, first) + alone_loss(alone, second)).backward()
+    (plain_loss(alone, first) + plain_loss(alone, second)).backward()
     same_gradients(model, alone)
 
 
@@ -386,12 +389,12 @@ def test_frozen_parameters_have_no_gradient() -> None:
         m.embedding.weight.requires_grad_(False)
     shard(model, mesh)
     loss_of(model(own(batches(2)[0], mesh))).backward()
-    alone_loss(alone, batches(2)[0]).backward()
+    plain_loss(alone, batches(2)[0]).backward()
     same_gradients(model, alone)
     assert not unit_of(model.layers[1]).groups[0].unsharded.is_filled
 
 
-def test_parameters_that_no_rank_uses_keep_their_gradient() -> None:
+def test_parameters_that_no_rank_uses_have_no_gradient() -> None:
     class Branches(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -407,7 +410,7 @@ def test_parameters_that_no_rank_uses_keep_their_gradient() -> None:
     assert model.used.weight.grad is not None
 
 
-def _used_by_some(mesh: dt.DeviceMesh) -> Tensor:
+def _train_with_parameter_of_one_rank(mesh: dt.DeviceMesh) -> Tensor:
     class Choice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -423,11 +426,11 @@ def _used_by_some(mesh: dt.DeviceMesh) -> Tensor:
     return torch.stack([whole(model.a.weight.grad), whole(model.b.weight.grad)])
 
 
-def test_a_parameter_that_one_rank_uses_has_its_share_of_the_gradient() -> None:
-    assert _used_by_some(dp()).tolist() == torch.full((2, 2, 3), 0.5).tolist()
+def test_gradient_of_parameter_used_by_one_rank_is_divided_by_all_ranks() -> None:
+    assert _train_with_parameter_of_one_rank(dp()).tolist() == torch.full((2, 2, 3), 0.5).tolist()
 
 
-def test_tied_weights_of_one_unit_and_of_two() -> None:
+def test_tied_weights_in_one_unit_and_in_two_units() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -447,11 +450,11 @@ def test_tied_weights_of_one_unit_and_of_two() -> None:
         fully_shard(model, mesh=mesh)
         assert model.head.weight is model.embedding.weight
         loss_of(model(own(batch, mesh))).backward()
-        alone_loss(alone, batch).backward()
+        plain_loss(alone, batch).backward()
         same_gradients(model, alone)
 
 
-def test_ignored_parameters_stay_as_they_are() -> None:
+def test_ignored_parameters_stay_plain() -> None:
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     kept = model[0].weight
     fully_shard(model, mesh=dp(), ignored_params={kept})
@@ -460,7 +463,7 @@ def test_ignored_parameters_stay_as_they_are() -> None:
 
 
 # --- precision, offload ------------------------------------------------------------------------------------------------
-def test_mixed_precision() -> None:
+def test_mixed_precision_policy_sets_the_dtypes_of_each_stage() -> None:
     mesh = dp()
     seen: list[torch.dtype] = []
 
@@ -484,12 +487,12 @@ def _replicated(module: nn.Module, mesh: Any, **options: Any) -> Any:
     return replicate(module, mesh["inside"] if mesh.ndim == 2 else mesh, **options)
 
 
-def _copied(module: nn.Module, mesh: Any, **options: Any) -> Any:
+def _fully_sharded(module: nn.Module, mesh: Any, **options: Any) -> Any:
     return fully_shard(module, mesh=mesh, **options)
 
 
-def _held_in_float32(make: Callable[..., Any], shape: tuple[int, ...], held_by: str) -> None:
-    """64 passes whose gradients are held: bfloat16 would lose a hundredth of their sum, float32 nothing to speak of."""
+def _accumulate_in_float32(make: Callable[..., Any], shape: tuple[int, ...], held_by: str) -> None:
+    """Accumulate gradients of 64 passes: in bfloat16 the sum would lose one percent, in float32 almost nothing."""
     mesh = dt.init_device_mesh("cpu", shape, mesh_dim_names=("copies", "inside")[-len(shape) :])
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     generator = torch.Generator().manual_seed(3)
@@ -505,21 +508,24 @@ def _held_in_float32(make: Callable[..., Any], shape: tuple[int, ...], held_by: 
     torch.testing.assert_close(whole(model.weight.grad), expected, rtol=1e-5, atol=1e-6)
 
 
-HOLDERS = [(_copied, (2,), "set_requires_gradient_sync"), (_copied, (2, 2), "set_requires_gradient_sync")]
-HOLDERS += [(_copied, (2, 2), "set_requires_all_reduce"), (_replicated, (2,), "set_requires_gradient_sync")]
+ACCUMULATION_CASES = [
+    (_fully_sharded, (2,), "set_requires_gradient_sync"),
+    (_fully_sharded, (2, 2), "set_requires_gradient_sync"),
+]
+ACCUMULATION_CASES += [(_fully_sharded, (2, 2), "set_requires_all_reduce"), (_replicated, (2,), "set_requires_gradient_sync")]
 
 
-@pytest.mark.parametrize(("make", "shape", "held_by"), HOLDERS)
-def test_gradients_are_held_in_the_dtype_they_are_reduced_in(make: Any, shape: tuple[int, ...], held_by: str) -> None:
-    _held_in_float32(make, shape, held_by)
+@pytest.mark.parametrize(("make", "shape", "held_by"), ACCUMULATION_CASES)
+def test_accumulated_gradients_have_the_reduce_dtype(make: Any, shape: tuple[int, ...], held_by: str) -> None:
+    _accumulate_in_float32(make, shape, held_by)
 
 
 @pytest.mark.gloo
-def test_gradients_are_held_in_the_dtype_they_are_reduced_in_on_process_groups() -> None:
-    run_gloo(_held_in_float32, 2, _copied, (2,), "set_requires_gradient_sync")
+def test_accumulated_gradients_have_the_reduce_dtype_on_process_groups() -> None:
+    run_gloo(_accumulate_in_float32, 2, _fully_sharded, (2,), "set_requires_gradient_sync")
 
 
-def test_gradients_that_wait_for_the_end_of_backward_are_added_in_the_dtype_they_are_reduced_in() -> None:
+def test_deferred_gradients_are_added_in_the_reduce_dtype() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = fully_shard(nn.Linear(3, 1, bias=False), mesh=dp(), mp_policy=policy)
     model.set_reduce_scatter_unused_params(True)
@@ -529,7 +535,7 @@ def test_gradients_that_wait_for_the_end_of_backward_are_added_in_the_dtype_they
 
 
 @pytest.mark.parametrize("make", [fully_shard, replicate])
-def test_gradients_of_complex_parameters_are_reduced_as_they_are(make: Any) -> None:
+def test_gradients_of_complex_parameters_keep_their_dtype_in_mixed_precision(make: Any) -> None:
     class Turned(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             return (super().forward(x).double() * self.turn).imag
@@ -545,7 +551,7 @@ def test_gradients_of_complex_parameters_are_reduced_as_they_are(make: Any) -> N
     assert model.weight.grad.dtype is torch.float32
 
 
-def test_mixed_dtypes_in_one_unit() -> None:
+def test_unit_with_float32_and_float64_parameters() -> None:
     mesh = dp()
     model = nn.Sequential(nn.Linear(3, 3, dtype=torch.float64), nn.Linear(3, 2, dtype=torch.float32))
     alone = copy.deepcopy(model)
@@ -556,17 +562,17 @@ def test_mixed_dtypes_in_one_unit() -> None:
     with CommDebugMode() as comm:
         loss_of(model(own(list(x), mesh))).backward()
     assert comm.get_comm_counts() == {"all_gather": 1, "reduce_scatter": 2}
-    alone_loss(alone, list(x)).backward()
+    plain_loss(alone, list(x)).backward()
     same_gradients(model, alone)
 
 
-def test_offload_changes_nothing_on_the_host() -> None:
+def test_cpu_offload_on_the_host_changes_no_values() -> None:
     train(dp(), ("dp",), offload_policy=CPUOffloadPolicy())
 
 
 @pytest.mark.parametrize("make", [shard, _replicated])
-def test_gradients_on_their_way_to_host_memory_are_waited_for_when_the_next_have_come(make: Any, monkeypatch: Any) -> None:
-    """Copies that arrive when they are waited for, and not before, as from a device."""
+def test_offloaded_gradients_are_waited_for_after_the_next_copies_start(make: Any, monkeypatch: Any) -> None:
+    """Check offloaded gradients with a fake copy that completes only when it is waited for."""
     done: list[tuple[str, int]] = []
 
     def fetched(host: HostOffload, x: Tensor) -> tuple[Tensor, Callable[[], Any]]:
@@ -581,38 +587,38 @@ def test_gradients_on_their_way_to_host_memory_are_waited_for_when_the_next_have
         model.scale.register_post_accumulate_grad_hook(lambda p: done.append(("gradient", int(p.grad.isnan().any()))))
     for batch in batches(2, 2):
         loss_of(model(own(batch, mesh))).backward()
-        alone_loss(alone, batch).backward()
+        plain_loss(alone, batch).backward()
     same_gradients(model, alone)
     if make is shard:
         sent = done.index(("sent", 2))
-        assert ("waited", 0) not in done[:sent]  # two members' copies are sent together
+        assert ("waited", 0) not in done[:sent]  # the copies of two parameters are started together
         assert ("waited", 0) in done[: done.index(("sent", 5))]
         assert ("gradient", 0) in done
 
 
 # --- checkpointing, methods, hooks, copies --------------------------------------------------------------------------------
 @pytest.mark.parametrize("outside", [True, False], ids=["units recomputed", "parts of units recomputed"])
-def test_activation_checkpointing(outside: bool) -> None:
+def test_activation_checkpointing_of_units_and_inside_units(outside: bool) -> None:
     if outside:
-        _checkpointed(False)
+        _train_checkpointed(False)
         return
     mesh, model, alone = dp(), net(), net()
     for layer in model.layers:
         layer.forward = lambda x, layer=layer: layer[2](checkpoint(lambda y: torch.tanh(layer[0](y)), x, use_reentrant=False))
     shard(model, mesh)
     loss_of(model(own(batches(2)[0], mesh))).backward()
-    alone_loss(alone, batches(2)[0]).backward()
+    plain_loss(alone, batches(2)[0]).backward()
     same_gradients(model, alone)
 
 
-def _through(model: Net, tokens: Tensor) -> Tensor:
+def _forward_layers(model: Net, tokens: Tensor) -> Tensor:
     x = model.embedding(tokens)
     for layer in model.layers:
         x = x + layer(x)
     return x
 
 
-def _checkpointed(reentrant: bool) -> None:
+def _train_checkpointed(reentrant: bool) -> None:
     mesh, model, alone = dp(), net(), net()
     shard(model, mesh)
 
@@ -623,28 +629,28 @@ def _checkpointed(reentrant: bool) -> None:
         return model.head(x * model.scale)
 
     model.forward = forward
-    alone.forward = lambda tokens: alone.head(_through(alone, tokens) * alone.scale)
+    alone.forward = lambda tokens: alone.head(_forward_layers(alone, tokens) * alone.scale)
     for batch in batches(2, 2):
         loss_of(model(own(batch, mesh))).backward()
-        alone_loss(alone, batch).backward()
+        plain_loss(alone, batch).backward()
         same_gradients(model, alone)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_activation_checkpointing_by_function(reentrant: bool) -> None:
-    _checkpointed(reentrant)
+def test_activation_checkpointing_by_checkpoint_function(reentrant: bool) -> None:
+    _train_checkpointed(reentrant)
 
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_activation_checkpointing_on_process_groups(reentrant: bool) -> None:
-    run_gloo(_checkpointed, 2, reentrant)
+    run_gloo(_train_checkpointed, 2, reentrant)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("output_dtype", [torch.float32, torch.float64])
 def test_activation_checkpointing_around_a_unit_that_casts_its_output(reentrant: bool, output_dtype: torch.dtype) -> None:
-    """What is computed again has the dtypes that it had before."""
+    """Check that recomputed activations have the dtypes of the first forward."""
     mesh, body, head = dp(), nn.Linear(4, 4), nn.Linear(4, 3)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype)
     plain = [copy.deepcopy(module) for module in (body, head)]
@@ -669,8 +675,8 @@ def test_activation_checkpointing_around_a_unit_that_casts_its_output(reentrant:
         torch.testing.assert_close(whole(ours.weight.grad), theirs.weight.grad, rtol=0.05, atol=0.02)
 
 
-class Parts(nn.Module):
-    """Two layers, the first of which is computed again in backward, and the second's weights used inside that too."""
+class CheckpointedPart(nn.Module):
+    """Two layers, in which a checkpointed function uses both layers' weights."""
 
     def __init__(self, reentrant: bool = False) -> None:
         super().__init__()
@@ -681,16 +687,18 @@ class Parts(nn.Module):
         return self.first(torch.tanh(self.second(torch.tanh(inner))))
 
 
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")  # torch, of the pass without gradients
-@pytest.mark.parametrize("make", [_copied, _replicated])
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")  # torch warns for the pass without gradients
+@pytest.mark.parametrize("make", [_fully_sharded, _replicated])
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("order", [(0, 1), (1, 0), (0, None), (0,)], ids=str)
-def test_parts_computed_again_after_other_passes(make: Any, reentrant: bool, order: tuple[int | None, ...]) -> None:
-    """Two passes, then backward of each; or a pass without gradients (None) before backward."""
+def test_activation_checkpointing_inside_units_with_interleaved_passes(
+    make: Any, reentrant: bool, order: tuple[int | None, ...]
+) -> None:
+    """Check two forward passes before their backwards, or a pass without gradients (None) before backward."""
     torch.manual_seed(0)
-    mesh, alone = dp(), nn.Sequential(nn.Linear(4, 4), Parts(reentrant), nn.Linear(4, 3)).double()
+    mesh, alone = dp(), nn.Sequential(nn.Linear(4, 4), CheckpointedPart(reentrant), nn.Linear(4, 3)).double()
     model = copy.deepcopy(alone)
-    if make is _copied:
+    if make is _fully_sharded:
         fully_shard(model[1], mesh=mesh)
     make(model, mesh)
     data = torch.randn(2, 2, 2, 4, dtype=torch.float64)
@@ -705,14 +713,14 @@ def test_parts_computed_again_after_other_passes(make: Any, reentrant: bool, ord
     same_gradients(model, alone)
 
 
-@pytest.mark.parametrize("make", [_copied, _replicated])
-def test_reentrant_checkpoints_inside_reentrant_ones(make: Any) -> None:
-    """A unit computed again as a whole, and a part of it in that; as the outermost unit, whose input has no gradient."""
+@pytest.mark.parametrize("make", [_fully_sharded, _replicated])
+def test_nested_reentrant_checkpoints(make: Any) -> None:
+    """Check nested reentrant checkpoints in a unit, also as the outermost unit, whose input has no gradient."""
 
     class Outer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.start, self.inner = nn.Linear(4, 4), Parts(reentrant=True)
+            self.start, self.inner = nn.Linear(4, 4), CheckpointedPart(reentrant=True)
 
         def forward(self, x: Tensor) -> Tensor:
             return self.start(checkpoint(self.inner, self.start(x), use_reentrant=True))
@@ -720,7 +728,7 @@ def test_reentrant_checkpoints_inside_reentrant_ones(make: Any) -> None:
     torch.manual_seed(0)
     mesh, alone = dp(), Outer().double()
     model = copy.deepcopy(alone)
-    if make is _copied:
+    if make is _fully_sharded:
         fully_shard(model.inner, mesh=mesh)
     make(model, mesh)
     for data in torch.randn(2, 2, 3, 4, dtype=torch.float64):
@@ -729,18 +737,18 @@ def test_reentrant_checkpoints_inside_reentrant_ones(make: Any) -> None:
         same_gradients(model, alone)
 
 
-def _reentrant_on_processes() -> None:
-    test_reentrant_checkpoints_inside_reentrant_ones(_copied)
-    test_parts_computed_again_after_other_passes(_copied, True, (1, 0))
+def _check_nested_checkpoints() -> None:
+    test_nested_reentrant_checkpoints(_fully_sharded)
+    test_activation_checkpointing_inside_units_with_interleaved_passes(_fully_sharded, True, (1, 0))
 
 
 @pytest.mark.gloo
-def test_reentrant_checkpoints_of_parts_on_process_groups() -> None:
-    run_gloo(_reentrant_on_processes, 2)
+def test_nested_reentrant_checkpoints_on_process_groups() -> None:
+    run_gloo(_check_nested_checkpoints, 2)
 
 
-class Crossing(nn.Module):
-    """Takes two inputs, the second of which other modules take too."""
+class TwoInputBlock(nn.Module):
+    """Module with two inputs, of which the second is shared with other modules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -750,9 +758,9 @@ class Crossing(nn.Module):
         return torch.tanh(self.own(x) + self.other(encoded))
 
 
-def test_units_that_share_an_input_are_freed_one_by_one() -> None:
+def test_units_that_share_an_input_are_resharded_one_by_one_in_backward() -> None:
     mesh, seen = dp(), []
-    start, blocks = nn.Linear(4, 4), [Crossing() for _ in range(4)]
+    start, blocks = nn.Linear(4, 4), [TwoInputBlock() for _ in range(4)]
     for module in (start, *blocks):
         fully_shard(module, mesh=mesh, reshard_after_forward=True)
     x = encoded = start(own([torch.ones(2, 4)] * 2, mesh))
@@ -764,23 +772,23 @@ def test_units_that_share_an_input_are_freed_one_by_one() -> None:
     assert not any(unit_of(b).groups[0].unsharded.is_filled for b in blocks)
 
 
-def test_a_copy_made_after_a_pass_trains_by_itself() -> None:
+def test_deepcopy_after_forward_trains_independently() -> None:
     mesh, model, alone = dp(), net(), net()
     shard(model, mesh)
     batch = batches(2)[0]
     with torch.no_grad():
         model(own(batch, mesh))
-    kept = model(own(batch, mesh))  # its backward has not come yet
+    kept = model(own(batch, mesh))  # its backward has not run yet
     copied = copy.deepcopy(model)
     loss_of(copied(own(batch, mesh))).backward()
-    alone_loss(alone, batch).backward()
+    plain_loss(alone, batch).backward()
     same_gradients(copied, alone)
     assert all(p.grad is None for p in model.parameters())
     loss_of(kept).backward()
     same_gradients(model, alone)
 
 
-def test_unshard_and_reshard_by_hand() -> None:
+def test_explicit_unshard_and_reshard() -> None:
     mesh = dp()
     model = fully_shard(nn.Linear(3, 4), mesh=mesh)
     sharded, expected = model.weight, whole(model.weight)
@@ -796,7 +804,7 @@ def test_unshard_and_reshard_by_hand() -> None:
     assert comm.get_comm_counts() == {"all_gather": 1}
 
 
-def test_other_methods_may_be_treated_like_forward() -> None:
+def test_register_fsdp_forward_method_unshards_for_another_method() -> None:
     class Encoder(nn.Linear):
         def encode(self, x: Tensor) -> Tensor:
             return x @ self.weight.T
@@ -805,13 +813,13 @@ def test_other_methods_may_be_treated_like_forward() -> None:
     expected = whole(model.weight).sum(1)
     register_fsdp_forward_method(model, "encode")
     assert torch.equal(model.encode(torch.ones(1, 3)).shards[0][0], expected)
-    other = copy.deepcopy(model)  # whose method is its own
+    other = copy.deepcopy(model)  # the method of the copy uses the copy's parameters
     with torch.no_grad():
         other.weight.mul_(2)
     assert torch.equal(other.encode(torch.ones(1, 3)).shards[0][0], 2 * expected)
 
 
-def test_hooks_see_the_reduced_gradient() -> None:
+def test_parameter_hooks_see_the_reduced_gradient() -> None:
     model = fully_shard(nn.Linear(3, 2, bias=False), mesh=dp())
     seen: list[Any] = []
     model.weight.register_hook(lambda grad: grad * 2)
@@ -821,7 +829,7 @@ def test_hooks_see_the_reduced_gradient() -> None:
     assert whole(grad).tolist() == [[1.0] * 3] * 2
 
 
-def test_full_backward_hooks() -> None:
+def test_full_backward_hook_of_unit_sees_the_output_gradient() -> None:
     mesh, model = dp(), fully_shard(nn.Linear(3, 2, bias=False), mesh=dp())
     seen: list[Any] = []
     model.register_full_backward_hook(lambda _, grad_input, grad_output: seen.append(grad_output))
@@ -830,7 +838,7 @@ def test_full_backward_hooks() -> None:
     assert whole(seen[0][0]).tolist() == [[1.0] * 2] * 2
 
 
-def test_an_average_of_models_is_a_deep_copy_that_trains_by_itself() -> None:
+def test_averaged_deepcopy_of_model_trains_independently() -> None:
     mesh = dp()
     model = shard(net(), mesh)
     loss_of(model(own(batches(2)[0], mesh))).backward()
@@ -846,7 +854,7 @@ def test_an_average_of_models_is_a_deep_copy_that_trains_by_itself() -> None:
     assert average.head.weight.grad is not model.head.weight.grad
 
 
-def test_state_dicts_hold_the_sharded_parameters() -> None:
+def test_state_dict_has_the_sharded_parameters() -> None:
     mesh = dp()
     model, other = shard(net(), mesh), shard(Net().double(), mesh)
     state = model.state_dict()
@@ -856,7 +864,7 @@ def test_state_dicts_hold_the_sharded_parameters() -> None:
     torch.testing.assert_close(other(own(batches(2)[0], mesh)).shards[0], model(own(batches(2)[0], mesh)).shards[0])
 
 
-def test_evaluation_without_gradients_frees_everything() -> None:
+def test_forward_without_gradients_frees_unsharded_parameters() -> None:
     mesh = dp()
     model = shard(net(), mesh)
     with torch.no_grad():
@@ -865,7 +873,7 @@ def test_evaluation_without_gradients_frees_everything() -> None:
     assert torch.equal(first.shards[0], net()(batches(2)[0][0]))
 
 
-def test_parameters_changed_between_forward_and_backward_are_noticed() -> None:
+def test_parameter_write_between_forward_and_backward_raises() -> None:
     mesh = dp()
     model = shard(net(), mesh)
     loss = loss_of(model(own(batches(2)[0], mesh)))
@@ -875,7 +883,7 @@ def test_parameters_changed_between_forward_and_backward_are_noticed() -> None:
         loss.backward()
 
 
-def test_meta_parameters_are_materialised_shard_by_shard() -> None:
+def test_meta_parameters_are_initialized_shard_by_shard() -> None:
     mesh = dp()
     with torch.device("meta"):
         model = shard(Net(), mesh)
@@ -898,8 +906,8 @@ def test_meta_parameters_are_materialised_shard_by_shard() -> None:
     assert model.head.weight.grad is not None
 
 
-# --- refusals ------------------------------------------------------------------------------------------------------------
-def test_refusals() -> None:
+# --- errors -------------------------------------------------------------------------------------------------------------
+def test_invalid_fully_shard_calls_raise() -> None:
     mesh = dt.init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
     with pytest.raises(MeshError, match=r"takes a mesh of one dim .sharded., or of two"):
         fully_shard(nn.Linear(2, 2), mesh=mesh)
@@ -912,20 +920,20 @@ def test_refusals() -> None:
         fully_shard(nn.Linear(2, 2), mesh=dp(), reshard_after_forward="all")
 
 
-def _memory(make: Callable[[], nn.Module]) -> int:
+def _local_elements(make: Callable[[], nn.Module]) -> int:
     return sum(p.to_local().shards[0].numel() for p in make().parameters())
 
 
-def test_a_rank_holds_its_share() -> None:
+def test_rank_stores_its_share_of_the_parameters() -> None:
     full = sum(p.numel() for p in net().parameters())
-    assert _memory(lambda: shard(net(), dp(4))) <= full / 4 + 5 * 12  # uneven dims: at most one row more each
+    assert _local_elements(lambda: shard(net(), dp(4))) <= full / 4 + 5 * 12  # uneven dims add at most one row for each parameter
 
 
 @pytest.mark.parametrize(
     "make", [lambda m, mesh: [fully_shard(x, mesh=mesh) for x in (*m, m)], lambda m, mesh: replicate(m, mesh)]
 )
 @pytest.mark.parametrize("used", [False, True], ids=["before the first pass", "after one"])
-def test_a_module_may_change_its_dtype_later(make: Callable[[Any, Any], Any], used: bool) -> None:
+def test_dtype_change_after_fully_shard_and_replicate(make: Callable[[Any, Any], Any], used: bool) -> None:
     mesh = dt.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 5))
@@ -943,7 +951,7 @@ def test_a_module_may_change_its_dtype_later(make: Callable[[Any, Any], Any], us
         torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
 
 
-def test_what_is_gathered_follows_the_memory_of_the_parameters() -> None:
+def test_gathered_parameters_follow_every_kind_of_parameter_change() -> None:
     mesh = dp(2)
     layer = fully_shard(nn.Linear(4, 4, bias=False).double(), mesh=mesh)
     batch = dt.per_rank([torch.eye(4, dtype=torch.float64)] * 2)
@@ -958,11 +966,11 @@ def test_what_is_gathered_follows_the_memory_of_the_parameters() -> None:
     with torch.no_grad():
         weight.fill_(1.0)  # written to
         assert seen().eq(1).all()
-        weight._local.add_(1.0)  # in its pieces
+        weight._local.add_(1.0)  # written through its local tensors
         assert seen().eq(2).all()
         weight.data = new(3.0)  # other memory
         assert seen().eq(3).all()
-        weight._local = new(4.0)._local  # other pieces
+        weight._local = new(4.0)._local  # other local tensors
         assert seen().eq(4).all()
         layer.load_state_dict({"weight": new(5.0)}, assign=True)  # another parameter
         assert seen().eq(5).all()

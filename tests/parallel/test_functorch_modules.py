@@ -1,4 +1,5 @@
-"""``torch.func`` and forward mode through distributed modules: as on one device, or refused and nothing changed."""
+"""``torch.func`` and forward mode on distributed modules: results of plain torch, or an error that leaves the module
+unchanged."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def styles(model: Any) -> None:
     parallelize_module(model, dp(), {"0": ColwiseParallel(), "2": RowwiseParallel()})
 
 
-def made(way: Any) -> tuple[Any, Any]:
+def make_models(way: Any) -> tuple[Any, Any]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).double()
     alone = copy.deepcopy(model)
@@ -47,7 +48,7 @@ def made(way: Any) -> tuple[Any, Any]:
     return model, alone
 
 
-def trains(model: Any, alone: Any, given: Any) -> None:
+def assert_gradients_equal(model: Any, alone: Any, given: Any) -> None:
     model.zero_grad()
     alone.zero_grad()
     model(given).square().sum().backward()
@@ -55,32 +56,32 @@ def trains(model: Any, alone: Any, given: Any) -> None:
     same_gradients(model, alone)
 
 
-def square() -> dt.DeviceMesh:
+def mesh_2d() -> dt.DeviceMesh:
     return dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 
 
 def copies_of_shards(model: Any) -> None:
-    fully_shard(model[0], mesh=square())
-    fully_shard(model, mesh=square())
+    fully_shard(model[0], mesh=mesh_2d())
+    fully_shard(model, mesh=mesh_2d())
 
 
 def over_styles(model: Any) -> None:
-    parallelize_module(model, square()["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    fully_shard(model, mesh=square()["dp"])
+    parallelize_module(model, mesh_2d()["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(model, mesh=mesh_2d()["dp"])
 
 
 WAYS_1D = [units, one_unit, copies, styles]
-GIVEN = [lambda: dt.per_rank([X.clone(), X.clone()]), lambda: dt.distribute_tensor(X, dp(), [Replicate()]), lambda: X.clone()]
+INPUTS_1D = [lambda: dt.per_rank([X.clone(), X.clone()]), lambda: dt.distribute_tensor(X, dp(), [Replicate()]), lambda: X.clone()]
 WAYS = pytest.mark.parametrize("way", WAYS_1D)
 DATA_PARALLEL = pytest.mark.parametrize("way", [units, one_unit, copies])
-INPUTS = pytest.mark.parametrize("given", GIVEN, ids=["per rank", "distributed", "plain"])
-GIVEN_2D = [
+INPUTS = pytest.mark.parametrize("given", INPUTS_1D, ids=["per rank", "distributed", "plain"])
+INPUTS_2D = [
     lambda: dt.per_rank([X.clone() for _ in range(4)]),
-    lambda: dt.distribute_tensor(X, square(), [Shard(0), Replicate()]),
+    lambda: dt.distribute_tensor(X, mesh_2d(), [Shard(0), Replicate()]),
     lambda: X.clone(),
 ]
-ON_SQUARE = [(copies_of_shards, given) for given in GIVEN_2D] + [(over_styles, GIVEN_2D[0])]
-CASES = [(way, given) for way in WAYS_1D for given in GIVEN] + ON_SQUARE
+CASES_2D = [(copies_of_shards, given) for given in INPUTS_2D] + [(over_styles, INPUTS_2D[0])]
+CASES = [(way, given) for way in WAYS_1D for given in INPUTS_1D] + CASES_2D
 
 
 def total(y: Any) -> Any:
@@ -114,31 +115,31 @@ TRANSFORMS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(("case", "transform"), diagonals(CASES, TRANSFORMS))
-def test_transforms_are_those_of_one_device_and_leave_the_module_as_it_was(case: tuple[Any, Any], transform: str) -> None:
+def test_torch_func_transforms_equal_plain_torch_and_keep_the_module(case: tuple[Any, Any], transform: str) -> None:
     way, given = case
-    model, alone = made(way)
+    model, alone = make_models(way)
     before = list(model.parameters())
     found, wanted = (tree_leaves(TRANSFORMS[transform](m, x)) for m, x in ((model, given()), (alone, X)))
     assert len(found) == len(wanted)
     for ours, theirs in zip(found, wanted, strict=True):
         torch.testing.assert_close(whole(ours), whole(theirs))
     assert all(p is q for p, q in zip(model.parameters(), before, strict=True))
-    if given not in (GIVEN[2], GIVEN_2D[2]):
-        trains(model, alone, given())
+    if given not in (INPUTS_1D[2], INPUTS_2D[2]):
+        assert_gradients_equal(model, alone, given())
 
 
 @pytest.mark.parametrize(("way", "given"), [case for case in CASES if case[0] in WAYS_1D])
-def test_modules_are_mapped(way: Any, given: Any) -> None:
-    model, alone = made(way)
+def test_vmap_of_modules_and_of_gradients_equals_plain_torch(way: Any, given: Any) -> None:
+    model, alone = make_models(way)
     torch.testing.assert_close(whole(torch.func.vmap(model)(given())), torch.func.vmap(alone)(X))
     found = whole(torch.func.vmap(torch.func.grad(lambda y: model(y).square().sum()))(given()))
     torch.testing.assert_close(found, torch.func.vmap(torch.func.grad(lambda y: alone(y).square().sum()))(X))
-    if given is not GIVEN[2]:
-        trains(model, alone, given())
+    if given is not INPUTS_1D[2]:
+        assert_gradients_equal(model, alone, given())
 
 
-def test_ragged_batches_of_ranks_have_tangents_and_no_transforms_that_hide_them() -> None:
-    model, alone = made(units)
+def test_uneven_per_rank_batches_have_tangents_and_vjp_raises() -> None:
+    model, alone = make_models(units)
     pieces = list(X.split([2, 1]))
     _, tangent = torch.func.jvp(model, (dt.per_rank(pieces),), (dt.per_rank([piece.cos() for piece in pieces]),))
     _, wanted = torch.func.jvp(alone, (X,), (X.cos(),))
@@ -147,17 +148,17 @@ def test_ragged_batches_of_ranks_have_tangents_and_no_transforms_that_hide_them(
         torch.func.vjp(model, dt.per_rank(pieces))
 
 
-def test_a_plain_input_of_a_style_on_a_slice_has_one_gradient() -> None:
-    """Not one from each copy of the slice."""
-    model, alone = made(lambda m: parallelize_module(m, square()["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()}))
+def test_gradient_of_plain_input_of_style_on_submesh() -> None:
+    """Check that the gradient is not summed over the copies of the submesh."""
+    model, alone = make_models(lambda m: parallelize_module(m, mesh_2d()["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()}))
     ours, theirs = X.clone().requires_grad_(), X.clone().requires_grad_()
     model(ours).square().sum().backward()
     alone(theirs).square().sum().backward()
     torch.testing.assert_close(ours.grad, theirs.grad)
 
 
-def test_a_graph_below_a_transform_stays_that_of_every_rank() -> None:
-    """What ranks' tensors were computed from is found again behind ``vjp``, which sees one tensor."""
+def test_vjp_keeps_the_autograd_graph_of_each_rank() -> None:
+    """Check that ``vjp``, which sees one tensor, keeps the autograd graph of each rank's tensor."""
     weights = [torch.full((3, 5), k + 1.0, dtype=torch.float64, requires_grad=True) for k in range(2)]
     given = dt.per_rank([w * 2 for w in weights])
     out, back = torch.func.vjp(lambda y: (y * y).sin(), given)
@@ -171,8 +172,8 @@ def test_a_graph_below_a_transform_stays_that_of_every_rank() -> None:
 
 @WAYS
 @INPUTS
-def test_forward_mode_derivatives_are_those_of_one_device(way: Any, given: Any) -> None:
-    model, alone = made(way)
+def test_forward_mode_derivatives_equal_plain_torch(way: Any, given: Any) -> None:
+    model, alone = make_models(way)
     _, wanted = torch.func.jvp(alone, (X,), (X.cos(),))
     for _ in range(2):
         with forward_ad.dual_level():
@@ -182,8 +183,8 @@ def test_forward_mode_derivatives_are_those_of_one_device(way: Any, given: Any) 
 
 @WAYS
 @INPUTS
-def test_functional_call_computes_with_other_values(way: Any, given: Any) -> None:
-    model, alone = made(way)
+def test_functional_call_uses_the_given_values(way: Any, given: Any) -> None:
+    model, alone = make_models(way)
     before = list(model.parameters())
     found = [
         torch.func.functional_call(m, {name: p.detach() * 2 for name, p in m.named_parameters()}, (x,))
@@ -194,8 +195,8 @@ def test_functional_call_computes_with_other_values(way: Any, given: Any) -> Non
     torch.testing.assert_close(whole(model(given())), alone(X))
 
 
-def test_functional_call_differentiates_what_styles_distribute() -> None:
-    model, alone = made(styles)
+def test_functional_call_differentiates_tensor_parallel_parameters() -> None:
+    model, alone = make_models(styles)
     for m in (model, alone):
         torch.func.functional_call(m, {name: p * 2 for name, p in m.named_parameters()}, (X,)).square().sum().backward()
     same_gradients(model, alone)
@@ -204,9 +205,9 @@ def test_functional_call_differentiates_what_styles_distribute() -> None:
 @DATA_PARALLEL
 @INPUTS
 @pytest.mark.parametrize("kind", ["computed", "leaves", "parameters", "tangents"])
-def test_functional_call_with_values_to_differentiate_by_is_refused(way: Any, given: Any, kind: str) -> None:
-    """Gradients would be lost, or computed with the module's own parameters."""
-    model, alone = made(way)
+def test_functional_call_with_differentiable_values_raises(way: Any, given: Any, kind: str) -> None:
+    """Check errors of ``functional_call``, which would lose gradients or use the module's own parameters."""
+    model, alone = make_models(way)
     own = dict(model.named_parameters())
     with forward_ad.dual_level():
         values = {
@@ -218,12 +219,12 @@ def test_functional_call_with_values_to_differentiate_by_is_refused(way: Any, gi
         with pytest.raises(DTensorError, match="functional_call"):
             torch.func.functional_call(model, {n: values(p) for n, p in own.items()}, (given(),)).square().sum().backward()
     assert all(p.grad is None for p in own.values())
-    if given is not GIVEN[2]:
-        trains(model, alone, given())
+    if given is not INPUTS_1D[2]:
+        assert_gradients_equal(model, alone, given())
 
 
-def test_second_derivatives_by_a_plain_tensor_that_ranks_share() -> None:
-    """A rank's own, as with processes: what comes back to its gradient is its own too."""
+def test_second_derivatives_by_plain_tensor_of_all_ranks() -> None:
+    """Check second derivatives by a plain tensor that all ranks use."""
     weight = dt.per_rank([torch.full((3,), 2.0, dtype=torch.float64)] * 2)
     x = torch.arange(3.0, dtype=torch.float64).requires_grad_()
     (grad,) = torch.autograd.grad((x**3 * weight).sum(), x, create_graph=True)

@@ -1,4 +1,5 @@
-"""Fused projections that are cut part by part: each rank has columns of all of them, and the parts meet without a move."""
+"""Fused projections sharded part by part (``parts=``): each rank has columns of every part, and using the parts needs no
+communication."""
 
 from __future__ import annotations
 
@@ -28,19 +29,19 @@ from dtensor.errors import ArgumentError, DTensorError, StyleError, UnitError
 from dtensor.parallel import ColwiseParallel, RowwiseParallel, fully_shard, parallelize_module
 
 
-def whole(x: Any) -> list[Tensor]:
-    """Each rank's value of the whole."""
+def full_tensors(x: Any) -> list[Tensor]:
+    """Return the full value on each rank."""
     x = x.full_tensor() if isinstance(x, dt.DTensor) else x
     return list(x.shards) if isinstance(x, dt.PerRank) else [x]
 
 
-def same(found: Any, expected: Tensor) -> None:
-    for own in whole(found):
+def assert_equals(found: Any, expected: Tensor) -> None:
+    for own in full_tensors(found):
         torch.testing.assert_close(own, expected)
 
 
 class Gated(nn.Module):
-    """Gate and up projection as one: 20 columns of each."""
+    """Gated MLP with gate and up projection in one layer, 20 columns each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +52,7 @@ class Gated(nn.Module):
         return self.down(F.silu(gate) * up)
 
 
-def gated(ranks: int, local: bool) -> tuple[Gated, nn.Module]:
+def make_gated(ranks: int, local: bool) -> tuple[Gated, nn.Module]:
     torch.manual_seed(0)
     plain = Gated()
     plan = {"both": ColwiseParallel(parts=2, use_local_output=local), "down": RowwiseParallel()}
@@ -59,43 +60,43 @@ def gated(ranks: int, local: bool) -> tuple[Gated, nn.Module]:
 
 
 def check_gated(ranks: int, local: bool, tracked: bool) -> None:
-    plain, model = gated(ranks, local)
+    plain, model = make_gated(ranks, local)
     x = torch.randn(3, 5, 6, dtype=torch.float64, requires_grad=tracked)
     expected = plain(x)
     with CommDebugMode() as forward:
         found = model(x)
-    same(found, expected)
+    assert_equals(found, expected)
     expected.square().sum().backward()
     with CommDebugMode() as backward:
         found.square().sum().backward()
-    assert forward.get_total_counts() == 1  # the terms of the row-wise matrix
-    assert backward.get_total_counts() == tracked  # and of the gradient of what the column-wise one is given
+    assert forward.get_total_counts() == 1  # reduction of the row-wise layer's output
+    assert backward.get_total_counts() == tracked  # reduction of the gradient of the column-wise layer's input
     kept = model.both.parametrizations
     assert kept.weight.original.placements == (Shard(1),)
     assert kept.weight.original.grad.placements == (Shard(1),)
-    same(kept.weight.original.grad.flatten(0, 1), plain.both.weight.grad)
-    same(kept.bias.original.grad.flatten(0, 1), plain.both.bias.grad)
-    same(model.down.weight.grad, plain.down.weight.grad)
+    assert_equals(kept.weight.original.grad.flatten(0, 1), plain.both.weight.grad)
+    assert_equals(kept.bias.original.grad.flatten(0, 1), plain.both.bias.grad)
+    assert_equals(model.down.weight.grad, plain.down.weight.grad)
 
 
 @pytest.mark.parametrize(
     ("ranks", "local", "tracked"),
     chosen([(4, True, True), (4, False, False), (3, True, False), (3, False, True)], [(3, False, True)]),
 )
-def test_halves_meet_where_they_are(ranks: int, local: bool, tracked: bool) -> None:
+def test_gated_mlp_with_fused_projection_equals_plain_model(ranks: int, local: bool, tracked: bool) -> None:
     check_gated(ranks, local, tracked)
 
 
 @pytest.mark.gloo
 @pytest.mark.slow
-def test_halves_on_process_groups() -> None:
+def test_gated_mlp_with_fused_projection_on_process_groups() -> None:
     run_gloo(check_gated, 3, 3, True, True)
     run_gloo(check_gated, 2, 2, False, True)
 
 
-# --- what becomes of the parts -----------------------------------------------------------------------------------------------
-Taken = Callable[[Tensor], list[Tensor]]
-TAKEN: dict[str, tuple[Taken, int]] = {  # and how many collectives the two passes take
+# --- uses of the parts --------------------------------------------------------------------------------------------------
+PartsProgram = Callable[[Tensor], list[Tensor]]
+PARTS_PROGRAMS: dict[str, tuple[PartsProgram, int]] = {  # and the largest number of collectives of both passes
     "chunk": (lambda y: [part.sin() for part in y.chunk(3, -1)], 0),
     "split": (lambda y: [part.sin() for part in y.split(8, 2)], 0),
     "split in two": (lambda y: [part[..., :8].sin() for part in y.split([16, 8], -1)], 0),
@@ -115,9 +116,9 @@ TAKEN: dict[str, tuple[Taken, int]] = {  # and how many collectives the two pass
 }
 
 
-@pytest.mark.parametrize("name", some(list(TAKEN), 3))
-def test_parts_that_are_taken(name: str) -> None:
-    taken, most = TAKEN[name]
+@pytest.mark.parametrize("name", some(list(PARTS_PROGRAMS), 3))
+def test_uses_of_fused_projection_parts_equal_plain_torch(name: str) -> None:
+    taken, most = PARTS_PROGRAMS[name]
     torch.manual_seed(0)
     plain, x = nn.Linear(6, 24, dtype=torch.float64), torch.randn(5, 4, 6, dtype=torch.float64)
     mesh = dt.init_device_mesh("cpu", (2,))
@@ -129,13 +130,13 @@ def test_parts_that_are_taken(name: str) -> None:
     torch.autograd.backward(expected, [each.detach().cos() for each in expected])
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.stride() == theirs.stride()
-        same(ours, theirs)
-    same(model.parametrizations.weight.original.grad.flatten(0, 1), plain.weight.grad)
-    same(model.parametrizations.bias.original.grad.flatten(0, 1), plain.bias.grad)
+        assert_equals(ours, theirs)
+    assert_equals(model.parametrizations.weight.original.grad.flatten(0, 1), plain.weight.grad)
+    assert_equals(model.parametrizations.bias.original.grad.flatten(0, 1), plain.bias.grad)
     assert moved.get_total_counts() <= most
 
 
-def test_parts_are_views() -> None:
+def test_parts_of_fused_projection_are_views() -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
     stack = dt.distribute_tensor(torch.arange(24.0).view(3, 2, 4), mesh, [Shard(2)])
     y = stack.view(3, 8)
@@ -143,15 +144,15 @@ def test_parts_are_views() -> None:
     first.mul_(-1)
     y[:, 4:].add_(100)
     with torch.inference_mode():
-        same(y.chunk(2, -1)[1], torch.arange(24.0).view(3, 8)[:, 4:] + 100)
+        assert_equals(y.chunk(2, -1)[1], torch.arange(24.0).view(3, 8)[:, 4:] + 100)
     expected = torch.arange(24.0).view(3, 2, 4) * torch.tensor([-1.0, 1.0])[:, None] + torch.tensor([0.0, 100.0])[:, None]
-    same(stack, expected)
-    same(y, expected.view(3, 8))
-    same(second, expected[:, 1])
+    assert_equals(stack, expected)
+    assert_equals(y, expected.view(3, 8))
+    assert_equals(second, expected[:, 1])
 
 
 @pytest.mark.slow
-def test_transposed_matrices_and_tables() -> None:
+def test_fused_parts_of_conv1d_and_embedding() -> None:
     conv = pytest.importorskip("transformers").pytorch_utils.Conv1D(24, 6)
     mesh, x, tokens = dt.init_device_mesh("cpu", (2,)), torch.randn(5, 4, 6), torch.randint(7, (3, 4))
     table = nn.Embedding(7, 12)
@@ -162,7 +163,7 @@ def test_transposed_matrices_and_tables() -> None:
             found = model(given).chunk(3, -1)
         assert moved.get_total_counts() == 0
         for ours, theirs in zip(found, module(given).chunk(3, -1), strict=True):
-            same(ours, theirs)
+            assert_equals(ours, theirs)
         local = parallelize_module(copy.deepcopy(module), mesh, ColwiseParallel(parts=3))(given)
         for rank, own in enumerate(local.shards):
             torch.testing.assert_close(own, torch.cat([part.chunk(2, -1)[rank] for part in module(given).chunk(3, -1)], -1))
@@ -179,7 +180,7 @@ def train(model: nn.Module, x: Any, steps: int = 3) -> None:
 
 
 @pytest.mark.parametrize("ways", some(["tp", "fsdp"]))
-def test_states_have_the_names_and_shapes_of_the_model(ways: str, tmp_path: Path) -> None:
+def test_state_dicts_of_fused_projections_equal_plain_model(ways: str, tmp_path: Path) -> None:
     mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
     plain, x = Gated(), torch.randn(4, 5, 6, dtype=torch.float64)
@@ -192,7 +193,7 @@ def test_states_have_the_names_and_shapes_of_the_model(ways: str, tmp_path: Path
     dt.checkpoint.save(plain, tmp_path / "plain")
     model = cut()
     read = dt.checkpoint.load(model, tmp_path / "plain").bytes_read
-    assert read == sum(p.nbytes for p in plain.parameters())  # of all ranks, here: each block once
+    assert read == sum(p.nbytes for p in plain.parameters())  # over all ranks, each block is read once
     train(model, dt.per_rank([x[:2], x[:2], x[2:], x[2:]]) if ways == "fsdp" else x)
     train(plain, x)
     state = plain.state_dict()
@@ -200,7 +201,7 @@ def test_states_have_the_names_and_shapes_of_the_model(ways: str, tmp_path: Path
         name: value.shape for name, value in state.items()
     }
     for name, value in model.state_dict().items():
-        same(value, state[name])
+        assert_equals(value, state[name])
     dt.checkpoint.save(model, tmp_path / "cut")
     dt.checkpoint.save_safetensors(model.state_dict(), tmp_path / "other")
     for folder in ("cut", "other"):
@@ -211,16 +212,16 @@ def test_states_have_the_names_and_shapes_of_the_model(ways: str, tmp_path: Path
     other = cut()
     other.load_state_dict(model.state_dict())
     for name, value in other.state_dict().items():
-        same(value, state[name])
+        assert_equals(value, state[name])
     twin = copy.deepcopy(model)
     with torch.no_grad():
-        model.state_dict()["both.weight"].mul_(2)  # it is the parameter's memory
-    same(model.state_dict()["both.weight"], 2 * state["both.weight"])
-    same(twin.state_dict()["both.weight"], state["both.weight"])
+        model.state_dict()["both.weight"].mul_(2)  # state_dict shares memory with the parameter
+    assert_equals(model.state_dict()["both.weight"], 2 * state["both.weight"])
+    assert_equals(twin.state_dict()["both.weight"], state["both.weight"])
 
 
 @pytest.mark.slow
-def test_what_is_built_on_meta_is_read_in_pieces(tmp_path: Path) -> None:
+def test_fused_projection_on_meta_device_loads_from_safetensors(tmp_path: Path) -> None:
     plain = Gated()
     dt.checkpoint.save_safetensors(plain.state_dict(), tmp_path)
     with torch.device("meta"):
@@ -232,12 +233,12 @@ def test_what_is_built_on_meta_is_read_in_pieces(tmp_path: Path) -> None:
     model.load_state_dict(state, assign=True)
     assert model.both.parametrizations.weight.original.placements == (Shard(1),)
     x = torch.randn(3, 6, dtype=torch.float64)
-    same(model(x), plain(x))
+    assert_equals(model(x), plain(x))
 
 
 @pytest.mark.parametrize("on", some(["cpu", "meta"]))
-def test_full_state_dicts_come_and_go(on: str) -> None:
-    """By torch's functions."""
+def test_full_state_dicts_of_fused_projections(on: str) -> None:
+    """Check torch's functions for full state dicts."""
     plain, options = Gated(), StateDictOptions(full_state_dict=True)
     with torch.device(on):
         model: nn.Module = Gated()
@@ -250,15 +251,15 @@ def test_full_state_dicts_come_and_go(on: str) -> None:
     optimizer.step()
     state, steps = get_model_state_dict(model, options=options), get_optimizer_state_dict(model, optimizer, options=options)
     assert {name: value.shape for name, value in state.items()} == {name: x.shape for name, x in plain.state_dict().items()}
-    same(model.both.weight, state["both.weight"])
+    assert_equals(model.both.weight, state["both.weight"])
     set_model_state_dict(model, plain.state_dict(), options=options)
     set_optimizer_state_dict(model, optimizer, steps, options=options)
-    same(model.both.weight, plain.both.weight)
+    assert_equals(model.both.weight, plain.both.weight)
     with pytest.raises(RuntimeError, match="size mismatch"):
         model.load_state_dict({**model.state_dict(), "both.weight": torch.zeros(30, 6)})
 
 
-# --- what is refused ---------------------------------------------------------------------------------------------------------
+# --- errors -------------------------------------------------------------------------------------------------------------
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -266,7 +267,7 @@ class Tied(nn.Module):
         self.other.weight = self.one.weight
 
 
-def test_what_cannot_be_taken_apart_is_refused() -> None:
+def test_invalid_fused_projections_raise() -> None:
     mesh, cut = dt.init_device_mesh("cpu", (2,)), ColwiseParallel(parts=2)
     with pytest.raises(StyleError, match="not divisible into 3 parts"):
         parallelize_module(nn.Linear(4, 4), mesh, ColwiseParallel(parts=3))

@@ -1,4 +1,4 @@
-"""Plans by name: modules and single parameters, in one process and on processes."""
+"""Plans with style names of Hugging Face: modules and single parameters, in one process and on processes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from dtensor.errors import PlacementError
 from dtensor.parallel import parallelize_module
 
 
-def whole(x: Any) -> list[Tensor]:
-    """Each rank's value of the whole."""
+def full_tensors(x: Any) -> list[Tensor]:
+    """Return the full value on each rank."""
     x = x.full_tensor() if isinstance(x, dt.DTensor) else x
     return list(x.shards) if isinstance(x, dt.PerRank) else [x]
 
@@ -42,28 +42,28 @@ def check_names(table: str) -> None:
     assert model.down.bias.placements == (Replicate(),)
     tokens = torch.randint(11, (3, 5))
     expected, found = plain(tokens), model(tokens)
-    for own in whole(found):
+    for own in full_tensors(found):
         torch.testing.assert_close(own, expected)
     expected.square().sum().backward()
     found.square().sum().backward()
-    for own in whole(model.scale.grad):
+    for own in full_tensors(model.scale.grad):
         torch.testing.assert_close(own, plain.scale.grad)
 
 
 @pytest.mark.parametrize("table", ["embedding_rowwise", "embedding_colwise"])
-def test_names_of_modules_and_of_parameters(table: str) -> None:
+def test_plan_with_names_of_modules_and_parameters(table: str) -> None:
     check_names(table)
 
 
-def test_a_copy_computes_with_its_own_parameters() -> None:
-    """As the mean of a model over its steps does."""
+def test_deepcopy_of_planned_model_uses_its_own_parameters() -> None:
+    """Check a deepcopy, as for averaged models."""
     mesh, plan = dt.init_device_mesh("cpu", (2,)), {"up": "colwise", "scale": "colwise", "": "local_params", "down": "rowwise"}
     model = parallelize_module(Gated(), mesh, plan)
     twin, tokens = copy.deepcopy(model), torch.randint(11, (3, 5))
-    expected = whole(model(tokens))
+    expected = full_tensors(model(tokens))
     with torch.no_grad():
         model.scale.zero_()
-    for own, wanted in zip(whole(twin(tokens)), expected, strict=True):
+    for own, wanted in zip(full_tensors(twin(tokens)), expected, strict=True):
         torch.testing.assert_close(own, wanted)
     twin(tokens).sum().backward()
     assert model.scale.grad is None
@@ -71,11 +71,11 @@ def test_a_copy_computes_with_its_own_parameters() -> None:
 
 
 @pytest.mark.gloo
-def test_on_process_groups() -> None:
+def test_plan_with_names_on_process_groups() -> None:
     run_gloo(check_names, 2, "embedding_rowwise")
 
 
-def test_an_unknown_name_lists_the_known() -> None:
+def test_unknown_style_name_raises_with_the_known_names() -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
     with pytest.raises(PlacementError, match="colwise_gather_output"):
         parallelize_module(Gated(), mesh, {"up": "columnwise"})
@@ -86,7 +86,7 @@ def test_an_unknown_name_lists_the_known() -> None:
 
 
 class Tied(nn.Module):
-    """One table for the tokens that go in and those that come out, and a module that computes with weights of its own."""
+    """Model with one table for input and output tokens, and a module with its own parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,30 +127,30 @@ def check_tied(plans: list[dict[str, str]]) -> None:
     losses = [nn.functional.cross_entropy(one(tokens).flatten(0, 1), tokens.flatten()) for one in (plain, model)]
     for loss in losses:
         loss.backward()
-    for own in whole(losses[1]):
+    for own in full_tensors(losses[1]):
         torch.testing.assert_close(own, losses[0])
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        for own in whole(ours.grad):
+        for own in full_tensors(ours.grad):
             torch.testing.assert_close(own, theirs.grad)
 
 
 @pytest.mark.parametrize("plans", TIED)
-def test_a_module_without_a_style_that_shares_a_parameter_runs_along(plans: list[dict[str, str]]) -> None:
+def test_module_that_shares_a_styled_parameter_runs_without_a_style(plans: list[dict[str, str]]) -> None:
     check_tied(plans)
 
 
-def _all_tied() -> None:
+def _check_all_tied() -> None:
     for plans in TIED:
         check_tied(plans)
 
 
 @pytest.mark.gloo
-def test_tied_modules_on_process_groups() -> None:
-    run_gloo(_all_tied, 2)
+def test_tied_modules_under_plans_on_process_groups() -> None:
+    run_gloo(_check_all_tied, 2)
 
 
 class Experts(nn.Module):
-    """Two experts for each token, whose gate and up projection are one stack."""
+    """Mixture of experts with two experts for each token and stacked gate and up projections."""
 
     def __init__(self, width: int, bias: bool) -> None:
         super().__init__()
@@ -184,28 +184,28 @@ def check_experts(width: int, bias: bool) -> None:
             made = one(x, given[1], weights)
             if (
                 one is model and width == 12 and not bias
-            ):  # rows are weighed and added before they are reduced: the tokens' bytes, not the rows'
+            ):  # rows are weighted and added before the reduction: bytes of the tokens, not of the rows
                 assert [event.bytes for event in comm.events] == [-(-2 * 4 * 5 * 4 * 2 // 3)]
             made.square().sum().backward()
         results += [made, x.grad, weights.grad]
     for ours, theirs in zip(found, expected, strict=True):
-        for own in whole(ours):
+        for own in full_tensors(ours):
             torch.testing.assert_close(own, theirs)
     for name, theirs in plain.named_parameters():
         held = getattr(model, "parametrizations", {})
         grad = held[name][0](held[name].original.grad) if name in held else getattr(model, name).grad
-        for own in whole(grad):
+        for own in full_tensors(grad):
             torch.testing.assert_close(own, theirs.grad)
     assert all(isinstance(p, dt.DTensor) for name, p in model.named_parameters() if name != "bias")
 
 
 @pytest.mark.parametrize(("width", "bias"), [(12, False), (12, True), (7, False)])
-def test_experts_whose_matrices_are_cut(width: int, bias: bool) -> None:
-    """With biases, which nobody cut, or rows that products of groups refuse, they are computed on the whole."""
+def test_experts_with_sharded_matrices_equal_plain_model(width: int, bias: bool) -> None:
+    """Check sharded experts, and cases that run unsharded: unsharded biases, or rows that grouped matmul refuses."""
     check_experts(width, bias)
 
 
 @pytest.mark.slow
 @pytest.mark.gloo
-def test_experts_on_process_groups() -> None:
+def test_experts_with_sharded_matrices_on_process_groups() -> None:
     run_gloo(check_experts, 3, 12, False)

@@ -1,4 +1,4 @@
-"""Parameters of one unit that are cut over different meshes, and batches on the data-parallel mesh alone."""
+"""Meshes per parameter: parameters of one unit sharded over different meshes, and batches on the data-parallel mesh."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dtensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel,
 
 
 class Experts(nn.Module):
-    """A layer for all, and weights that are cut over fewer ranks than it."""
+    """Module with a linear layer, and expert weights that are sharded over fewer ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,8 +32,8 @@ class Experts(nn.Module):
         return x + torch.tanh(self.up(x)) @ self.experts.sum(0)
 
 
-def _trained(other: str, reshard: bool | int | None) -> dict[str, int]:
-    """Steps of Adam beside those of one device: the layer over all four ranks, the experts over two of them, or copied too."""
+def _train_with_several_meshes(other: str, reshard: bool | int | None) -> dict[str, int]:
+    """Compare steps of Adam with the plain model; the experts are sharded over two of four ranks, or also replicated."""
     mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
     dp, experts_mesh = mesh.flatten("dp"), mesh if other == "both" else mesh[other]
     torch.manual_seed(0)
@@ -50,7 +50,7 @@ def _trained(other: str, reshard: bool | int | None) -> dict[str, int]:
 
     def batch(step: int) -> tuple[Any, Tensor]:
         x = torch.randn(4, 2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
-        if other != "both":  # gradients of experts are averaged over their own mesh: the rest has the same batch
+        if other != "both":  # gradients of experts are averaged over their own mesh, so other ranks get equal batches
             x = x[:2].repeat(2, 1, 1) if other == "inner" else x[:2].repeat_interleave(2, 0)
         return dt.map_ranks(lambda at: x[at[0]].clone(), mesh=dp), x
 
@@ -59,18 +59,18 @@ def _trained(other: str, reshard: bool | int | None) -> dict[str, int]:
 
 @pytest.mark.parametrize("reshard", [None, False, 2])
 @pytest.mark.parametrize("other", ["inner", "outer", "both"])
-def test_steps_are_those_of_one_device(other: str, reshard: bool | int | None) -> None:
-    counts = _trained(other, reshard)
+def test_units_with_several_meshes_train_like_plain_model(other: str, reshard: bool | int | None) -> None:
+    counts = _train_with_several_meshes(other, reshard)
     assert counts["reduce_scatter"] == 4  # one for each mesh of each unit
     assert counts.get("all_reduce", 0) == (2 if other == "both" else 0)
 
 
 @pytest.mark.gloo
-def test_on_process_groups() -> None:
-    assert run_gloo(_trained, 4, "inner", None) == [_trained("inner", None)] * 4
+def test_units_with_several_meshes_on_process_groups() -> None:
+    assert run_gloo(_train_with_several_meshes, 4, "inner", None) == [_train_with_several_meshes("inner", None)] * 4
 
 
-def test_experts_that_are_cut_over_another_dim_already() -> None:
+def test_fully_shard_of_experts_sharded_over_another_mesh_dim() -> None:
     mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
     dp = mesh.flatten("dp")
     model = Experts().double()
@@ -88,11 +88,11 @@ def test_experts_that_are_cut_over_another_dim_already() -> None:
     torch.testing.assert_close(whole(model.experts), experts)
 
 
-def test_what_is_no_mesh_is_refused() -> None:
+def test_invalid_shard_placement_results_raise() -> None:
     mesh = dt.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     with pytest.raises(
         AssertionError, match=r"Shard\(dim=1\) for a parameter of shape \(4,\)"
-    ):  # as torch: a dim that is not there
+    ):  # as in torch, for a dim that does not exist
         fully_shard(nn.Linear(3, 4), mesh=mesh, shard_placement_fn=lambda _: Shard(1))
     for asked in (ShardPlacementResult(Shard(0), "dp"), ShardPlacementResult(Replicate(), mesh), Replicate()):
         with pytest.raises(PlacementError, match="ShardPlacementResult"):
@@ -102,12 +102,12 @@ def test_what_is_no_mesh_is_refused() -> None:
         fully_shard(nn.Linear(3, 4), mesh=mesh, shard_placement_fn=lambda _: ShardPlacementResult(None, cube))
 
 
-def test_a_unit_has_the_methods_of_torchs() -> None:
+def test_fsdp_module_has_the_methods_and_signatures_of_torch() -> None:
     for name, theirs in inspect.getmembers(peer.FSDPModule, inspect.isfunction):
         if not name.startswith("_"):
             ours, known = (inspect.signature(method).parameters.values() for method in (getattr(FSDPModule, name), theirs))
             assert [(p.name, p.kind, p.default) for p in ours] == [(p.name, p.kind, p.default) for p in known], name
-    later = {"dp_mesh_dims"}  # which torch 2.11 does not have
+    later = {"dp_mesh_dims"}  # torch 2.11 does not have it
     assert set(inspect.signature(fully_shard).parameters) - set(inspect.signature(peer.fully_shard).parameters) <= later
     assert set(inspect.signature(peer.fully_shard).parameters) <= set(inspect.signature(fully_shard).parameters)
 
@@ -123,7 +123,7 @@ class Block(nn.Module):
 
 
 def _batch_on_one_dim(size: int, sequence: bool) -> None:
-    """Tensor parallelism inside, data parallelism outside; the batch says how it lies over the latter only."""
+    """Check tensor parallelism inside units, with a batch whose placements are on the data-parallel mesh only."""
     mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
     model = nn.Sequential(Block(), Block(), nn.Linear(4, 6)).double()
@@ -152,17 +152,17 @@ def _batch_on_one_dim(size: int, sequence: bool) -> None:
 
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("size", [3, 4])
-def test_a_batch_on_the_data_parallel_mesh_alone(size: int, sequence: bool) -> None:
+def test_batch_on_the_data_parallel_mesh_with_tensor_parallelism(size: int, sequence: bool) -> None:
     _batch_on_one_dim(size, sequence)
 
 
 @pytest.mark.gloo
-def test_a_batch_on_the_data_parallel_mesh_alone_on_process_groups() -> None:
+def test_batch_on_the_data_parallel_mesh_on_process_groups() -> None:
     run_gloo(_batch_on_one_dim, 4, 4, False)
 
 
-def _two_ways(copies: bool) -> None:
-    """As programs do that unflatten the world once for their batches and tensor parallelism, and once for their parameters."""
+def _train_on_two_unflattened_meshes(copies: bool) -> None:
+    """Check a world that is unflattened twice: for batches and tensor parallelism, and for parameters."""
     world = dt.init_device_mesh("cpu", (8 if copies else 4,), mesh_dim_names=("world",))
     data = world._unflatten(0, (1, 4 if copies else 2, 1, 2), ("pp", "batch", "cp", "tp"))
     dense = world._unflatten(0, (1, 2 if copies else 1, 2, 2), ("pp", "copies", "fsdp", "tp"))
@@ -184,10 +184,10 @@ def _two_ways(copies: bool) -> None:
 
 
 @pytest.mark.parametrize("copies", [False, True])
-def test_meshes_that_were_unflattened_from_one_in_two_ways(copies: bool) -> None:
-    _two_ways(copies)
+def test_units_on_meshes_unflattened_in_two_ways(copies: bool) -> None:
+    _train_on_two_unflattened_meshes(copies)
 
 
 @pytest.mark.gloo
-def test_two_ways_on_process_groups() -> None:
-    run_gloo(_two_ways, 4, False)
+def test_units_on_meshes_unflattened_in_two_ways_on_process_groups() -> None:
+    run_gloo(_train_on_two_unflattened_meshes, 4, False)

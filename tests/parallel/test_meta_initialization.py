@@ -1,4 +1,4 @@
-"""Models built on the meta device: distributed, given memory shard by shard, and the values of one device."""
+"""Meta initialization: models built on the meta device are distributed, then materialized with the values of a plain model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CONFIG = Config(vocabulary=23, context=6, width=8, heads=2, layers=2)
 
 
 class Net(nn.Module):
-    """Modules of many kinds, a batch norm with buffers."""
+    """Model with modules of many kinds, and a batch norm with buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,12 +35,12 @@ class Net(nn.Module):
         self.rest = nn.Sequential(nn.Linear(5, 6), nn.LayerNorm(6), nn.GRU(6, 6), nn.Linear(6, 7))
 
 
-def built(make: Any = Net) -> nn.Module:
+def build(make: Any = Net) -> nn.Module:
     torch.manual_seed(0)
     return make()
 
 
-def on_meta(make: Any = Net) -> nn.Module:
+def build_on_meta(make: Any = Net) -> nn.Module:
     with torch.device("meta"):
         return make()
 
@@ -49,7 +49,7 @@ def mesh_2d() -> dt.DeviceMesh:
     return dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 
 
-def sharded(module: nn.Module) -> None:
+def fully_shard_net(module: nn.Module) -> None:
     fully_shard(module.rest, mesh=mesh_2d()["dp"])
     fully_shard(module, mesh=mesh_2d()["dp"])
 
@@ -65,7 +65,7 @@ def over_both_dims(module: nn.Module) -> None:
 
 WAYS = {
     "plain": lambda module: None,
-    "fully_shard": sharded,
+    "fully_shard": fully_shard_net,
     "hsdp": lambda module: fully_shard(module, mesh=mesh_2d()),
     "replicate": lambda module: replicate(module, mesh_2d()["dp"]),
     "tensor parallel": lambda module: parallelize_module(
@@ -76,8 +76,8 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_values_are_those_of_a_model_built_on_one_device(way: str) -> None:
-    module, alone = on_meta(), built()
+def test_materialized_values_equal_plain_model(way: str) -> None:
+    module, alone = build_on_meta(), build()
     WAYS[way](module)
     torch.manual_seed(0)
     assert materialize(module) is module
@@ -100,7 +100,7 @@ def init(module: nn.Module) -> None:
 
 
 def gpt(mesh: dt.DeviceMesh) -> nn.Module:
-    model = on_meta(lambda: GPT(CONFIG))
+    model = build_on_meta(lambda: GPT(CONFIG))
     plan = {"attention.query": ColwiseParallel(), "attention.key": ColwiseParallel(), "attention.value": ColwiseParallel()}
     plan |= {"attention.out": RowwiseParallel(), "feed_forward.gate": ColwiseParallel(), "feed_forward.up": ColwiseParallel()}
     parallelize_module(model, mesh["tp"], {"blocks.*": plan | {"feed_forward.down": RowwiseParallel()}})
@@ -109,8 +109,8 @@ def gpt(mesh: dt.DeviceMesh) -> nn.Module:
     return fully_shard(model, mesh=mesh["dp"])
 
 
-def trained() -> list[float]:
-    """Losses of a model that was never whole anywhere, on 2 x 2 ranks."""
+def train_materialized() -> list[float]:
+    """Return the losses of a model on 2 x 2 ranks that is never unsharded on one device."""
     mesh = mesh_2d()
     model = gpt(mesh)
     torch.manual_seed(0)
@@ -128,8 +128,8 @@ def trained() -> list[float]:
     return losses
 
 
-def test_a_sharded_model_trains_as_one_built_on_one_device() -> None:
-    alone = built(lambda: GPT(CONFIG))
+def test_materialized_model_trains_like_plain_model() -> None:
+    alone = build(lambda: GPT(CONFIG))
     tokens = torch.randint(23, (4, 7), generator=torch.Generator().manual_seed(1))
     optimizer, expected = torch.optim.AdamW(alone.parameters(), lr=0.01), []
     for _ in range(3):
@@ -138,17 +138,17 @@ def test_a_sharded_model_trains_as_one_built_on_one_device() -> None:
         optimizer.step()
         optimizer.zero_grad()
         expected.append(loss.item())
-    assert trained() == pytest.approx(expected, rel=1e-5)
+    assert train_materialized() == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.gloo
-def test_on_process_groups() -> None:
-    here = trained()
-    for there in run_gloo(trained, 4):
+def test_materialized_model_trains_on_process_groups() -> None:
+    here = train_materialized()
+    for there in run_gloo(train_materialized, 4):
         assert there == pytest.approx(here, rel=1e-5)
 
 
-def test_a_rank_holds_its_share() -> None:
+def test_materialized_model_stores_only_shards() -> None:
     model = gpt(mesh_2d())
     materialize(model, init=init)
     held = [[p._local.shards[rank].untyped_storage().nbytes() for p in model.parameters()] for rank in range(4)]
@@ -157,8 +157,8 @@ def test_a_rank_holds_its_share() -> None:
     assert max(map(sum, held)) <= cut_by_dp_only / 2 + (total - cut_by_dp_only) / 4 + 64
 
 
-def test_what_nobody_would_set_is_refused_before_anything_is_done() -> None:
-    model = on_meta(lambda: GPT(CONFIG))
+def test_tensors_that_nothing_initializes_raise_before_any_change() -> None:
+    model = build_on_meta(lambda: GPT(CONFIG))
     with pytest.raises(DTensorError, match=r"nothing initializes cos, sin: .* materialize\(module, init=f\)"):
         materialize(model)
     assert all(p.is_meta for p in model.parameters())
@@ -175,8 +175,8 @@ class Tied(nn.Module):
 
 
 @pytest.mark.parametrize("way", ["plain", "fully_shard", "tensor parallel"])
-def test_tied_parameters_stay_tied_and_init_says_whose_values_they_have(way: str) -> None:
-    model, mesh = on_meta(Tied), mesh_2d()
+def test_materialize_keeps_tied_parameters_and_needs_init(way: str) -> None:
+    model, mesh = build_on_meta(Tied), mesh_2d()
     if way == "fully_shard":
         fully_shard(model, mesh=mesh["dp"])
     elif way == "tensor parallel":
@@ -193,12 +193,12 @@ def test_tied_parameters_stay_tied_and_init_says_whose_values_they_have(way: str
     torch.manual_seed(0)
     materialize(model, init=init)
     assert model.head.weight is model.table.weight
-    for name, value in built(Tied).state_dict().items():
+    for name, value in build(Tied).state_dict().items():
         assert torch.equal(whole(model.state_dict()[name]), value), name
 
 
-def test_frozen_parameters_and_dtypes_stay_and_real_tensors_are_left_alone() -> None:
-    model = nn.Sequential(on_meta(lambda: nn.Linear(3, 2)).to(torch.bfloat16).requires_grad_(False), nn.Linear(2, 2))
+def test_materialize_keeps_requires_grad_dtypes_and_real_tensors() -> None:
+    model = nn.Sequential(build_on_meta(lambda: nn.Linear(3, 2)).to(torch.bfloat16).requires_grad_(False), nn.Linear(2, 2))
     kept = model[1].weight.detach().clone()
     materialize(model)
     assert model[0].weight.dtype is torch.bfloat16
@@ -206,8 +206,8 @@ def test_frozen_parameters_and_dtypes_stay_and_real_tensors_are_left_alone() -> 
     assert torch.equal(model[1].weight, kept)
 
 
-class Renewing(nn.Module):
-    """Sets what is below it, and puts a new parameter and a new buffer in the places of old ones."""
+class ReplacesItsTensors(nn.Module):
+    """Module that initializes its submodules, and replaces a parameter and a buffer by new ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -222,20 +222,20 @@ class Renewing(nn.Module):
         self.table = torch.arange(7.0)
 
 
-def test_what_an_initialiser_puts_in_a_tensors_place_is_laid_out_as_that_was() -> None:
-    model = on_meta(Renewing)
+def test_tensors_replaced_by_an_initializer_keep_their_layout() -> None:
+    model = build_on_meta(ReplacesItsTensors)
     over_both_dims(model)
     torch.manual_seed(0)
     materialize(model)
-    for name, value in built(Renewing).state_dict().items():
+    for name, value in build(ReplacesItsTensors).state_dict().items():
         assert torch.equal(whole(model.state_dict()[name]), value), name
     assert model.weight.placements == (Shard(0), Shard(0))
     assert not model.weight.requires_grad
     assert isinstance(model.table, DTensor)
 
 
-def test_tensors_with_values_keep_them_though_a_parent_sets_all_that_is_below_it() -> None:
-    model, kept = on_meta(Renewing), nn.Linear(4, 6)
+def test_real_tensors_keep_values_if_a_parent_initializes_its_submodules() -> None:
+    model, kept = build_on_meta(ReplacesItsTensors), nn.Linear(4, 6)
     before = kept.weight.detach().clone()
     model.layer = kept
     materialize(model)
@@ -248,7 +248,7 @@ def test_tensors_with_values_keep_them_though_a_parent_sets_all_that_is_below_it
     assert torch.equal(table, torch.ones(7))
 
 
-def test_an_initialiser_that_the_constructor_does_not_call_draws_no_numbers() -> None:
+def test_materialize_draws_the_random_numbers_of_the_constructor() -> None:
     def make() -> nn.Module:
         return nn.Sequential(
             nn.AdaptiveLogSoftmaxWithLoss(6, 9, [2, 5], div_value=1.5),
@@ -256,14 +256,14 @@ def test_an_initialiser_that_the_constructor_does_not_call_draws_no_numbers() ->
             nn.Linear(3, 2),
         )
 
-    module = on_meta(make)
+    module = build_on_meta(make)
     torch.manual_seed(0)
     materialize(module)
-    for name, value in built(make).state_dict().items():
+    for name, value in build(make).state_dict().items():
         assert torch.equal(module.state_dict()[name], value), name
 
 
-def test_gradients_follow_a_layout_that_changes_after_materialize() -> None:
+def test_gradients_follow_a_redistribution_after_materialize() -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
     with torch.device("meta"):
         linear = nn.Linear(4, 4)

@@ -1,4 +1,4 @@
-"""A model that nobody has any more is forgotten, with its parameters and their gradients, whatever was done with it."""
+"""Garbage collection of models: a model without references is freed with its parameters and gradients after every kind of use."""
 
 from __future__ import annotations
 
@@ -18,47 +18,47 @@ import dtensor as dt
 from dtensor import Shard
 from dtensor.parallel import ColwiseParallel, RowwiseParallel, fully_shard, parallelize_module, replicate
 
-SQUARE = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-DP, TP = SQUARE["dp"], SQUARE["tp"]
-Made = tuple[nn.Module, Any]
+MESH = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+DP, TP = MESH["dp"], MESH["tp"]
+ModelAndBatch = tuple[nn.Module, Any]
 
 
-def layers() -> nn.Sequential:
+def make_layers() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
 
 
-def local() -> Any:
+def local_batch() -> Any:
     return dt.per_rank([torch.randn(2, 4)] * 4)
 
 
-def units(mesh: dt.DeviceMesh = DP) -> Made:
-    model = layers()
+def units(mesh: dt.DeviceMesh = DP) -> ModelAndBatch:
+    model = make_layers()
     fully_shard(model[0], mesh=mesh)
     fully_shard(model, mesh=mesh)
-    return model, local()
+    return model, local_batch()
 
 
-def over_replicas() -> Made:
-    return units(SQUARE)
+def units_over_replicas() -> ModelAndBatch:
+    return units(MESH)
 
 
-def copies() -> Made:
-    return replicate(layers(), mesh=DP), local()
+def replicas() -> ModelAndBatch:
+    return replicate(make_layers(), mesh=DP), local_batch()
 
 
-def styles() -> Made:
-    return parallelize_module(layers(), TP, {"0": ColwiseParallel(), "2": RowwiseParallel()}), local()
+def styles() -> ModelAndBatch:
+    return parallelize_module(make_layers(), TP, {"0": ColwiseParallel(), "2": RowwiseParallel()}), local_batch()
 
 
-def units_over_styles() -> Made:
+def units_over_styles() -> ModelAndBatch:
     model, batch = styles()
     fully_shard(model[0], mesh=DP)
     fully_shard(model, mesh=DP)
     return model, batch
 
 
-def cut() -> Made:
-    model = layers()
+def sharded_parameters() -> ModelAndBatch:
+    model = make_layers()
     for module in model.modules():
         for name, p in list(module.named_parameters(recurse=False)):
             module.register_parameter(name, nn.Parameter(dt.distribute_tensor(p, DP, [Shard(0)])))
@@ -88,11 +88,11 @@ def without_gradients(model: Any, x: Any) -> None:
         model(x)
 
 
-def not_trained(model: Any, x: Any) -> None:
+def forward_only(model: Any, x: Any) -> None:
     model(x)
 
 
-def refused(model: Any, x: Any) -> None:
+def failed_forward(model: Any, x: Any) -> None:
     with contextlib.suppress(RuntimeError):
         model(torch.cat([x, x], 1))
 
@@ -112,18 +112,21 @@ def explained(model: Any, x: Any) -> None:
     str(dt.explain(lambda: model(x).sum().backward()))
 
 
-MODELS = [units, over_replicas, copies, styles, units_over_styles, cut]
-USES = [step, recomputed, without_reduction, without_gradients, not_trained, refused, remembered, captured, explained]
-CASES = [(make, use) for make in MODELS for use in USES if use is not captured or make is cut]
+MODELS = [units, units_over_replicas, replicas, styles, units_over_styles, sharded_parameters]
+USES = [step, recomputed, without_reduction, without_gradients, forward_only, failed_forward, remembered, captured, explained]
+CASES = [(make, use) for make in MODELS for use in USES if use is not captured or make is sharded_parameters]
 
 
-@pytest.mark.parametrize(("make", "use"), chosen(CASES, [(units, step), (units, not_trained), (units, refused), (cut, captured)]))
-def test_a_model_is_forgotten(make: Callable[[], Made], use: Callable[[Any, Any], None]) -> None:
+@pytest.mark.parametrize(
+    ("make", "use"),
+    chosen(CASES, [(units, step), (units, forward_only), (units, failed_forward), (sharded_parameters, captured)]),
+)
+def test_unreferenced_model_is_garbage_collected(make: Callable[[], ModelAndBatch], use: Callable[[Any, Any], None]) -> None:
     model, x = make()
     use(model, x)
     parameters = list(model.parameters())
     seen = [weakref.ref(value) for value in (model, *parameters, *(p.grad for p in parameters if p.grad is not None))]
     del model, x, parameters
-    for _ in range(2):  # what a graph holds goes when the graph has gone
+    for _ in range(2):  # objects that a graph references are freed after the graph
         gc.collect()
     assert not [found for ref in seen if (found := ref()) is not None]

@@ -1,4 +1,4 @@
-"""Unmodified models with distributed parameters: outputs, losses and every gradient are those of one device."""
+"""Unmodified models with distributed parameters: outputs, losses and all gradients equal those of plain torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ R, S0, S1 = Replicate(), Shard(0), Shard(1)
 MESH = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 
 
-# --- the models: plain modules that know nothing of meshes ----------------------------------------------------------
+# --- models: plain modules without meshes ---------------------------------------------------------------------------
 class LlamaBlock(nn.Module):
     """Pre-norm attention with rotary positions and fewer key heads, and a gated feed-forward network."""
 
@@ -132,17 +132,17 @@ def replicated(k: int, p: Tensor) -> list[Placement]:
 
 
 def alternating(k: int, p: Tensor) -> list[Placement]:
-    """Column, row, column, ... along tp."""
+    """Shard columns and rows in turn along tp."""
     return [R, Shard(k % 2 if p.ndim > 1 else 0) if p.ndim else R]
 
 
 def everywhere(k: int, p: Tensor) -> list[Placement]:
-    """Dim 0 cut by both mesh dims."""
+    """Shard dim 0 along both mesh dims."""
     return [S0, S0] if p.ndim else [R, R]
 
 
 def crossed(k: int, p: Tensor) -> list[Placement]:
-    """Dim 0 by dp, the last dim by tp."""
+    """Shard dim 0 along dp and the last dim along tp."""
     return [S0, Shard(p.ndim - 1)] if p.ndim else [R, R]
 
 
@@ -157,31 +157,31 @@ def numbers(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
-def likelihood(logits: Tensor, targets: Tensor) -> Tensor:
+def cross_entropy_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
-def squares(out: Tensor, targets: Tensor) -> Tensor:
+def squared_error_loss(out: Tensor, targets: Tensor) -> Tensor:
     return F.mse_loss(out, targets)
 
 
 # name -> model, its input, the loss and its target
 MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor, Any, Tensor]] = {
-    "llama": (Llama, tokens(), likelihood, tokens().roll(-1, 1)),
-    "gpt2": (GPT2, tokens(), likelihood, tokens().roll(-1, 1)),
-    "convnet": (ConvNet, numbers(5, 3, 7, 6), likelihood, torch.tensor([0, 6, 3, 3, 1])),
-    "encoder layer": (encoder_layer, numbers(5, 6, 8), squares, numbers(5, 6, 8).flip(0)),
+    "llama": (Llama, tokens(), cross_entropy_loss, tokens().roll(-1, 1)),
+    "gpt2": (GPT2, tokens(), cross_entropy_loss, tokens().roll(-1, 1)),
+    "convnet": (ConvNet, numbers(5, 3, 7, 6), cross_entropy_loss, torch.tensor([0, 6, 3, 3, 1])),
+    "encoder layer": (encoder_layer, numbers(5, 6, 8), squared_error_loss, numbers(5, 6, 8).flip(0)),
     "encoder layer, norm first": (
         lambda: encoder_layer(norm_first=True, activation="gelu"),
         numbers(5, 6, 8),
-        squares,
+        squared_error_loss,
         numbers(5, 6, 8).flip(0),
     ),
 }
 
 
-def spread(module: nn.Module, plan: Plan) -> nn.Module:
-    """The module with its parameters placed by ``plan``, buffers replicated; tied parameters stay tied."""
+def distribute_copy(module: nn.Module, plan: Plan) -> nn.Module:
+    """Return a copy with parameters placed by ``plan`` and replicated buffers; tied parameters stay tied."""
     module, seen = copy.deepcopy(module), {}
     for own in module.modules():
         for name, p in own.named_parameters(recurse=False):
@@ -192,31 +192,31 @@ def spread(module: nn.Module, plan: Plan) -> nn.Module:
     return module
 
 
-def made(name: str) -> nn.Module:
+def build_model(name: str) -> nn.Module:
     torch.manual_seed(0)
     return MODELS[name][0]().double()
 
 
-def close(got: Any, expected: Tensor) -> bool:
+def is_close(got: Any, expected: Tensor) -> bool:
     return torch.allclose(got.full_tensor(), expected, rtol=1e-8, atol=1e-10)
 
 
 @pytest.fixture
-def no_gathering() -> Iterator[None]:
-    """No operator is without a rule."""
+def no_gather_fallback() -> Iterator[None]:
+    """Raise if an operator has no rule."""
     with warnings.catch_warnings():
         warnings.filterwarnings("error", ".*has no sharding rule.*")
         yield
 
 
-@pytest.mark.usefixtures("no_gathering")
+@pytest.mark.usefixtures("no_gather_fallback")
 @pytest.mark.parametrize(("name", "plan", "inputs"), diagonals(MODELS, PLANS, [[S0, R], [R, R], [S0, S1]], every=3))
-def test_a_training_step_is_that_of_one_device(name: str, plan: Plan, inputs: list[Placement]) -> None:
-    plain, (_, own, loss_of, target) = made(name), MODELS[name]
-    model = spread(plain, plan)
+def test_training_step_of_models_equals_plain_torch(name: str, plan: Plan, inputs: list[Placement]) -> None:
+    plain, (_, own, loss_of, target) = build_model(name), MODELS[name]
+    model = distribute_copy(plain, plan)
     expected = plain(own)
     got = model(dt.distribute_tensor(own, MESH, inputs))
-    assert close(got, expected)
+    assert is_close(got, expected)
     target_placements = [S0, R] if inputs[0] == S0 else [R, R]
     loss, wanted = loss_of(got, dt.distribute_tensor(target, MESH, target_placements)), loss_of(expected, target)
     assert loss.item() == pytest.approx(wanted.item(), rel=1e-10)
@@ -224,24 +224,24 @@ def test_a_training_step_is_that_of_one_device(name: str, plan: Plan, inputs: li
     wanted.backward()
     for (key, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert p.grad is not None and p.grad.placements == p.placements, key  # noqa: PT018
-        assert close(p.grad, q.grad), key
+        assert is_close(p.grad, q.grad), key
     for (key, b), c in zip(model.named_buffers(), plain.buffers(), strict=True):
-        assert close(b, c), key
+        assert is_close(b, c), key
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.__name__)
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=lambda mode: mode.__name__)
 @pytest.mark.parametrize("name", MODELS)
-def test_evaluation_is_that_of_one_device(name: str, mode: Any, plan: Plan) -> None:
-    plain, own = made(name).eval(), MODELS[name][1]
-    model = spread(plain, plan).eval()
+def test_evaluation_of_models_equals_plain_torch(name: str, mode: Any, plan: Plan) -> None:
+    plain, own = build_model(name).eval(), MODELS[name][1]
+    model = distribute_copy(plain, plan).eval()
     with mode():
-        assert close(model(dt.distribute_tensor(own, MESH, [S0, R])), plain(own))
+        assert is_close(model(dt.distribute_tensor(own, MESH, [S0, R])), plain(own))
 
 
-def test_three_steps_of_an_optimizer_stay_together() -> None:
-    plain, (_, own, loss_of, target) = made("gpt2"), MODELS["gpt2"]
-    model = spread(plain, everywhere)
+def test_three_adamw_steps_with_clipping_equal_plain_torch() -> None:
+    plain, (_, own, loss_of, target) = build_model("gpt2"), MODELS["gpt2"]
+    model = distribute_copy(plain, everywhere)
     for step in range(3):
         for m, given, wanted in ((plain, own, target), (model, *(dt.distribute_tensor(t, MESH, [S0, R]) for t in (own, target)))):
             optimizer = m.__dict__.setdefault("optimizer", torch.optim.AdamW(m.parameters(), lr=1e-2))

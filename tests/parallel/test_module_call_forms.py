@@ -1,4 +1,4 @@
-"""Forms of modules and of training loops under data parallelism: what goes in and comes out, and in which order."""
+"""Call forms of modules under data parallelism: inputs, outputs, and the order of calls."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ def own(given: list[Tensor]) -> Any:
 
 
 def both_backward(model: nn.Module, alone: nn.Module, given: list[Tensor]) -> None:
-    """A pass of each, of the ranks' mean loss."""
+    """Run backward of both models on the mean loss of the ranks."""
     model(own(given)).square().mean().backward()
     torch.stack([alone(x).square().mean() for x in given]).mean().backward()
 
 
-# --- what goes in and comes out ------------------------------------------------------------------------------------------
+# --- inputs and outputs -------------------------------------------------------------------------------------------------
 class Named(NamedTuple):
     out: Tensor
     note: str
@@ -68,14 +68,14 @@ class Named(NamedTuple):
 
 @dataclass
 class Record:
-    """No nesting that torch's walk knows."""
+    """Output class that is not a pytree node."""
 
     out: Tensor
     aux: Tensor
 
 
 class Nested(nn.Module):
-    """Keyword arguments, nested results, one that nobody uses."""
+    """Module with keyword arguments and nested outputs, of which one is not used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class Nested(nn.Module):
 
 
 @parts
-def test_nested_inputs_and_outputs_some_of_which_nobody_uses(make: Make) -> None:
+def test_nested_inputs_and_outputs_with_unused_ones(make: Make) -> None:
     model, alone = models(Nested, make)
     for given in batch(2):
         made = model(own(given), more={"x": [own(given)]}, scale=0.5)
@@ -108,7 +108,7 @@ class Recording(nn.Module):
 
 
 @parts
-def test_results_in_a_class_of_ones_own(make: Make) -> None:
+def test_outputs_in_a_dataclass(make: Make) -> None:
     model, alone = models(Recording, make)
     for given in batch(2):
         made = model(own(given))
@@ -128,7 +128,7 @@ class Chain(nn.Module):
 
 
 @parts
-def test_a_backward_of_one_result_after_the_other(make: Make) -> None:
+def test_backward_of_two_forward_passes_one_after_the_other(make: Make) -> None:
     model, alone = models(Chain, make)
     first, second = batch(2)
     outs = [model(own(given)).square().mean() for given in (first, second)]
@@ -140,7 +140,7 @@ def test_a_backward_of_one_result_after_the_other(make: Make) -> None:
 
 
 @parts
-def test_a_gradient_of_inputs_alone_and_of_some_parameters(make: Make) -> None:
+def test_gradients_of_inputs_through_data_parallel_units(make: Make) -> None:
     model, alone = models(Chain, make)
     (given,) = batch()
     inputs = [x.clone().requires_grad_() for x in given]
@@ -153,11 +153,11 @@ def test_a_gradient_of_inputs_alone_and_of_some_parameters(make: Make) -> None:
 
 # --- the order of calls --------------------------------------------------------------------------------------------------
 @parts
-def test_evaluation_between_steps(make: Make) -> None:
+def test_evaluation_between_training_steps(make: Make) -> None:
     model, alone = models(Chain, make)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, alone)]
     for given in batch(3):
-        with torch.inference_mode():  # first of all: what it gathers into serves the steps after it
+        with torch.inference_mode():  # before training steps, which use the buffers allocated here
             model(own(given))
         with torch.no_grad():
             torch.testing.assert_close(model(own(given)).shards[0], alone(given[0]))
@@ -170,7 +170,7 @@ def test_evaluation_between_steps(make: Make) -> None:
 
 
 @parts
-def test_the_order_of_units_changes_from_step_to_step(make: Make) -> None:
+def test_units_run_in_another_order_in_each_step(make: Make) -> None:
     class Either(Chain):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) if self.training else self.c(x) + self.c(self.b(self.a(x)))
@@ -183,7 +183,7 @@ def test_the_order_of_units_changes_from_step_to_step(make: Make) -> None:
         assert_same(model, alone)
 
 
-def test_an_inner_unit_by_itself_before_and_after_the_outer_one() -> None:
+def test_inner_unit_runs_alone_before_the_outer_one() -> None:
     model, alone = models(Chain, sharded)
     for given in batch(2):
         model.a(own(given)).square().mean().backward()
@@ -194,7 +194,7 @@ def test_an_inner_unit_by_itself_before_and_after_the_outer_one() -> None:
 
 
 @parts
-def test_parameters_initialised_and_loaded_afterwards(make: Make) -> None:
+def test_parameters_initialized_and_loaded_after_wrapping(make: Make) -> None:
     model, alone = models(Chain, make)
     for each in (model, alone):
         each.apply(lambda module: nn.init.constant_(module.weight, 0.25) if isinstance(module, nn.Linear) else None)
@@ -208,7 +208,7 @@ def test_parameters_initialised_and_loaded_afterwards(make: Make) -> None:
 
 
 @parts
-def test_modules_without_parameters_and_parameters_without_elements(make: Make) -> None:
+def test_units_with_empty_parameters(make: Make) -> None:
     class Empty(Chain):
         def __init__(self) -> None:
             super().__init__()
@@ -224,7 +224,7 @@ def test_modules_without_parameters_and_parameters_without_elements(make: Make) 
 
 
 @parts
-def test_parameters_frozen_and_thawed_between_steps(make: Make) -> None:
+def test_requires_grad_changes_between_steps(make: Make) -> None:
     model, alone = models(Chain, make)
     for step, given in enumerate(batch(4)):
         for each in (model, alone):
@@ -235,9 +235,9 @@ def test_parameters_frozen_and_thawed_between_steps(make: Make) -> None:
         assert_same(model, alone)
 
 
-# --- what goes on meanwhile ------------------------------------------------------------------------------------------------
+# --- overlap ------------------------------------------------------------------------------------------------------------
 def _all_reduces_and_backwards(layers: int = 4) -> list[str]:
-    """What a backward over copies of shards does, in order: layers computed, sums over copies started and waited for."""
+    """Return the order of events in a backward with replicas: layers computed, all-reduces started and waited for."""
     mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "part"))
     model = nn.Sequential(*(nn.Linear(4, 4).double() for _ in range(layers)))
     for layer in model:
@@ -263,7 +263,7 @@ def _all_reduces_and_backwards(layers: int = 4) -> list[str]:
         return BoundReduction(told)
 
     x = dt.map_ranks(lambda at: torch.ones(2, 4, dtype=torch.float64, requires_grad=True), mesh=mesh)
-    for k, layer in enumerate(model):  # seen when their gradients are asked for, the last one first
+    for k, layer in enumerate(model):  # backward hooks run for the last layer first
         layer.register_full_backward_hook(lambda *_, k=k: found.append(f"layer {k}"))
     out = model(x)
     with pytest.MonkeyPatch.context() as patch:
@@ -273,25 +273,25 @@ def _all_reduces_and_backwards(layers: int = 4) -> list[str]:
     return found
 
 
-def _meanwhile(found: list[str], number: int) -> list[str]:
+def _layers_during_all_reduce(found: list[str], number: int) -> list[str]:
     return [what for what in found[found.index(f"started {number}") : found.index(f"waited {number}")] if "layer" in what]
 
 
-def test_sums_over_copies_of_shards_go_on_while_the_next_unit_computes() -> None:
+def test_hsdp_all_reduce_overlaps_with_backward_of_the_next_unit() -> None:
     found = _all_reduces_and_backwards()
-    assert all(_meanwhile(found, number) for number in range(2)), found
+    assert all(_layers_during_all_reduce(found, number) for number in range(2)), found
 
 
 @pytest.mark.gloo
-def test_sums_over_copies_of_shards_go_on_while_the_next_unit_computes_on_process_groups() -> None:
+def test_hsdp_all_reduce_overlaps_with_backward_on_process_groups() -> None:
     for found in run_gloo(_all_reduces_and_backwards, 4):
-        assert all(_meanwhile(found, number) for number in range(2)), found
+        assert all(_layers_during_all_reduce(found, number) for number in range(2)), found
 
 
-# --- a batch over the data-parallel dim, or over the whole mesh -----------------------------------------------------------
+# --- a batch on the data-parallel dim or on the full mesh ---------------------------------------------------------------
 @pytest.mark.parametrize("make", [fully_shard, replicate])
 @pytest.mark.parametrize("whole", [False, True], ids=["dp", "dp and tp"])
-def test_a_plain_module_after_a_styled_one_takes_a_batch_on_either_mesh(make: Any, whole: bool) -> None:
+def test_plain_module_after_styled_one_takes_batch_on_either_mesh(make: Any, whole: bool) -> None:
     mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
     alone = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
@@ -304,7 +304,7 @@ def test_a_plain_module_after_a_styled_one_takes_a_batch_on_either_mesh(make: An
     same_gradients(model, alone)
 
 
-def test_local_pieces_of_a_batch_on_the_whole_mesh_do_not_meet_parameters_that_lie_on_it() -> None:
+def test_batch_on_full_mesh_with_local_output_style_raises() -> None:
     mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))
     fully_shard(parallelize_module(model, mesh["tp"], {"0": RowwiseParallel(input_layouts=dt.Replicate())}), mesh=mesh["dp"])

@@ -1,4 +1,4 @@
-"""Buffers under data parallelism: written in training, of several dtypes, read again where activations are recomputed."""
+"""Buffers under data parallelism: written in training, of several dtypes, and read again by activation checkpointing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from dtensor.parallel import fully_shard, replicate
 
 
 class Layer(nn.Module):
-    """A frozen factor that backward saves, a count that every pass writes, running statistics."""
+    """Layer with a factor that backward saves, a counter that each pass writes, and running statistics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,12 +38,12 @@ class Layer(nn.Module):
         return self.norm(self.linear(x) * self.scale + self.quantized * x).relu()
 
 
-_wrapped = functools.partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
+_checkpointed = functools.partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
 
 
-def _recomputing(model: nn.Sequential) -> None:
+def _checkpoint_layers(model: nn.Sequential) -> None:
     for k in range(2):
-        model[k] = _wrapped(model[k])
+        model[k] = _checkpointed(model[k])
 
 
 def _check(how: str, recomputed: str) -> None:
@@ -52,7 +52,7 @@ def _check(how: str, recomputed: str) -> None:
     model = nn.Sequential(Layer(), Layer(), nn.Linear(6, 3).double())
     ranks = [copy.deepcopy(model) for _ in range(2)]
     if recomputed == "inside":
-        _recomputing(model)
+        _checkpoint_layers(model)
     if how == "fully_shard":
         for layer in model:
             fully_shard(layer, mesh=mesh)
@@ -60,7 +60,7 @@ def _check(how: str, recomputed: str) -> None:
     else:
         replicate(model, mesh)
     for alone in (*ranks, model) if recomputed == "outside" else ranks if recomputed else []:
-        _recomputing(alone)
+        _checkpoint_layers(alone)
     batch = torch.randn(8, 6, dtype=torch.float64)
     own = dt.distribute_tensor(batch, mesh, [Shard(0)]).to_local()
     for _ in range(2):
@@ -79,13 +79,13 @@ CASES = [(how, recomputed) for how in ("fully_shard", "replicate") for recompute
 
 
 @pytest.mark.parametrize(("how", "recomputed"), CASES)
-def test_steps_are_those_of_each_rank_alone(how: str, recomputed: str) -> None:
+def test_buffers_of_units_equal_those_of_the_first_rank(how: str, recomputed: str) -> None:
     _check(how, recomputed)
 
 
 @pytest.mark.parametrize("make", [fully_shard, replicate])
-def test_parameters_made_of_several_tensors_are_refused(make: Any) -> None:
-    """They would be gathered as their outside alone, without an error."""
+def test_wrapper_subclass_parameters_raise(make: Any) -> None:
+    """Check that wrapper subclasses raise, because gathering would lose their inner tensors."""
     mesh, layer = dt.init_device_mesh("cpu", (2,)), nn.Linear(4, 3)
     layer.weight = nn.Parameter(TwoTensor(layer.weight.detach(), layer.weight.detach() * 2))
     ignoring = copy.deepcopy(layer)
@@ -95,18 +95,18 @@ def test_parameters_made_of_several_tensors_are_refused(make: Any) -> None:
     make(ignoring, mesh=mesh, ignored_params={ignoring.weight})
 
 
-def _all() -> None:
+def _check_all() -> None:
     for case in CASES:
         _check(*case)
 
 
 @pytest.mark.gloo
-def test_on_process_groups() -> None:
-    run_gloo(_all, 2)
+def test_buffers_of_units_on_process_groups() -> None:
+    run_gloo(_check_all, 2)
 
 
-class Reader(nn.Module):
-    """Reads what another module holds; two layers hold one module, whose statistics both of them write."""
+class ReadsOtherBuffers(nn.Module):
+    """Model that reads another module's buffer, with a norm that two layers share and both update."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,9 +119,9 @@ class Reader(nn.Module):
 
 
 @pytest.mark.parametrize("root", [True, False])
-def test_buffers_that_several_units_hold_or_read(root: bool) -> None:
+def test_buffers_shared_or_read_by_several_units(root: bool) -> None:
     torch.manual_seed(0)
-    mesh, alone = dt.init_device_mesh("cpu", (2,)), Reader()
+    mesh, alone = dt.init_device_mesh("cpu", (2,)), ReadsOtherBuffers()
     model = copy.deepcopy(alone)
     layers = [model.first, model.second, model.third]
     for layer in layers:
@@ -144,15 +144,15 @@ def test_buffers_that_several_units_hold_or_read(root: bool) -> None:
             torch.testing.assert_close(whole(ours.grad), theirs.grad)
 
 
-def _read_by_the_first() -> None:
+def _check_broadcast() -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
     model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3))
     fully_shard(model, mesh=mesh)
     running = model[0].running_mean
     assert isinstance(running, dt.DTensor)
     running.to_local().fill_(float(dist.get_rank()) + 2)
-    dist.broadcast(running, src=1)  # as programs do that load on one rank
-    if dist.get_rank() == 1:  # has no values of its own to load, and allocates
+    dist.broadcast(running, src=1)  # as in programs that load on one rank
+    if dist.get_rank() == 1:  # this rank has no values to load, and allocates memory
         model.to_empty(device="cpu")
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
     set_model_state_dict(model, {"1.bias": torch.ones(3)} if dist.get_rank() == 0 else {}, options=options)
@@ -169,5 +169,5 @@ def _read_by_the_first() -> None:
 
 
 @pytest.mark.gloo
-def test_what_all_ranks_have_is_broadcast() -> None:
-    run_gloo(_read_by_the_first, 2)
+def test_broadcast_of_replicated_buffers_on_process_groups() -> None:
+    run_gloo(_check_broadcast, 2)

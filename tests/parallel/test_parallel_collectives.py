@@ -1,4 +1,4 @@
-"""Plans of styles issue the collectives of Megatron's programs (arXiv:1909.08053, arXiv:2205.05198) and no more."""
+"""Collectives of tensor-parallel plans: those of Megatron-LM (arXiv:1909.08053, arXiv:2205.05198) and no more."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class Attention(nn.Module):
         return self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
 
 
-class Several(nn.Module):
-    """Blocks that are called one after the other."""
+class BlockStack(nn.Module):
+    """Blocks that run one after the other."""
 
     def __init__(self, *blocks: nn.Module, save: bool = False) -> None:
         super().__init__()
@@ -78,8 +78,8 @@ def plan(prefix: str, columns: str, rows: str, local: bool, given: Any = None, l
 CUTS = {"mlp": (Gated, "[gu]*", "down"), "attention": (Attention, "[qkv]", "o")}
 
 
-def counted(model: nn.Module, x: Any) -> tuple[Counter[str], Counter[str], int, torch.Tensor]:
-    """Collectives forward and backward, bytes of all of them, and the gradient of the input."""
+def run_and_count(model: nn.Module, x: Any) -> tuple[Counter[str], Counter[str], int, torch.Tensor]:
+    """Return the collectives of forward and backward, their bytes, and the input's gradient."""
     with CommDebugMode() as comm:
         out = model(x)
         forward = Counter(event.kind for event in comm.events)
@@ -90,7 +90,7 @@ def counted(model: nn.Module, x: Any) -> tuple[Counter[str], Counter[str], int, 
 
 @pytest.mark.parametrize("local", [True, False], ids=["pieces between modules", "distributed between modules"])
 @pytest.mark.parametrize("name", CUTS)
-def test_columns_then_rows_are_one_all_reduce_each_way(name: str, local: bool) -> None:
+def test_colwise_then_rowwise_issues_one_all_reduce_per_pass(name: str, local: bool) -> None:
     kind, columns, rows = CUTS[name]
     torch.manual_seed(0)
     model = kind().double()
@@ -99,33 +99,33 @@ def test_columns_then_rows_are_one_all_reduce_each_way(name: str, local: bool) -
     model(alone).square().sum().backward()
     mesh = dt.init_device_mesh("cpu", (RANKS,))
     parallelize_module(model, mesh, plan("", columns, rows, local))
-    forward, backward, nbytes, grad = counted(model, x.clone().requires_grad_())
+    forward, backward, nbytes, grad = run_and_count(model, x.clone().requires_grad_())
     assert (forward, backward) == ({"all_reduce": 1}, {"all_reduce": 1})
     assert nbytes == 2 * (2 * (RANKS - 1) * x.nbytes // RANKS)
     torch.testing.assert_close(grad, alone.grad)
 
 
 @pytest.mark.parametrize("name", CUTS)
-def test_a_sequence_that_is_cut_is_gathered_once_for_all_columns(name: str) -> None:
-    """Without PrepareModuleInput too: each of the columns says that its input is cut."""
+def test_sharded_sequence_is_gathered_once_for_all_colwise_layers(name: str) -> None:
+    """Check a sharded sequence without ``PrepareModuleInput``: each column-wise layer declares its sharded input."""
     kind, columns, rows = CUTS[name]
     mesh = dt.init_device_mesh("cpu", (RANKS,))
     model = parallelize_module(kind(), mesh, plan("", columns, rows, True, Shard(1), Shard(1)))
     x = dt.distribute_tensor(torch.randn(BATCH, LENGTH, WIDTH), mesh, [Shard(1)]).requires_grad_()
     once = {"all_gather": 1, "reduce_scatter": 1}
-    forward, backward, nbytes, _ = counted(model, x)
+    forward, backward, nbytes, _ = run_and_count(model, x)
     assert (forward, backward) == (once, once)
     assert nbytes == 4 * ((RANKS - 1) * BATCH * LENGTH * WIDTH * 4 // RANKS)
 
 
 @pytest.mark.parametrize("save", [False, True], ids=["kept", "computed again"])
-def test_blocks_one_after_the_other(save: bool) -> None:
-    """What is computed again in backward reduces nothing again: it ends before what comes out."""
+def test_stacked_blocks_with_and_without_activation_checkpointing(save: bool) -> None:
+    """Check that activation checkpointing recomputes no reduction, because it stops before the output."""
     mesh = dt.init_device_mesh("cpu", (RANKS,))
-    model = Several(Attention(), Gated(), Attention(), Gated(), save=save)
+    model = BlockStack(Attention(), Gated(), Attention(), Gated(), save=save)
     cut = plan("blocks.*.", "[qkv]", "o", True) | plan("blocks.*.", "[gu]*", "down", True)
     parallelize_module(model, mesh, cut)
-    forward, backward, _, _ = counted(model, torch.randn(BATCH, LENGTH, WIDTH).requires_grad_())
+    forward, backward, _, _ = run_and_count(model, torch.randn(BATCH, LENGTH, WIDTH).requires_grad_())
     assert forward == {"all_reduce": 4}
     assert backward == {"all_reduce": 4}
 
@@ -157,11 +157,10 @@ def model_plan(sequence: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "tensor and sequence"])
-def test_a_model_of_two_layers(sequence: bool) -> None:
-    """Two reductions of the stream a layer and direction, one of the embedding, one of the gradient of the head's input.
-
-    With the sequence cut, each is a scattering and a gathering. Beside them three numbers a token for the loss, which is of cut
-    logits, and the gradients of the norms' weights.
+def test_collectives_of_a_two_layer_gpt(sequence: bool) -> None:
+    """Check two reductions of the residual stream per layer and direction, one for the embedding and one for the gradient of the
+    head's input. With sequence parallelism each is a reduce-scatter and an all-gather. The rest are three numbers per token for
+    the loss of sharded logits, and the gradients of the norm weights.
     """
     torch.manual_seed(0)
     mesh = dt.init_device_mesh("cpu", (RANKS,))
@@ -179,9 +178,9 @@ def test_a_model_of_two_layers(sequence: bool) -> None:
     assert sum(event.bytes for event in comm.events) <= 1.05 * (by_hand + norms)
 
 
-# --- what modules are given is shared among them, and no longer than it is what it was -----------------------------------
+# --- the gathered input is shared between modules until it is written ---------------------------------------------------
 class Pair(nn.Module):
-    """Two columns of one input, to which something may happen between them."""
+    """Two column-wise layers of one input, with an optional function between them."""
 
     def __init__(self, between: Any = None) -> None:
         super().__init__()
@@ -198,14 +197,14 @@ class Pair(nn.Module):
 
 
 @pytest.mark.parametrize("cut", [Replicate(), Shard(1)], ids=["pieces", "gathered"])
-def test_a_write_between_two_columns_is_seen_by_the_second_and_by_its_gradient(cut: Any) -> None:
+def test_input_write_between_two_colwise_layers_is_seen_by_the_second(cut: Any) -> None:
     def between(x: torch.Tensor) -> None:
         x.mul_(3)
 
     given = torch.randn(BATCH, LENGTH, WIDTH, dtype=torch.float64)
     alone = given.clone().requires_grad_()
     model = Pair(between)
-    # `first` saved what is written to: only its input's gradient is asked for, which does not need that
+    # `first` saved the tensor that is written; the gradient of its input does not need it
     model.first.requires_grad_(False)
     expected = model(alone)
     expected.sum().backward()
@@ -218,7 +217,7 @@ def test_a_write_between_two_columns_is_seen_by_the_second_and_by_its_gradient(c
     torch.testing.assert_close(x.grad.full_tensor() if isinstance(x.grad, dt.DTensor) else x.grad, alone.grad)
 
 
-def test_nothing_is_held_after_a_call_that_returned_or_raised() -> None:
+def test_shared_input_is_freed_after_return_or_error() -> None:
     seen: list[Any] = []
 
     def between(x: torch.Tensor) -> None:
@@ -238,7 +237,7 @@ def test_nothing_is_held_after_a_call_that_returned_or_raised() -> None:
         torch.testing.assert_close(torch.cat(model(x).shards, 1), Pair()(x))
 
 
-def test_two_threads_share_nothing() -> None:
+def test_threads_do_not_share_gathered_inputs() -> None:
     model = parallelize_module(Pair(lambda x: time.sleep(0.02)), dt.init_device_mesh("cpu", (2,)), {"*": ColwiseParallel()})
     given = [torch.full((2, WIDTH), float(k + 1), dtype=torch.float64, requires_grad=True) for k in range(3)]
     with ThreadPoolExecutor(3) as pool:

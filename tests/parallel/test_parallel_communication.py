@@ -1,4 +1,4 @@
-"""How fully sharded modules communicate, and what may be set of it: in one process and on process groups."""
+"""Communication of fully sharded modules, and its settings: in one process and on process groups."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 2)).double()
 
 
-def wrapped(mesh: dt.DeviceMesh, **options: Any) -> Any:
+def make_sharded(mesh: dt.DeviceMesh, **options: Any) -> Any:
     model = net()
     for layer in (model[0], model[2], model[4]):
         fully_shard(layer, mesh=mesh, **options)
@@ -50,7 +50,7 @@ def wrapped(mesh: dt.DeviceMesh, **options: Any) -> Any:
 
 
 def rows(mesh: dt.DeviceMesh) -> Tensor:
-    """Of each rank."""
+    """Return the rows of each rank."""
     return own(X.chunk(mesh.size()), mesh)
 
 
@@ -58,7 +58,7 @@ def gradients(model: nn.Module) -> list[Tensor]:
     return [whole(p.grad) for p in model.parameters()]
 
 
-def alone(parts: int) -> list[Tensor]:
+def plain_gradients(parts: int) -> list[Tensor]:
     model = net()
     (sum((model(x) ** 2).sum() for x in X.chunk(parts)) / parts).backward()
     return gradients(model)
@@ -78,16 +78,16 @@ def sums(grads: list[Tensor]) -> list[float]:
     return [x.sum().item() for x in grads]
 
 
-# --- a number of neighbours that keep parts between forward and backward -----------------------------------------------
-def _neighbours(shape: tuple[int, ...], names: tuple[str, ...], dims: tuple[str, ...], size: int) -> list[float]:
+# --- reshard_after_forward=n: groups of ranks that keep one copy -------------------------------------------------------
+def _train_with_reshard_group(shape: tuple[int, ...], names: tuple[str, ...], dims: tuple[str, ...], size: int) -> list[float]:
     mesh = dt.init_device_mesh("cpu", shape, mesh_dim_names=names)[dims]
-    model, plain = wrapped(mesh, reshard_after_forward=size), wrapped(mesh, reshard_after_forward=True)
+    model, plain = make_sharded(mesh, reshard_after_forward=size), make_sharded(mesh, reshard_after_forward=True)
     for _ in range(2):
         model.zero_grad()
         plain.zero_grad()
         for ours, theirs in zip(step(model, mesh), step(plain, mesh), strict=True):
             assert torch.equal(ours, theirs)
-    assert_same(gradients(model), alone(mesh.size()))
+    assert_same(gradients(model), plain_gradients(mesh.size()))
     return sums(gradients(model))
 
 
@@ -95,20 +95,20 @@ SHAPES = [((4,), ("dp",), ("dp",), 2), ((2, 4), ("out", "in"), ("out", "in"), 2)
 
 
 @pytest.mark.parametrize(("shape", "names", "dims", "size"), [*SHAPES, ((6,), ("dp",), ("dp",), 3)])
-def test_neighbours_gather_what_they_kept(shape: Any, names: Any, dims: Any, size: int) -> None:
-    _neighbours(shape, names, dims, size)
+def test_reshard_after_forward_to_a_smaller_group_equals_full_reshard(shape: Any, names: Any, dims: Any, size: int) -> None:
+    _train_with_reshard_group(shape, names, dims, size)
 
 
 @pytest.mark.gloo
-def test_neighbours_on_process_groups() -> None:
+def test_reshard_after_forward_to_a_smaller_group_on_process_groups() -> None:
     case = ((4,), ("dp",), ("dp",), 2)
-    for there in run_gloo(_neighbours, 4, *case):
-        assert there == pytest.approx(_neighbours(*case), rel=1e-12)
+    for there in run_gloo(_train_with_reshard_group, 4, *case):
+        assert there == pytest.approx(_train_with_reshard_group(*case), rel=1e-12)
 
 
-def test_a_part_is_kept_and_few_bytes_are_gathered() -> None:
+def test_reshard_group_keeps_a_part_and_gathers_fewer_bytes() -> None:
     mesh = dp(4)
-    model = wrapped(mesh, reshard_after_forward=2)
+    model = make_sharded(mesh, reshard_after_forward=2)
     loss = (model(rows(mesh)) ** 2).sum()
     group = unit_of(model[2]).groups[0]
     assert group.unsharded.buffer.shards[0].untyped_storage().nbytes() == 0
@@ -120,7 +120,7 @@ def test_a_part_is_kept_and_few_bytes_are_gathered() -> None:
     assert group.unsharded.resharded_part is None
     with torch.no_grad():
         before = model(rows(mesh))
-        model[0].weight.mul_(2)  # what was kept is of no use then
+        model[0].weight.mul_(2)  # invalidates the kept shards
         assert not torch.equal(model(rows(mesh)).shards[0], before.shards[0])
     model.set_reshard_after_forward(True)
     model.zero_grad()
@@ -128,7 +128,7 @@ def test_a_part_is_kept_and_few_bytes_are_gathered() -> None:
     assert group.unsharded.resharded_part is None
 
 
-def test_numbers_that_mean_all_or_nothing_and_such_as_do_not_fit() -> None:
+def test_reshard_after_forward_numbers_for_all_none_and_invalid() -> None:
     mesh = dp(4)
     assert unit_of(fully_shard(nn.Linear(2, 2), mesh=mesh, reshard_after_forward=1)).keep_after_forward is True
     whole = unit_of(fully_shard(nn.Linear(2, 2), mesh=mesh, reshard_after_forward=4))
@@ -150,7 +150,7 @@ class Tokens(nn.Module):
         return self.out(self.table(x).tanh())
 
 
-def test_an_embedding_is_not_gathered_in_backward() -> None:
+def test_set_unshard_in_backward_false_skips_the_all_gather() -> None:
     mesh, counts, results = dp(), [], []
     for gathers in (True, False):
         torch.manual_seed(0)
@@ -167,9 +167,9 @@ def test_an_embedding_is_not_gathered_in_backward() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_a_backward_that_needs_what_is_not_gathered_says_so() -> None:
+def test_backward_that_needs_a_unit_without_unshard_raises() -> None:
     mesh = dp()
-    model = wrapped(mesh, reshard_after_forward=True)
+    model = make_sharded(mesh, reshard_after_forward=True)
     model[2].set_unshard_in_backward(False)
     loss = (model(rows(mesh)) ** 2).sum()
     with pytest.raises(DTensorError, match=r"a view of one, of shape \(5, 7\)|a view of one, of shape \(7, 5\)"):
@@ -177,13 +177,13 @@ def test_a_backward_that_needs_what_is_not_gathered_says_so() -> None:
     model[2].set_unshard_in_backward(True)
     model.reset_iter_state()
     model.zero_grad()
-    assert_same(step(model, mesh), alone(2))
+    assert_same(step(model, mesh), plain_gradients(2))
 
 
 # --- hooks, sums, divisors ---------------------------------------------------------------------------------------------
-def _hooked(shape: tuple[int, ...], sums_only: bool) -> list[float]:
+def _train_with_hook(shape: tuple[int, ...], sums_only: bool) -> list[float]:
     mesh = dt.init_device_mesh("cpu", shape, mesh_dim_names=("out", "in")[-len(shape) :])
-    model, seen = wrapped(mesh), []
+    model, seen = make_sharded(mesh), []
 
     def hook(flat: Tensor) -> None:
         seen.append(sum(x.sum().item() for x in (flat.shards if isinstance(flat, dt.PerRank) else [flat])))
@@ -193,7 +193,7 @@ def _hooked(shape: tuple[int, ...], sums_only: bool) -> list[float]:
         layer.set_all_reduce_hook(hook)
         layer.set_force_sum_reduction_for_comms(sums_only)
     grads, ranks = step(model, mesh), mesh.size()
-    expected = alone(ranks)
+    expected = plain_gradients(ranks)
     assert_same(grads, [2 * x for x in expected])
     if not dist.is_initialized() and len(shape) == 1:
         first = sum(x.sum().item() for x in expected[4:])
@@ -204,21 +204,21 @@ def _hooked(shape: tuple[int, ...], sums_only: bool) -> list[float]:
 
 @pytest.mark.parametrize("sums_only", [False, True])
 @pytest.mark.parametrize("shape", [(2,), (3,), (2, 2)])
-def test_a_hook_sees_and_changes_reduced_gradients(shape: tuple[int, ...], sums_only: bool) -> None:
-    _hooked(shape, sums_only)
+def test_all_reduce_hook_sees_and_changes_reduced_gradients(shape: tuple[int, ...], sums_only: bool) -> None:
+    _train_with_hook(shape, sums_only)
 
 
 @pytest.mark.gloo
-def test_a_hook_on_process_groups() -> None:
+def test_all_reduce_hook_on_process_groups() -> None:
     for shape in ((3,), (2, 2)):
-        here = _hooked(shape, True)
-        for there in run_gloo(_hooked, torch.Size(shape).numel(), shape, True):
+        here = _train_with_hook(shape, True)
+        for there in run_gloo(_train_with_hook, torch.Size(shape).numel(), shape, True):
             assert there == pytest.approx(here, rel=1e-12)
 
 
-def test_sums_only_means_that_nothing_else_is_asked_of_collectives() -> None:
+def test_force_sum_reduction_issues_only_sums() -> None:
     mesh = dp(3)
-    plain, summing = wrapped(mesh), wrapped(mesh)
+    plain, summing = make_sharded(mesh), make_sharded(mesh)
     for layer in summing[::2]:
         layer.set_force_sum_reduction_for_comms(True)
     comm = unit_of(plain[0]).groups[0].comm
@@ -231,22 +231,22 @@ def test_sums_only_means_that_nothing_else_is_asked_of_collectives() -> None:
 
     comm.bind_scatter = bound
     try:
-        assert_same(step(summing, mesh), alone(3))
-        assert_same(step(plain, mesh), alone(3))
+        assert_same(step(summing, mesh), plain_gradients(3))
+        assert_same(step(plain, mesh), plain_gradients(3))
     finally:
         del comm.bind_scatter
     assert asked == ["sum"] * 3 + ["avg"] * 3
     with pytest.warns(FutureWarning, match="use set_gradient_divide_factor"):
         summing[0].set_reduce_scatter_divide_factor(1.0)
     summing.zero_grad()
-    expected = alone(3)
+    expected = plain_gradients(3)
     assert_same(step(summing, mesh)[:2], [3 * x for x in expected[:2]])
 
 
 @pytest.mark.parametrize("way", ["fully_shard", "replicate", "zero"])
-def test_a_later_step_finds_no_regions_and_binds_no_collective(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_later_steps_bind_no_collectives(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mesh = dp(3)
-    model: Any = wrapped(mesh) if way == "fully_shard" else replicate(net(), mesh)
+    model: Any = make_sharded(mesh) if way == "fully_shard" else replicate(net(), mesh)
     optimizer: Any = (
         ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
         if way == "zero"
@@ -259,15 +259,15 @@ def test_a_later_step_finds_no_regions_and_binds_no_collective(way: str, monkeyp
         optimizer.zero_grad()
 
     made: list[str] = []
-    train()  # then nothing is new
+    train()  # after this step all plans are cached
     for at, name in ((InProcess, "_transfer"), (InProcess, "_reduce_scatter"), (InProcess, "_all_reduce"), (FlatRows, "of")):
         monkeypatch.setattr(at, name, lambda *args, name=name: made.append(name))
     train()
     assert not made
 
 
-# --- primitives of the user's own ----------------------------------------------------------------------------------------
-class Memory:
+# --- custom all-gather and reduce-scatter -------------------------------------------------------------------------------
+class RecordsAllocations:
     def __init__(self) -> None:
         self.sizes: list[int] = []
         self.calls = 0
@@ -277,7 +277,7 @@ class Memory:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class Gathering(Memory, AllGather):
+class CustomAllGather(RecordsAllocations, AllGather):
     def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> dist.Work | None:
         self.calls, self.dtype = self.calls + 1, input_tensor.dtype
         if group is not None:
@@ -288,7 +288,7 @@ class Gathering(Memory, AllGather):
         return None
 
 
-class Scattering(Memory, ReduceScatter):
+class CustomReduceScatter(RecordsAllocations, ReduceScatter):
     def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False) -> dist.Work | None:
         self.calls += 1
         if group is not None:
@@ -302,18 +302,18 @@ class Scattering(Memory, ReduceScatter):
         return None
 
 
-def _by_others(size: int, sums_only: bool) -> list[float]:
+def _train_with_custom_collectives(size: int, sums_only: bool) -> list[float]:
     mesh = dp(size)
-    model, gathering, scattering = wrapped(mesh, reshard_after_forward=True), Gathering(), Scattering()
+    model, gathering, scattering = make_sharded(mesh, reshard_after_forward=True), CustomAllGather(), CustomReduceScatter()
     model[2].set_custom_all_gather(gathering)
     model[2].set_custom_reduce_scatter(scattering)
     model[2].set_force_sum_reduction_for_comms(sums_only)
     with CommDebugMode() as comm:
         grads = step(model, mesh)
     counts = dict(comm.get_comm_counts())
-    assert counts["reduce_scatter"] == 3  # as without primitives of the user's
+    assert counts["reduce_scatter"] == 3  # as without custom collectives
     assert not comm.get_direct_counts()
-    assert_same(grads, alone(size))
+    assert_same(grads, plain_gradients(size))
     assert (gathering.calls, gathering.dtype, scattering.calls) == (2, torch.float64, 1)
     assert max(gathering.sizes) == size * min(gathering.sizes)
     with pytest.raises(DTensorError, match="allocates its own memory"):
@@ -324,20 +324,20 @@ def _by_others(size: int, sums_only: bool) -> list[float]:
 @pytest.mark.own_collectives
 @pytest.mark.parametrize("sums_only", [False, True])
 @pytest.mark.parametrize("size", [2, 3])
-def test_gathers_and_reductions_of_the_users_own(size: int, sums_only: bool) -> None:
-    _by_others(size, sums_only)
+def test_custom_all_gather_and_reduce_scatter(size: int, sums_only: bool) -> None:
+    _train_with_custom_collectives(size, sums_only)
 
 
 @pytest.mark.own_collectives
 @pytest.mark.gloo
-def test_gathers_and_reductions_of_the_users_own_on_process_groups() -> None:
-    for there in run_gloo(_by_others, 3, 3, True):
-        assert there == pytest.approx(_by_others(3, True), rel=1e-12)
+def test_custom_all_gather_and_reduce_scatter_on_process_groups() -> None:
+    for there in run_gloo(_train_with_custom_collectives, 3, 3, True):
+        assert there == pytest.approx(_train_with_custom_collectives(3, True), rel=1e-12)
 
 
 @pytest.mark.own_collectives
-def test_parameters_of_several_dtypes_are_gathered_as_bytes() -> None:
-    mesh, gathering = dp(), Gathering()
+def test_custom_all_gather_of_mixed_dtypes_gets_bytes() -> None:
+    mesh, gathering = dp(), CustomAllGather()
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).double())
     fully_shard(model, mesh=mesh).set_custom_all_gather(gathering)
     with torch.no_grad():
@@ -345,17 +345,17 @@ def test_parameters_of_several_dtypes_are_gathered_as_bytes() -> None:
     assert gathering.dtype is torch.uint8
     half = fully_shard(nn.Linear(3, 3), mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     half.set_custom_all_gather(gathering)
-    half(own_floats(mesh))
+    half(local_ones(mesh))
     assert gathering.dtype is torch.bfloat16
 
 
-def own_floats(mesh: dt.DeviceMesh) -> Tensor:
+def local_ones(mesh: dt.DeviceMesh) -> Tensor:
     return dt.map_ranks(lambda at: torch.ones(2, 3), mesh=mesh)
 
 
-def _options(size: int) -> list[float]:
+def _train_with_settings(size: int) -> list[float]:
     mesh = dp(size)
-    model = wrapped(mesh)
+    model = make_sharded(mesh)
     with pytest.warns(UserWarning, match="does not provide memory"):
         model[0].set_allocate_memory_from_process_group_for_comm(True)
     model[0].set_allocate_memory_from_process_group_for_comm(False)
@@ -364,7 +364,7 @@ def _options(size: int) -> list[float]:
     model.set_post_optim_event(torch.Event("cpu"))
     share_comm_ctx([model, model[0]])
     grads = step(model, mesh)
-    assert_same(grads, alone(size))
+    assert_same(grads, plain_gradients(size))
     assert unit_of(model).post_optim_event is None
     reductions = {id(g.settings.reduce_scatter_comm) for m in model[::2] for g in unit_of(m).groups}
     assert len(reductions) == 1
@@ -372,9 +372,9 @@ def _options(size: int) -> list[float]:
     return sums(grads)
 
 
-def test_what_has_no_meaning_here_changes_no_value() -> None:
-    _options(3)
-    model = wrapped(dp())
+def test_communication_settings_without_effect_keep_values() -> None:
+    _train_with_settings(3)
+    model = make_sharded(dp())
     with pytest.raises(UnsupportedOperationError, match="symmetric memory"):
         model.set_symm_mem_for_comm()
     with pytest.raises(ValueError, match="is not a unit"):
@@ -388,16 +388,16 @@ def test_what_has_no_meaning_here_changes_no_value() -> None:
 
 
 @pytest.mark.gloo
-def test_what_has_no_meaning_on_gloo_changes_no_value() -> None:
-    for there in run_gloo(_options, 3, 3):
-        assert there == pytest.approx(_options(3), rel=1e-12)
+def test_communication_settings_without_effect_on_process_groups() -> None:
+    for there in run_gloo(_train_with_settings, 3, 3):
+        assert there == pytest.approx(_train_with_settings(3), rel=1e-12)
 
 
-# --- around the steps ------------------------------------------------------------------------------------------------------
+# --- errors, copies and unused parameters -------------------------------------------------------------------------------
 @pytest.mark.parametrize("place", ["forward", "backward"])
-def test_a_pass_that_raised_is_forgotten(place: str) -> None:
+def test_reset_iter_state_after_failed_pass(place: str) -> None:
     mesh = dp()
-    model = wrapped(mesh, reshard_after_forward=True)
+    model = make_sharded(mesh, reshard_after_forward=True)
     model.set_requires_gradient_sync(False)
     step_held = (model(rows(mesh)) ** 2).sum()
     step_held.backward()
@@ -419,10 +419,10 @@ def test_a_pass_that_raised_is_forgotten(place: str) -> None:
         model[0].reset_iter_state()
     model.reset_iter_state()
     model.zero_grad()
-    assert_same(step(model, mesh), alone(2))
+    assert_same(step(model, mesh), plain_gradients(2))
 
 
-def test_a_first_forward_names_the_parameters_without_values() -> None:
+def test_forward_with_meta_parameters_raises_with_their_names() -> None:
     mesh = dp()
     with torch.device("meta"):
         model = net()
@@ -437,31 +437,31 @@ def test_a_first_forward_names_the_parameters_without_values() -> None:
     model(rows(mesh))
 
 
-def test_a_container_is_refused_as_torch_does() -> None:
+def test_fully_shard_of_module_containers_raises() -> None:
     for container in (nn.ModuleList([nn.Linear(2, 2)]), nn.ModuleDict({"a": nn.Linear(2, 2)})):
         with pytest.raises(ValueError, match="without a forward of its own"):
             fully_shard(container, mesh=dp())
 
 
-def test_a_part_of_a_sharded_sequence_is_no_unit_of_its_own() -> None:
+def test_slice_of_fully_sharded_sequential_is_a_plain_sequential() -> None:
     mesh = dp()
-    model = wrapped(mesh)
+    model = make_sharded(mesh)
     part = model[:2]
     assert type(part) is nn.Sequential
     assert isinstance(part[0], FSDPModule)
     assert part(rows(mesh)).shape == (12, 5)
 
 
-def test_settings_are_copied_with_the_module() -> None:
+def test_deepcopy_keeps_the_gradient_divide_factor() -> None:
     mesh = dp()
-    model = wrapped(mesh)
+    model = make_sharded(mesh)
     for layer in model[::2]:
         layer.set_gradient_divide_factor(1.0)
-    assert_same(step(copy.deepcopy(model), mesh), [2 * x for x in alone(2)])
+    assert_same(step(copy.deepcopy(model), mesh), [2 * x for x in plain_gradients(2)])
 
 
 class Branches(nn.Module):
-    """Gradients reach only those of the layers that ``used`` has."""
+    """Layers of which only those in ``used`` get gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -475,7 +475,7 @@ class Branches(nn.Module):
         return x
 
 
-def _unlike_ranks(steps: int) -> list[float]:
+def _train_with_different_units(steps: int) -> list[float]:
     mesh, all_used = dp(3), [(0, 1, 3), (3,), (0, 3)]
     model, plain = Branches(), Branches()
     for layer in model.layers:
@@ -491,28 +491,28 @@ def _unlike_ranks(steps: int) -> list[float]:
 
 
 @pytest.mark.gloo
-def test_ranks_may_reach_different_units() -> None:
-    run_gloo(_unlike_ranks, 3, 2, timeout_s=60.0)
+def test_ranks_with_different_used_units_on_process_groups() -> None:
+    run_gloo(_train_with_different_units, 3, 2, timeout_s=60.0)
 
 
-def test_reductions_that_wait_for_the_end_are_the_same() -> None:
+def test_deferred_reduce_scatter_gives_equal_gradients() -> None:
     mesh = dp()
-    model = wrapped(mesh, reshard_after_forward=True)
+    model = make_sharded(mesh, reshard_after_forward=True)
     model.set_reduce_scatter_unused_params(True)
     for _ in range(2):
         with CommDebugMode() as comm:
             grads = step(model, mesh)
         assert comm.get_comm_counts()["reduce_scatter"] == 3
-        assert_same(grads, alone(2))
+        assert_same(grads, plain_gradients(2))
         model.zero_grad()
     model.set_requires_gradient_sync(False)
     (model(rows(mesh)) ** 2).sum().backward()
     model.set_requires_gradient_sync(True)
-    assert_same(step(model, mesh), [2 * x for x in alone(2)])
+    assert_same(step(model, mesh), [2 * x for x in plain_gradients(2)])
 
 
-class Halves(nn.Module):
-    """Two halves, of which the second is given a leaf of its own: backward runs through them in two passes."""
+class TwoHalves(nn.Module):
+    """Model of two halves, where the second can start from a detached leaf, so that backward runs in two passes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -524,7 +524,7 @@ class Halves(nn.Module):
         return self.second(given), given, middle
 
 
-def _halves(model: nn.Module, x: Tensor, way: str) -> None:
+def _backward_of_halves(model: nn.Module, x: Tensor, way: str) -> None:
     loss, given, middle = model(x, way == "at a leaf")
     if way == "at a leaf":
         (loss**2).sum().backward()
@@ -538,25 +538,25 @@ def _halves(model: nn.Module, x: Tensor, way: str) -> None:
 
 @pytest.mark.parametrize("way", ["at a leaf", "two losses", "whole"])
 @pytest.mark.parametrize("kind", ["plain", "defers", "accumulates", "replicates"])
-def test_backward_in_two_passes_gives_what_plain_torch_does(kind: str, way: str) -> None:
-    _same_halves(kind, way)
+def test_backward_in_two_passes_equals_plain_torch(kind: str, way: str) -> None:
+    _compare_halves(kind, way)
 
 
 @pytest.mark.gloo
 def test_backward_in_two_passes_on_process_groups() -> None:
-    run_gloo(_all_halves, 2)
+    run_gloo(_compare_all_halves, 2)
 
 
-def _all_halves() -> None:
+def _compare_all_halves() -> None:
     for kind in ("plain", "defers", "accumulates", "replicates"):
         for way in ("at a leaf", "two losses"):
-            _same_halves(kind, way)
+            _compare_halves(kind, way)
 
 
-def _same_halves(kind: str, way: str) -> None:
+def _compare_halves(kind: str, way: str) -> None:
     mesh = dp()
     torch.manual_seed(3)
-    model, rounds = Halves(), 2
+    model, rounds = TwoHalves(), 2
     plain = copy.deepcopy(model)
     if kind == "replicates":
         replicate(model, mesh, bucket_cap_mb=1e-4)
@@ -569,17 +569,17 @@ def _same_halves(kind: str, way: str) -> None:
     for turn in range(rounds):
         if kind in ("accumulates", "replicates"):
             model.set_requires_gradient_sync(turn == rounds - 1)
-        _halves(model, rows(mesh), way)
+        _backward_of_halves(model, rows(mesh), way)
         for x in X.chunk(2):
-            _halves(plain, x, way)
+            _backward_of_halves(plain, x, way)
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p.grad.full_tensor(), q.grad / 2)
 
 
 # --- replicated modules --------------------------------------------------------------------------------------------------
-def _on_hooks(size: int) -> list[float]:
+def _train_with_comm_hooks(size: int) -> list[float]:
     mesh, results = dp(size), []
-    hooks: list[Any] = [allreduce_hook, bf16_compress_hook] if dist.is_initialized() else [_mean_here]
+    hooks: list[Any] = [allreduce_hook, bf16_compress_hook] if dist.is_initialized() else [_average_in_process]
     for hook in hooks:
         model = replicate(net(), mesh, bucket_cap_mb=0.0001)
         seen: list[tuple[Any, ...]] = []
@@ -591,7 +591,7 @@ def _on_hooks(size: int) -> list[float]:
 
         model.register_comm_hook(None, noting)
         grads = step(model, mesh)
-        for ours, theirs in zip(grads, alone(size), strict=True):
+        for ours, theirs in zip(grads, plain_gradients(size), strict=True):
             torch.testing.assert_close(ours, theirs, **({"rtol": 3e-2, "atol": 3e-2} if hook is bf16_compress_hook else {}))
         assert [index for index, *_ in seen] == list(range(len(seen)))
         assert [last for _, last, *_ in seen] == [False] * (len(seen) - 1) + [True]
@@ -600,18 +600,18 @@ def _on_hooks(size: int) -> list[float]:
     return sums(results[0])
 
 
-def _mean_here(state: None, bucket: Any) -> torch.futures.Future[Any]:
+def _average_in_process(state: None, bucket: Any) -> torch.futures.Future[Any]:
     mean = sum(bucket.buffer().shards) / len(bucket.buffer().shards)
     done: torch.futures.Future[Any] = torch.futures.Future()
     done.set_result(dt.per_rank([mean.clone() for _ in bucket.buffer().shards]))
     return done
 
 
-def test_a_communication_hook_reduces_buckets() -> None:
-    _on_hooks(3)
+def test_comm_hook_of_replicate_reduces_buckets() -> None:
+    _train_with_comm_hooks(3)
     mesh = dp()
     model = replicate(net(), mesh)
-    model.register_comm_hook(None, _mean_here)
+    model.register_comm_hook(None, _average_in_process)
     loss = model(dt.distribute_tensor(X, mesh, [dt.Shard(0)])).sum()
     with pytest.raises(DTensorError, match="are summed"):
         loss.backward()
@@ -620,39 +620,39 @@ def test_a_communication_hook_reduces_buckets() -> None:
 
 
 @pytest.mark.gloo
-def test_torchs_communication_hooks_on_process_groups() -> None:
-    for there in run_gloo(_on_hooks, 2, 2):
-        assert there == pytest.approx(_on_hooks(2), rel=1e-12)
+def test_comm_hooks_of_torch_on_process_groups() -> None:
+    for there in run_gloo(_train_with_comm_hooks, 2, 2):
+        assert there == pytest.approx(_train_with_comm_hooks(2), rel=1e-12)
 
 
-def test_replicated_modules_have_the_settings_of_gradients() -> None:
+def test_replicated_modules_have_gradient_settings() -> None:
     mesh = dp()
     model = replicate(net(), mesh, find_unused_parameters=True, static_graph=True)
     assert isinstance(model, FSDPModule)
     model.set_force_sum_reduction_for_comms(True)
     model.set_all_reduce_hook(lambda flat: flat.mul_(3))
-    assert_same(step(model, mesh), [3 * x for x in alone(2)])
+    assert_same(step(model, mesh), [3 * x for x in plain_gradients(2)])
     model.zero_grad()
     model.set_requires_all_reduce(False)
     (model(rows(mesh)) ** 2).sum().backward()
     assert all(p.grad is None for p in model.parameters())
     model.set_requires_all_reduce(True)
-    assert_same(step(model, mesh), [6 * x for x in alone(2)])
+    assert_same(step(model, mesh), [6 * x for x in plain_gradients(2)])
     for refused in (model.set_custom_all_gather, model.set_custom_reduce_scatter):
         with pytest.raises(UnsupportedOperationError, match="replicated module"):
-            refused(Gathering())
+            refused(CustomAllGather())
 
 
-def test_replicated_over_named_dims_of_a_mesh() -> None:
+def test_replicate_over_named_mesh_dims() -> None:
     mesh = dt.init_device_mesh("cpu", (2, 3), mesh_dim_names=("dp", "tp"))
     model = replicate(net(), mesh, dp_mesh_dims=DataParallelMeshDims(replicate="dp"), offload_policy=CPUOffloadPolicy())
     assert model[0].weight.device_mesh == mesh["dp"]
-    assert_same(step(model, mesh["dp"]), alone(2))
+    assert_same(step(model, mesh["dp"]), plain_gradients(2))
     with pytest.raises(MeshError, match="needs replicate= and no shard="):
         replicate(net(), mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
 
 
-def test_buffers_may_stay_each_ranks_own() -> None:
+def test_replicate_without_broadcast_buffers_keeps_per_rank_buffers() -> None:
     mesh = dp()
     model = replicate(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).double(), mesh, broadcast_buffers=False)
     model(rows(mesh)).sum().backward()

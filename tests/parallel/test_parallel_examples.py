@@ -1,4 +1,4 @@
-"""The examples of parallel models print losses equal to one device's, in one process and under torchrun."""
+"""Examples of parallel models: their losses equal those of one device, in one process and under torchrun."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NAMES = {
     "char_gpt_ddp": 4,
     "titan": 4,
 }
-PORTS = {"toy_tp", "fsdp2", "char_gpt_ddp", "titan"}  # of parts that others run on processes too
+PORTS = {"toy_tp", "fsdp2", "char_gpt_ddp", "titan"}  # examples of features that other examples run on processes too
 _LOSSES = re.compile(r"^ +(\d+) +(\d+\.\d+) +(\d+\.\d+)$", re.MULTILINE)
 
 
@@ -41,7 +41,7 @@ def arguments(name: str) -> tuple[str, ...]:
 
 
 def losses(printed: str) -> list[tuple[float, float]]:
-    """(mesh, one device) at every step."""
+    """Return the losses (mesh, one device) of each step."""
     found = [(float(ours), float(theirs)) for _, ours, theirs in _LOSSES.findall(printed)]
     assert found
     return found
@@ -59,9 +59,9 @@ for name in names:
 
 
 @pytest.mark.slow
-def test_in_one_process() -> None:
-    """One after the other, so that torch is imported once."""
-    names = sorted(NAMES.keys() - {"pipeline_3d", "digits_fsdp"})  # a pipeline's stages run at the same time
+def test_examples_in_one_process_have_the_losses_of_one_device() -> None:
+    """Run all examples in one interpreter, to import torch once."""
+    names = sorted(NAMES.keys() - {"pipeline_3d", "digits_fsdp"})  # pipeline stages need processes
     printed = printed_by(sys.executable, "-c", ONE_BY_ONE, str(EXAMPLES), *names)
     parts = dict(part.split("\n", 1) for part in printed.split("== ")[1:])
     assert list(parts) == names
@@ -70,7 +70,7 @@ def test_in_one_process() -> None:
             assert ours == pytest.approx(theirs, abs=1e-4)
 
 
-def test_digits_in_one_process() -> None:
+def test_digits_example_in_one_process_has_the_losses_of_one_device() -> None:
     for ours, theirs in losses(printed_by(sys.executable, str(EXAMPLES / "digits_fsdp.py"), *arguments("digits_fsdp"))):
         assert ours == pytest.approx(theirs, abs=1e-4)
 
@@ -78,8 +78,8 @@ def test_digits_in_one_process() -> None:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in ("ddp", "pipeline_3d"))) for name in NAMES]
 )
-def test_another_number_of_processes_is_an_error_with_the_command(name: str) -> None:
-    """Needs no processes: the launcher's environment says how many there are."""
+def test_example_with_wrong_number_of_processes_names_the_command(name: str) -> None:
+    """Check the error without starting processes, by the environment of a launcher."""
     arguments(name)  # skips an example without its packages
     environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parents[1]), "WORLD_SIZE": "3", "RANK": "0"}
     script = EXAMPLES / f"{name}.py"
@@ -93,7 +93,7 @@ def test_another_number_of_processes_is_an_error_with_the_command(name: str) -> 
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in PORTS)) for name in NAMES])
-def test_under_torchrun(name: str) -> None:
+def test_examples_under_torchrun_have_the_losses_of_one_device(name: str) -> None:
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(NAMES[name]))
     for ours, theirs in losses(printed_by(sys.executable, *launch, str(EXAMPLES / f"{name}.py"), *arguments(name))):
         assert ours == pytest.approx(theirs, abs=1e-4)

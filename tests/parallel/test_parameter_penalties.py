@@ -1,4 +1,4 @@
-"""A penalty on distributed parameters beside a loss of each rank's own part of the batch, under data parallelism."""
+"""Parameter penalties under data parallelism: a penalty of distributed parameters plus the loss of each rank's batch."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def gradients(model: nn.Module) -> list[Any]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_penalty_as_a_plain_number(way: str) -> None:
+def test_penalty_as_full_tensor_gives_plain_gradients(way: str) -> None:
     model, x, t = model_and_batch()
     wanted, mesh = expected(model, x, t), dt.init_device_mesh("cpu", (4,))
     WAYS[way](model, mesh)
@@ -53,14 +53,14 @@ def test_a_penalty_as_a_plain_number(way: str) -> None:
     torch.testing.assert_close(gradients(model), wanted)
 
 
-def _of_processes() -> None:
+def _check_penalties() -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
     for way in WAYS.values():
         model, x, t = model_and_batch()
         wanted = expected(model, x, t)
         way(model, mesh)
         rank = mesh.get_local_rank()
-        for whole in (False, True):  # every rank has the whole batch, then its part
+        for whole in (False, True):  # first each rank has its part of the batch, then the full batch
             own, labels = (x, t) if whole else (x.chunk(2)[rank], t.chunk(2)[rank])
             model.zero_grad()
             loss, more = F.cross_entropy(model(own), labels), penalty(model.parameters())
@@ -69,11 +69,11 @@ def _of_processes() -> None:
 
 
 @pytest.mark.gloo
-def test_on_processes() -> None:
-    run_gloo(_of_processes, 2)
+def test_parameter_penalties_on_process_groups() -> None:
+    run_gloo(_check_penalties, 2)
 
 
-def test_the_gradient_of_a_plain_operand_is_plain() -> None:
+def test_gradient_of_plain_operand_is_plain() -> None:
     mesh = dt.init_device_mesh("cpu", (4,))
     w, x = torch.randn(5, requires_grad=True), dt.distribute_tensor(torch.randn(8, 3), mesh, [Shard(0)]).requires_grad_()
     (w.sum() * x).sum().backward()

@@ -1,4 +1,5 @@
-"""Parameters that a tensor-parallel plan leaves out, under data parallelism: right, or refused where each rank has a term."""
+"""Parameters outside of a tensor-parallel plan, under data parallelism: correct, or an error if their gradients differ between
+ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ ADDED = "replicated_with_grad_allreduce"
 
 
 class Heads(nn.Module):
-    """A norm and a factor of whole activations, then both of heads."""
+    """Model with a norm of full activations, and a norm and a factor of heads."""
 
     def __init__(self, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
@@ -54,7 +55,7 @@ def whole(x: Any) -> torch.Tensor:
     return full.shards[0] if isinstance(full, dt.PerRank) else full
 
 
-def refused(over: Callable[..., nn.Module] = fully_shard) -> str:
+def error_of_step(over: Callable[..., nn.Module] = fully_shard) -> str:
     _, model = parallel(HEADS, over)
     with pytest.raises(PlacementError, match="differs between ranks of mesh dim 'tp'") as caught:
         step(model)
@@ -62,14 +63,14 @@ def refused(over: Callable[..., nn.Module] = fully_shard) -> str:
 
 
 @pytest.mark.parametrize("over", [fully_shard, replicate])
-def test_terms_of_a_gradient_are_refused_and_the_parameter_is_named(over: Callable[..., nn.Module]) -> None:
-    assert "'factor' of FSDPHeads" in refused() or over is replicate
-    assert ADDED in refused(over)
+def test_gradients_that_differ_between_tp_ranks_raise_with_the_parameter(over: Callable[..., nn.Module]) -> None:
+    assert "'factor' of FSDPHeads" in error_of_step() or over is replicate
+    assert ADDED in error_of_step(over)
 
 
 @pytest.mark.parametrize("over", [fully_shard, replicate])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_what_whole_activations_meet_trains(over: Callable[..., nn.Module], dtype: torch.dtype) -> None:
+def test_parameters_of_full_activations_train_like_plain_model(over: Callable[..., nn.Module], dtype: torch.dtype) -> None:
     alone, model = parallel({**HEADS, "": ADDED, "of_heads": ADDED}, over, dtype)  # ``norm`` is left out
     for _ in range(2):
         step(alone, dtype)
@@ -80,7 +81,7 @@ def test_what_whole_activations_meet_trains(over: Callable[..., nn.Module], dtyp
         torch.testing.assert_close(whole(own.grad), wanted.grad, atol=atol, rtol=rtol)
 
 
-def test_frozen_parameters_are_not_looked_at() -> None:
+def test_frozen_parameters_outside_the_plan_are_not_checked() -> None:
     def frozen(model: nn.Module, mesh: Any) -> nn.Module:
         assert isinstance(model, Heads)
         model.of_heads.requires_grad_(False)
@@ -93,7 +94,7 @@ def test_frozen_parameters_are_not_looked_at() -> None:
     torch.testing.assert_close(whole(model.norm.weight.grad), alone.norm.weight.grad)  # type: ignore[union-attr]  # of Heads
 
 
-def test_a_norm_of_a_cut_sequence_has_its_style() -> None:
+def test_norm_of_sharded_sequence_needs_sequence_parallel() -> None:
     mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     alone = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 4), nn.Linear(4, 6)).double()
     cut = {"1": ColwiseParallel(input_layouts=dt.Shard(1)), "2": RowwiseParallel(output_layouts=dt.Shard(1))}
@@ -110,18 +111,18 @@ def test_a_norm_of_a_cut_sequence_has_its_style() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer")
-def test_tensors_without_values_are_not_compared() -> None:
+def test_fake_tensor_gradients_are_not_compared() -> None:
     mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     with FakeTensorMode():
         model = fully_shard(parallelize_module(Heads(), mesh["tp"], HEADS), mesh=mesh["dp"])
         model(torch.randn(4, 3, 8, dtype=torch.float64)).sum().backward()
 
 
-def _on_a_rank() -> str:
-    return refused()
+def _error_on_rank() -> str:
+    return error_of_step()
 
 
 @pytest.mark.gloo
-def test_on_processes() -> None:
-    told = run_gloo(_on_a_rank, 4)
+def test_gradients_that_differ_between_tp_ranks_raise_on_process_groups() -> None:
+    told = run_gloo(_error_on_rank, 4)
     assert len(set(told)) == 1

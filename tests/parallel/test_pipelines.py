@@ -1,4 +1,4 @@
-"""Schedules of ``torch.distributed.pipelining`` over stages that are parallel by themselves train as one device does."""
+"""Pipelines: schedules of ``torch.distributed.pipelining`` over parallel stages train like a plain model."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def loss_of(out: Tensor, target: Tensor) -> Tensor:
     return (out - target).square().mean()
 
 
-def alone(model: nn.Module, x: Tensor, y: Tensor) -> list[float]:
+def train_plain(model: nn.Module, x: Tensor, y: Tensor) -> list[float]:
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.5), []
     for _ in range(STEPS):
         loss = loss_of(model(x), y)
@@ -60,23 +60,23 @@ def alone(model: nn.Module, x: Tensor, y: Tensor) -> list[float]:
     return losses
 
 
-def places(kind: Any, rank: int) -> list[int]:
-    """The stages of a rank of two: one, two in turn, or the outer and the inner two."""
+def stages_of_rank(kind: Any, rank: int) -> list[int]:
+    """Return the stages of one of two pipeline ranks: one stage, two alternating ones, or the outer or inner two."""
     if issubclass(kind, schedules.PipelineScheduleSingle):
         return [rank]
     in_v = kind in (schedules.ScheduleZBVZeroBubble, schedules.ScheduleDualPipeV)
     return [[0, 3], [1, 2]][rank] if in_v else [rank, rank + 2]
 
 
-def _trained(name: str, way: str) -> tuple[list[float], list[float]]:
-    """Losses of the pipeline, on the ranks of its last stage, and of one device."""
+def _train_pipeline(name: str, way: str) -> tuple[list[float], list[float]]:
+    """Return the losses of the pipeline (on ranks of its last stage) and of the plain model."""
     kind = getattr(schedules, name)
     mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "inner"))
-    mine, inner = places(kind, int(mesh.get_local_rank("pp"))), mesh["inner"]
+    mine, inner = stages_of_rank(kind, int(mesh.get_local_rank("pp"))), mesh["inner"]
     torch.manual_seed(0)
     blocks = [Block() for _ in range(2 * len(mine))]
     x, y = torch.randn(BATCH, 3, WIDTH), torch.randn(BATCH, 3, WIDTH)
-    expected = alone(nn.Sequential(*copy.deepcopy(blocks)), x, y)
+    expected = train_plain(nn.Sequential(*copy.deepcopy(blocks)), x, y)
     modules = [WAYS[way](blocks[i], inner) for i in mine]
     stages = [
         PipelineStage(module, i, len(blocks), torch.device("cpu"), group=mesh.get_group("pp"))
@@ -87,8 +87,8 @@ def _trained(name: str, way: str) -> tuple[list[float], list[float]]:
     last, found = len(blocks) - 1 in mine, []
     for _ in range(STEPS):
         losses: list[Tensor] = []
-        given = {"target": part(y, inner, way), "losses": losses} if last else {}
-        schedule.step(*([part(x, inner, way)] if 0 in mine else []), **given)
+        given = {"target": rows_of_rank(y, inner, way), "losses": losses} if last else {}
+        schedule.step(*([rows_of_rank(x, inner, way)] if 0 in mine else []), **given)
         if way == "averaged afterwards":
             for p in (p for module in modules for p in module.parameters()):
                 assert p.grad is not None
@@ -104,20 +104,20 @@ def _trained(name: str, way: str) -> tuple[list[float], list[float]]:
     return found, expected if last else []
 
 
-def part(x: Tensor, mesh: dt.DeviceMesh, way: str) -> Tensor:
-    """This rank's rows of every microbatch, where ranks have their own."""
+def rows_of_rank(x: Tensor, mesh: dt.DeviceMesh, way: str) -> Tensor:
+    """Return this rank's rows of every microbatch."""
     if way == "tensor parallel":
         return x
     return x.unflatten(0, (MICROBATCHES, 2, -1))[:, int(mesh.get_local_rank())].flatten(0, 1)
 
 
-def _trained_by_all(cases: list[tuple[str, str]], level: str) -> list[tuple[list[float], list[float]]]:
+def _train_all_pipelines(cases: list[tuple[str, str]], level: str) -> list[tuple[list[float], list[float]]]:
     dt.check_ranks(level)
-    return [_trained(*case) for case in cases]
+    return [_train_pipeline(*case) for case in cases]
 
 
 def check(cases: list[tuple[str, str]], level: str = "watch") -> None:
-    by_rank = run_gloo(_trained_by_all, 4, cases, level, timeout_s=200)
+    by_rank = run_gloo(_train_all_pipelines, 4, cases, level, timeout_s=200)
     for k, case in enumerate(cases):
         measured = [found for found, _ in (results[k] for results in by_rank)]
         expected = [losses for _, losses in (results[k] for results in by_rank)]
@@ -128,26 +128,26 @@ def check(cases: list[tuple[str, str]], level: str = "watch") -> None:
 
 @pytest.mark.gloo
 @pytest.mark.slow
-def test_schedules_of_one_backward() -> None:
+def test_pipeline_schedules_with_one_backward_train_like_plain_model() -> None:
     ways = [way for way in WAYS if way != "averaged afterwards"]
     check([(name, way) for name in IN_ONE_BACKWARD for way in ways])
 
 
 @pytest.mark.gloo
 @pytest.mark.slow
-def test_schedules_of_two_backwards() -> None:
-    """Torch sums the weights' gradients by their addresses, in another order on each rank: harmless, but a difference."""
+def test_pipeline_schedules_with_split_backward_train_like_plain_model() -> None:
+    """Check zero-bubble schedules without rank checks: torch sums weight gradients in a different order on each rank."""
     check([(name, way) for name in IN_TWO for way in WAYS if way != "replicated"], "off")
 
 
 @pytest.mark.gloo
 @pytest.mark.slow
-def test_two_backwards_of_replicas_are_refused() -> None:
+def test_split_backward_of_replicated_stages_raises() -> None:
     with pytest.raises(RankFailed, match=r"UnsupportedOperationError.*ScheduleInterleaved1F1B"):
-        run_gloo(_trained_by_all, 4, [(IN_TWO[0], "replicated")], "off", timeout_s=60)
+        run_gloo(_train_all_pipelines, 4, [(IN_TWO[0], "replicated")], "off", timeout_s=60)
 
 
-def test_one_process_says_that_stages_are_processes() -> None:
+def test_pipeline_stage_in_one_process_raises() -> None:
     mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "inner"))
     with pytest.raises(dt.errors.MeshError, match="torchrun --nproc-per-node"):
         PipelineStage(Block(), 0, 2, torch.device("cpu"), group=mesh.get_group("pp"))

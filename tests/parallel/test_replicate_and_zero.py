@@ -1,4 +1,4 @@
-"""``replicate`` and ``ZeroRedundancyOptimizer``: steps of one device, buckets, buffers, parameters that are not used."""
+"""``replicate`` and ``ZeroRedundancyOptimizer``: steps of the plain model, buckets, buffers and unused parameters."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def alone_loss(model: nn.Module, batch: Tensor) -> Tensor:
     return torch.stack([(model(part) ** 2).mean() for part in batch]).mean()
 
 
-def test_several_modules_are_one_unit() -> None:
+def test_replicate_of_a_module_list_makes_one_unit() -> None:
     model, mesh = net(), dp()
     alone = copy.deepcopy(model)
     given = replicate([model[2], model[0], model[2]], mesh)
@@ -55,7 +55,7 @@ def test_several_modules_are_one_unit() -> None:
         assert_same(model, alone)
 
 
-def trained(size: int, zero: bool, **options: Any) -> list[float]:
+def train_both(size: int, zero: bool, **options: Any) -> list[float]:
     mesh, model, alone = dp(size), net(), net()
     replicate(model, mesh, **options)
     made = (
@@ -75,8 +75,8 @@ def trained(size: int, zero: bool, **options: Any) -> list[float]:
     return [whole(p).sum().item() for p in model.parameters()]
 
 
-def _rounds(parts: int, width: int) -> list[str]:
-    """What becomes of all-reduces of two rounds in one backward pass of a model in several buckets."""
+def _record_all_reduce_rounds(parts: int, width: int) -> list[str]:
+    """Return the order in which two-round all-reduces of several buckets advance and end in one backward."""
     mesh, seen = dp(3), []
     model, alone = (nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(parts)]).double() for _ in range(2))
     alone.load_state_dict(model.state_dict())
@@ -106,36 +106,39 @@ def _rounds(parts: int, width: int) -> list[str]:
 
 
 @pytest.mark.gloo
-def test_a_second_round_travels_while_backward_goes_on() -> None:
-    for seen in [*run_gloo(_rounds, 3, 3, 320), *run_gloo(_rounds, 3, 3, 384)]:  # by exchanges, and by messages
+def test_second_round_of_all_reduce_overlaps_with_backward() -> None:
+    for seen in [
+        *run_gloo(_record_all_reduce_rounds, 3, 3, 320),
+        *run_gloo(_record_all_reduce_rounds, 3, 3, 384),
+    ]:  # by all-to-all and by point-to-point messages
         assert seen == ["second round", "second round", "ended", "second round", "ended", "ended"]
 
 
 @pytest.mark.parametrize("zero", [False, True], ids=["AdamW", "ZeRO"])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_steps_are_those_of_one_device(size: int, zero: bool) -> None:
-    trained(size, zero)
+def test_replicate_and_zero_steps_equal_plain_model(size: int, zero: bool) -> None:
+    train_both(size, zero)
 
 
 @pytest.mark.gloo
-def test_on_process_groups() -> None:
+def test_replicate_and_zero_on_process_groups() -> None:
     for zero in (False, True):
-        here = trained(3, zero)
-        for there in run_gloo(trained, 3, 3, zero):
+        here = train_both(3, zero)
+        for there in run_gloo(train_both, 3, 3, zero):
             assert there == pytest.approx(here, rel=1e-10)
 
 
-def test_a_distributed_batch_gives_the_global_loss() -> None:
+def test_replicated_model_on_distributed_batch_gives_global_gradients() -> None:
     mesh, model, alone = dp(), net(), net()
     replicate(model, mesh)
-    x = data(1)[0, 0][:3]  # 2 rows here, 1 there
+    x = data(1)[0, 0][:3]  # ranks have 2 and 1 rows
     loss = (model(dt.distribute_tensor(x, mesh, [Shard(0)])) ** 2).mean()
     loss.backward()
     (alone(x) ** 2).mean().backward()
     assert_same(model, alone)
 
 
-def test_gradients_travel_in_buckets_before_backward_has_ended() -> None:
+def test_gradient_buckets_are_reduced_during_backward() -> None:
     mesh = dp()
     model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(6)))  # 256 KiB each
     replicate(model, mesh, bucket_cap_mb=0.5)
@@ -149,13 +152,13 @@ def test_gradients_travel_in_buckets_before_backward_has_ended() -> None:
     assert sent[0] >= 2
 
 
-def _memory(x: Any) -> list[int]:
+def _gradient_pointers(x: Any) -> list[int]:
     local = x.grad._local
     return [shard.data_ptr() for shard in getattr(local, "shards", [local])]
 
 
-def _views(ranks: int, **options: Any) -> None:
-    """Steps with gradients that stay in their buckets, and with such that do not: the same bits."""
+def _compare_bucket_views(ranks: int, **options: Any) -> None:
+    """Compare steps with and without ``gradient_as_bucket_view`` bit for bit."""
     mesh = dp(ranks)
     models = [replicate(net(), mesh, bucket_cap_mb=1e-4, gradient_as_bucket_view=views, **options) for views in (True, False)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5) for model in models]
@@ -165,7 +168,7 @@ def _views(ranks: int, **options: Any) -> None:
             (model(own(batch, mesh)) ** 2).mean().backward()
         for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
             assert torch.equal(whole(ours.grad), whole(theirs.grad))
-        now = [_memory(p) for p in models[0].parameters()]
+        now = [_gradient_pointers(p) for p in models[0].parameters()]
         places = places or now
         assert now == places
         stepped(*optimizers)
@@ -173,17 +176,17 @@ def _views(ranks: int, **options: Any) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float64)}], ids=str)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_gradients_may_stay_in_their_buckets(ranks: int, options: dict[str, Any]) -> None:
-    _views(ranks, **options)
+def test_gradient_as_bucket_view_gives_equal_gradients(ranks: int, options: dict[str, Any]) -> None:
+    _compare_bucket_views(ranks, **options)
 
 
 @pytest.mark.gloo
-def test_gradients_may_stay_in_their_buckets_on_process_groups() -> None:
-    run_gloo(_views, 2, 2)
-    run_gloo(_views, 3, 3)
+def test_gradient_as_bucket_view_on_process_groups() -> None:
+    run_gloo(_compare_bucket_views, 2, 2)
+    run_gloo(_compare_bucket_views, 3, 3)
 
 
-def test_gradients_in_buckets_are_added_to_where_they_are_kept() -> None:
+def test_gradient_as_bucket_view_accumulates_in_place() -> None:
     mesh, model, alone = dp(), net(), net()
     replicate(model, mesh, gradient_as_bucket_view=True)
     for step, batch in enumerate(data(2, 4)):
@@ -191,19 +194,19 @@ def test_gradients_in_buckets_are_added_to_where_they_are_kept() -> None:
         alone_loss(alone, batch).backward()
         assert_same(model, alone)
         if step == 1:
-            places = [_memory(p) for p in model.parameters()]
+            places = [_gradient_pointers(p) for p in model.parameters()]
             for each in (model, alone):
                 each.zero_grad(set_to_none=False)
-    assert [_memory(p) for p in model.parameters()] == places
+    assert [_gradient_pointers(p) for p in model.parameters()] == places
     first = next(model.parameters())
-    first.grad = None  # of some only: the others are added to
+    first.grad = None  # only for one parameter; gradients of the others accumulate
     next(alone.parameters()).grad = None
     (model(own(batch, mesh)) ** 2).mean().backward()
     alone_loss(alone, batch).backward()
     assert_same(model, alone)
 
 
-def test_gradients_in_buckets_have_memory_once() -> None:
+def test_gradient_as_bucket_view_halves_gradient_memory() -> None:
     mesh = dp()
     held = {}
     for views in (True, False):
@@ -217,7 +220,7 @@ def test_gradients_in_buckets_have_memory_once() -> None:
     assert held[True] * 2 == held[False]
 
 
-def test_gradients_accumulate_without_sync() -> None:
+def test_gradients_accumulate_under_no_sync() -> None:
     mesh, model, alone = dp(), net(), net()
     replicate(model, mesh)
     first, second, third = data(2, 3)
@@ -231,7 +234,7 @@ def test_gradients_accumulate_without_sync() -> None:
     assert_same(model, alone)
 
 
-def test_gradients_accumulate_with_sync_and_over_two_graphs() -> None:
+def test_gradients_accumulate_with_sync_over_two_graphs() -> None:
     mesh, model, alone = dp(), net(), net()
     replicate(model, mesh, bucket_cap_mb=0.0001)
     first, second = data(2, 2)
@@ -244,7 +247,7 @@ def test_gradients_accumulate_with_sync_and_over_two_graphs() -> None:
 
 
 class Choice(nn.Module):
-    """Rank 0 uses ``a``, the others ``b``, nobody ``c``."""
+    """Model in which rank 0 uses ``a``, the other ranks ``b``, and no rank ``c``."""
 
     def __init__(self, mesh: dt.DeviceMesh) -> None:
         super().__init__()
@@ -256,7 +259,7 @@ class Choice(nn.Module):
         return self.last(x)
 
 
-def _choose(mesh: Any = None) -> list[Any]:
+def _train_choice(mesh: Any = None) -> list[Any]:
     mesh = mesh or dp(3)
     torch.manual_seed(0)
     model = Choice(mesh).double()
@@ -270,16 +273,16 @@ def _choose(mesh: Any = None) -> list[Any]:
     return [whole(model.last.weight.grad).tolist()]
 
 
-def test_parameters_that_some_or_all_ranks_do_not_use() -> None:
-    _choose()
+def test_parameters_that_some_or_no_ranks_use() -> None:
+    _train_choice()
 
 
 @pytest.mark.gloo
-def test_parameters_that_some_or_all_ranks_do_not_use_on_process_groups() -> None:
-    assert run_gloo(_choose, 3) == [_choose()] * 3
+def test_parameters_that_some_or_no_ranks_use_on_process_groups() -> None:
+    assert run_gloo(_train_choice, 3) == [_train_choice()] * 3
 
 
-def test_buffers_are_the_first_ranks() -> None:
+def test_buffers_are_broadcast_from_the_first_rank() -> None:
     mesh = dp()
     model = nn.BatchNorm1d(3).double()
     first = copy.deepcopy(model)
@@ -296,7 +299,7 @@ def test_buffers_are_the_first_ranks() -> None:
     torch.testing.assert_close(model(own(batch, mesh)).shards[1], first.eval()(batch[1]))
 
 
-def test_mixed_precision() -> None:
+def test_mixed_precision_of_replicated_module() -> None:
     model = replicate(
         nn.Linear(3, 2), dp(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     )
@@ -306,7 +309,7 @@ def test_mixed_precision() -> None:
     assert model.weight.grad.dtype == model.weight.dtype == torch.float32
 
 
-def test_over_a_tensor_parallel_module() -> None:
+def test_replicate_over_tensor_parallel_module() -> None:
     mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3)).double()
     alone = copy.deepcopy(model)
@@ -321,7 +324,7 @@ def test_over_a_tensor_parallel_module() -> None:
 
 # --- ZeRO ------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam, torch.optim.Adafactor, torch.optim.RMSprop])
-def test_updates_are_those_of_the_plain_optimizer(make: Any) -> None:
+def test_zero_updates_equal_plain_optimizer(make: Any) -> None:
     mesh, model, alone = dp(3), net(), net()
     options = {"momentum": 0.9} if make is torch.optim.SGD else {}
     sharded = ZeroRedundancyOptimizer(model.parameters(), make, mesh=mesh, lr=0.1, **options)
@@ -334,7 +337,7 @@ def test_updates_are_those_of_the_plain_optimizer(make: Any) -> None:
     same_parameters(model, alone)
 
 
-def test_a_step_gathers_once_and_keeps_a_part_of_the_state() -> None:
+def test_zero_step_gathers_once_and_stores_a_part_of_the_state() -> None:
     mesh = dp(2)
     model = replicate(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4)), mesh)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.1)
@@ -346,7 +349,7 @@ def test_a_step_gathers_once_and_keeps_a_part_of_the_state() -> None:
     assert held * 2 == sum(p.numel() for p in model.parameters())
 
 
-def test_schedulers_and_groups_reach_the_inner_optimizer() -> None:
+def test_schedulers_and_param_groups_apply_to_the_inner_optimizer() -> None:
     mesh, model, alone = dp(), net(), net()
     groups = [[{"params": list(m[0].parameters()), "lr": 0.3}, {"params": list(m[2].parameters())}] for m in (model, alone)]
     sharded = ZeroRedundancyOptimizer(groups[0], torch.optim.SGD, mesh=mesh, lr=0.1)
@@ -363,7 +366,7 @@ def test_schedulers_and_groups_reach_the_inner_optimizer() -> None:
     same_parameters(model, alone)
 
 
-def test_state_dicts_are_saved_on_one_mesh_and_loaded_on_another() -> None:
+def test_zero_state_dict_loads_on_another_mesh() -> None:
     model, alone = net(), net()
     first = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, mesh=dp(2), lr=0.1)
     plain = torch.optim.Adam(alone.parameters(), lr=0.1)
@@ -384,6 +387,6 @@ def test_state_dicts_are_saved_on_one_mesh_and_loaded_on_another() -> None:
     same_parameters(model, alone)
 
 
-def test_a_mesh_is_needed() -> None:
+def test_zero_optimizer_without_mesh_raises() -> None:
     with pytest.raises(MeshError, match="needs mesh="):
         ZeroRedundancyOptimizer(net().parameters(), torch.optim.SGD, lr=0.1)

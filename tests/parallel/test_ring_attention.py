@@ -1,4 +1,4 @@
-"""Attention of sequences cut over ranks: blocks of keys travel around a ring; values and gradients are those of plain tensors."""
+"""Ring attention of sharded sequences: values and gradients equal those of plain tensors, without an all-gather."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def operands(length: int, key_heads: int = HEADS, dtype: torch.dtype = torch.flo
     return [torch.randn(BATCH, h, length, WIDTH, generator=generator, dtype=torch.float64).to(dtype) for h in heads]
 
 
-def attended(given: Any, mesh: Any, placements: Any, mask: Tensor | None = None, **options: Any) -> list[Any]:
-    """The output and the gradients of the three operands, for a gradient that is not constant."""
+def run_attention(given: Any, mesh: Any, placements: Any, mask: Tensor | None = None, **options: Any) -> list[Any]:
+    """Return the output and the gradients of the three operands, for a non-constant output gradient."""
     leaves = [x if mesh is None else dt.distribute_tensor(x, mesh, placements) for x in given]
     leaves = [x.detach().requires_grad_() for x in leaves]
     if mask is not None:
@@ -40,15 +40,15 @@ def check(length: int, size: Any, placements: Any, key_heads: int = HEADS, mask:
     mesh = dt.init_device_mesh("cpu", size)
     given = operands(length, key_heads)
     with events_of("all_gather") as gathered:
-        found = attended(given, mesh, placements, mask, **options)
+        found = run_attention(given, mesh, placements, mask, **options)
     assert not gathered
     assert found[0].placements == tuple(placements)
-    for ours, theirs in zip(found, attended(given, None, None, mask, **options), strict=True):
+    for ours, theirs in zip(found, run_attention(given, None, None, mask, **options), strict=True):
         torch.testing.assert_close(ours.full_tensor(), theirs)
 
 
-class events_of:  # noqa: N801  reads as a function does
-    """Collectives of one kind, while entered."""
+class events_of:  # noqa: N801  used like a function
+    """Context manager that collects the collectives of one kind."""
 
     def __init__(self, kind: str) -> None:
         self.kind, self.seen = kind, []
@@ -68,48 +68,48 @@ class events_of:  # noqa: N801  reads as a function does
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("length", "ranks"), [(8, 4), (7, 3), (9, 4), (5, 4), (3, 4)])
-def test_blocks_of_every_size(length: int, ranks: int, causal: bool) -> None:
+def test_ring_attention_of_every_shard_size(length: int, ranks: int, causal: bool) -> None:
     check(length, (ranks,), [Shard(2)], is_causal=causal)
 
 
-def test_heads_and_sequence_on_two_mesh_dims() -> None:
+def test_ring_attention_with_heads_and_sequence_on_two_mesh_dims() -> None:
     check(7, (2, 2), [Shard(1), Shard(2)], is_causal=True)
     check(7, (2, 2), [Shard(2), Shard(0)], is_causal=False)
 
 
-def test_a_ring_over_two_mesh_dims() -> None:
+def test_ring_attention_over_two_mesh_dims() -> None:
     check(11, (2, 3), [Shard(2), Shard(2)], is_causal=True)
 
 
-def test_fewer_key_heads_than_query_heads() -> None:
+def test_ring_attention_with_fewer_key_heads() -> None:
     check(7, (2, 2), [Shard(1), Shard(2)], key_heads=2, is_causal=True, enable_gqa=True)
 
 
-def test_masks_of_every_shape() -> None:
+def test_ring_attention_with_masks_of_every_shape() -> None:
     full = torch.randn(BATCH, HEADS, 7, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     for mask in (full, full[:1], full[:1, :1, :1], full[:, :1, :, :1], full[0, 0] > 0):
         check(7, (3,), [Shard(2)], mask=mask)
 
 
-def test_rows_that_see_nothing_are_what_the_operator_makes_them() -> None:
+def test_ring_attention_with_fully_masked_rows() -> None:
     mask = torch.zeros(7, 7, dtype=torch.float64)
     mask[2] = mask[:, 3] = -torch.inf
     check(7, (3,), [Shard(2)], mask=mask)
 
 
-def test_half_precision_is_summed_in_single() -> None:
+def test_ring_attention_accumulates_bfloat16_in_float32() -> None:
     mesh = dt.init_device_mesh("cpu", (4,))
     given = operands(64, dtype=torch.bfloat16)
-    exact = attended([x.double() for x in given], None, None, is_causal=True)
-    plain = attended(given, None, None, is_causal=True)
-    found = attended(given, mesh, [Shard(2)], is_causal=True)
+    exact = run_attention([x.double() for x in given], None, None, is_causal=True)
+    plain = run_attention(given, None, None, is_causal=True)
+    found = run_attention(given, mesh, [Shard(2)], is_causal=True)
     for ours, theirs, truth in zip(found, plain, exact, strict=True):
         assert ours.dtype is torch.bfloat16
         error = (ours.full_tensor().double() - truth).abs().max()
         assert error <= 2 * (theirs.double() - truth).abs().max()
 
 
-def test_a_pass_moves_one_block_and_there_are_one_fewer_than_ranks() -> None:
+def test_ring_attention_sends_one_block_per_exchange() -> None:
     mesh = dt.init_device_mesh("cpu", (4,))
     given = [dt.distribute_tensor(x, mesh, [Shard(2)]).requires_grad_() for x in operands(16)]
     block = 2 * given[0].layout.max_local_nbytes  # keys and values
@@ -119,22 +119,22 @@ def test_a_pass_moves_one_block_and_there_are_one_fewer_than_ranks() -> None:
     assert sum(forward.get_comm_bytes().values()) == 3 * block
     with CommDebugMode() as backward:
         out.sum().backward()
-    assert backward.get_total_counts() == 6  # and gradients travel home
+    assert backward.get_total_counts() == 6  # and gradients are sent back
     assert sum(backward.get_comm_bytes().values()) == 6 * block
 
 
-def ring_on_processes() -> None:
+def _check_on_processes() -> None:
     for length, size, placements in ((9, (4,), [Shard(2)]), (3, (4,), [Shard(2)]), (7, (2, 2), [Shard(1), Shard(2)])):
         for causal in (False, True):
             check(length, size, placements, is_causal=causal)
 
 
 @pytest.mark.gloo
-def test_on_process_groups() -> None:
-    run_gloo(ring_on_processes, 4)
+def test_ring_attention_on_process_groups() -> None:
+    run_gloo(_check_on_processes, 4)
 
 
-def test_queries_alone_may_be_cut() -> None:
+def test_attention_of_sharded_queries_does_not_communicate() -> None:
     mesh = dt.init_device_mesh("cpu", (3,))
     given = operands(7)
     q, k, v = (dt.distribute_tensor(x, mesh, [p]) for x, p in zip(given, (Shard(2), Replicate(), Replicate()), strict=True))

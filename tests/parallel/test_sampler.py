@@ -1,4 +1,4 @@
-"""Batches of samples: what a step sees does not depend on the ranks, and a resumed run goes on with the schedule."""
+"""``DistributedBatchSampler``: batches do not depend on the number of ranks, and a resumed run continues the schedule."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def mesh_of(*shape: int, names: tuple[str, ...] = ("dp", "tp")) -> dt.DeviceMesh
     return dt.init_device_mesh("cpu", shape, mesh_dim_names=names[: len(shape)])
 
 
-def of_all_ranks(sampler: DistributedBatchSampler) -> list[list[int]]:
-    """The rest of an epoch, put together from the parts of all ranks along dp."""
+def join_batches_of_ranks(sampler: DistributedBatchSampler) -> list[list[int]]:
+    """Return the remaining batches of an epoch, joined from the parts of all ranks along dp."""
     state, parts = sampler.state_dict(), {}
 
     def read(at: object) -> None:
@@ -33,14 +33,14 @@ def of_all_ranks(sampler: DistributedBatchSampler) -> list[list[int]]:
     dims, coordinates = sampler.mesh_dims, sampler.mesh.coordinates
     firsts = [m for m, at in enumerate(coordinates) if all(at[d] == 0 for d in range(sampler.mesh.ndim) if d not in dims)]
     firsts.sort(key=lambda m: [coordinates[m][d] for d in dims])
-    for member, at in enumerate(coordinates):  # the others read what the first of their block reads
+    for member, at in enumerate(coordinates):  # other ranks read the samples of the first rank of their group
         first = next(m for m in firsts if all(coordinates[m][d] == at[d] for d in dims))
         assert parts[member] == parts[first]
     return [list(chain(*batch)) for batch in zip(*(parts[m] for m in firsts), strict=True)]
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_any_ranks_continue_the_schedule_of_any_other(seed: int) -> None:
+def test_sampler_state_continues_on_another_number_of_ranks(seed: int) -> None:
     dice = random.Random(seed)
     length, size = dice.randint(1, 40), dice.randint(4, 13)
     options: dict[str, Any] = {"shuffle": dice.random() < 0.7, "seed": dice.randint(0, 3)}
@@ -66,16 +66,16 @@ def test_any_ranks_continue_the_schedule_of_any_other(seed: int) -> None:
 
 
 @pytest.mark.parametrize("shape", [(3,), (2, 2), (4, 1)])
-def test_blocks_of_ranks_are_the_batch_cut_as_a_shard_is(shape: tuple[int, ...]) -> None:
+def test_samples_of_ranks_form_the_batches_of_one_process(shape: tuple[int, ...]) -> None:
     mesh = mesh_of(*shape)
     sampler = DistributedBatchSampler(range(23), mesh, 7)
-    batches = of_all_ranks(sampler)
+    batches = join_batches_of_ranks(sampler)
     sampler.set_epoch(0)
     assert batches == list(DistributedBatchSampler(range(23), mesh, 7))
     assert sorted(list(chain(*batches))[:23]) == list(range(23))
 
 
-def test_the_order_is_that_of_torch() -> None:
+def test_sample_order_equals_torch_distributed_sampler() -> None:
     theirs: Any = DistributedSampler(range(12), num_replicas=1, rank=0, seed=5)
     ours = DistributedBatchSampler(range(12), mesh_of(2), 4, seed=5)
     for epoch in range(3):
@@ -84,12 +84,12 @@ def test_the_order_is_that_of_torch() -> None:
         assert list(chain(*ours)) == list(theirs)
 
 
-def test_several_mesh_dims_in_any_order_cut_a_batch() -> None:
+def test_batch_sharded_over_several_mesh_dims_in_any_order() -> None:
     mesh = mesh_of(2, 2, 2, names=("copy", "cut", "tp"))
     rows = torch.arange(24).reshape(12, 2)
     for dims, placements in ((("copy", "cut"), (Shard(0), Shard(0), Replicate())), (("cut", "copy"), None)):
         sampler = DistributedBatchSampler(rows, mesh, 7, mesh_dims=dims, shuffle=False)
-        assert of_all_ranks(sampler) == [list(range(7)), [*range(7, 12), 0, 1]]
+        assert join_batches_of_ranks(sampler) == [list(range(7)), [*range(7, 12), 0, 1]]
         sampler.set_epoch(0)
         whole = next(iter(sampler))
         x = sampler.distribute(rows[whole])
@@ -99,7 +99,7 @@ def test_several_mesh_dims_in_any_order_cut_a_batch() -> None:
             assert torch.equal(piece, mine)
 
 
-def test_what_does_not_fit_is_said() -> None:
+def test_invalid_sampler_arguments_raise() -> None:
     with pytest.raises(LayoutError, match=r"leaves a rank without samples.*\[2, 2, 2, 0\]; use a multiple of 4"):
         DistributedBatchSampler(range(9), mesh_of(4), 6)
     with pytest.raises(LayoutError, match="3 samples are fewer than one batch of 4"):
@@ -121,7 +121,7 @@ def _read_on_processes(batch_size: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.gloo
-def test_processes_read_parts_of_the_batches_of_one() -> None:
+def test_process_groups_read_parts_of_the_batches_of_one_process() -> None:
     mesh = mesh_of(2, 2)
     sampler = DistributedBatchSampler(range(10), mesh, 3)
     sampler.seek(1)
@@ -130,8 +130,8 @@ def test_processes_read_parts_of_the_batches_of_one() -> None:
         assert [batch.tolist() for batch in found] == expected
 
 
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's
-def test_a_stateful_loader_keeps_count_of_what_the_program_got() -> None:
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # warning of torchdata
+def test_stateful_dataloader_resumes_after_the_delivered_batches() -> None:
     torchdata = pytest.importorskip("torchdata.stateful_dataloader")
     data = TensorDataset(torch.arange(20))
 

@@ -1,4 +1,4 @@
-"""The figures that document 002 prints: in one process, and on as many gloo processes as the document has ranks."""
+"""Figures of document 002: its printed values, in one process and on as many gloo processes as the document has ranks."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from dtensor import PerRank, Replicate, Shard
 from dtensor.parallel import ColwiseParallel, RowwiseParallel, fully_shard, parallelize_module
 
 
-def pieces(x: Any) -> dict[int, list[Any]]:
-    """Rank -> its piece, of all ranks here."""
+def local_values(x: Any) -> dict[int, list[Any]]:
+    """Return a dict from rank to local values, for all ranks of this process."""
     if isinstance(x, dt.DTensor):
         ranks, local = x.device_mesh.ranks, x.to_local().detach()
     else:
@@ -27,7 +27,7 @@ def pieces(x: Any) -> dict[int, list[Any]]:
 
 
 def merged(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """What the ranks of a run have seen, as one process sees it."""
+    """Merge the results of all ranks into those of one process."""
     out: dict[str, Any] = {}
     for result in results:
         for name, value in result.items():
@@ -48,7 +48,7 @@ def products() -> dict[str, Any]:
     x_replicated = dt.distribute_tensor(x, mesh, [Replicate()])
     both = x_replicated @ dt.distribute_tensor(y, mesh, [Replicate()]).T
     one = x_replicated @ dt.distribute_tensor(y, mesh, [Shard(0)]).T
-    return {"both": pieces(both), "both at": str(both.placements), "one": pieces(one), "one at": str(one.placements)}
+    return {"both": local_values(both), "both at": str(both.placements), "one": local_values(one), "one at": str(one.placements)}
 
 
 def gated() -> dict[str, Any]:
@@ -61,9 +61,9 @@ def gated() -> dict[str, Any]:
     d = c @ w2
     whole = d.redistribute(placements=[Replicate()])
     return {
-        "c": pieces(c),
-        "d": pieces(d),
-        "whole": pieces(whole),
+        "c": local_values(c),
+        "d": local_values(d),
+        "whole": local_values(whole),
         "at": f"{c.placements} {d.placements} {whole.placements}",
     }
 
@@ -87,10 +87,10 @@ def toy() -> dict[str, Any]:
     model = parallelize_module(ToyModel(), tp(), {"w1": ColwiseParallel(), "w2": RowwiseParallel(), "w3": ColwiseParallel()})
     x = dt.distribute_tensor(torch.ones(3, 2), tp(), [Replicate()])
     return {
-        "weight": pieces(model.w1.weight),
+        "weight": local_values(model.w1.weight),
         "at": str(model.w1.weight.placements),
-        "product": pieces(model.w1(x) * model.w3(x)),
-        "output": pieces(model(x)),
+        "product": local_values(model.w1(x) * model.w3(x)),
+        "output": local_values(model(x)),
     }
 
 
@@ -100,12 +100,12 @@ def three_dims() -> dict[str, Any]:
     model.forward = lambda x: model["wq"](x)
     model["wq"].weight = nn.Parameter(torch.arange(1.0, 65.0).reshape(8, 8))
     parallelize_module(model, mesh["TP"], {"wq": ColwiseParallel(use_local_output=False)})
-    cut = pieces(model["wq"].weight)
+    cut = local_values(model["wq"].weight)
     fully_shard(model, mesh=mesh["DDP", "FSDP"])
     weight = model["wq"].weight
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     meshes = (mesh["TP"].mesh.tolist(), mesh["DDP", "FSDP"].mesh.tolist()) if rank == 0 else None
-    return {"meshes": {rank: meshes}, "cut": cut, "cut again": pieces(weight), "at": str(weight.placements)}
+    return {"meshes": {rank: meshes}, "cut": cut, "cut again": local_values(weight), "at": str(weight.placements)}
 
 
 def averaged() -> dict[str, Any]:
@@ -122,37 +122,37 @@ def averaged() -> dict[str, Any]:
     loss = ((original - out) ** 2).sum()
     loss.backward()
     grad = model["layer0"].weight.grad
-    return {"grad": pieces(grad), "at": str(grad.placements)}
+    return {"grad": local_values(grad), "at": str(grad.placements)}
 
 
-EVERYWHERE = pytest.mark.parametrize("start", ["in process", pytest.param("gloo", marks=pytest.mark.gloo)])
+IN_PROCESS_AND_GLOO = pytest.mark.parametrize("start", ["in process", pytest.param("gloo", marks=pytest.mark.gloo)])
 
 
-def started(start: str, program: Callable[[], dict[str, Any]], ranks: int) -> dict[str, Any]:
+def run_on(start: str, program: Callable[[], dict[str, Any]], ranks: int) -> dict[str, Any]:
     return program() if start == "in process" else merged(run_gloo(program, ranks))
 
 
-@EVERYWHERE
-def test_products_of_replicated_and_sharded_matrices(start: str) -> None:
-    seen = started(start, products, 2)
+@IN_PROCESS_AND_GLOO
+def test_matmul_of_replicated_and_sharded_matrices_has_documented_values(start: str) -> None:
+    seen = run_on(start, products, 2)
     assert seen["both"] == {key: [[110, 150], [278, 382]] for key in range(2)}
     assert seen["both at"] == "(Replicate(),)"
     assert seen["one"] == {0: [[110], [278]], 1: [[150], [382]]}
     assert seen["one at"] == "(Shard(dim=1),)"
 
 
-@EVERYWHERE
-def test_a_gated_layer_by_hand(start: str) -> None:
-    seen = started(start, gated, 2)
+@IN_PROCESS_AND_GLOO
+def test_hand_written_gated_layer_has_documented_values(start: str) -> None:
+    seen = run_on(start, gated, 2)
     assert seen["c"] == {0: [[132, 192]] * 3, 1: [[260, 336]] * 3}
     assert seen["d"] == {0: [[192, 0]] * 3, 1: [[596, 596]] * 3}
     assert seen["whole"] == dict.fromkeys(range(2), [[788, 596]] * 3)
     assert seen["at"] == "(Shard(dim=1),) (Partial(sum),) (Replicate(),)"
 
 
-@EVERYWHERE
-def test_three_linears_by_a_plan(start: str) -> None:
-    seen = started(start, toy, 2)
+@IN_PROCESS_AND_GLOO
+def test_tensor_parallel_toy_model_has_documented_values(start: str) -> None:
+    seen = run_on(start, toy, 2)
     assert seen["weight"] == {0: [[1, 2], [3, 4]], 1: [[5, 6], [7, 8]]}
     assert seen["at"] == "(Shard(dim=0),)"
     assert seen["product"] == {0: [[57, 161]] * 3, 1: [[297, 465]] * 3}
@@ -163,9 +163,9 @@ def rows(first: int) -> list[list[float]]:
     return torch.arange(float(first), first + 16.0).reshape(2, 8).tolist()
 
 
-@EVERYWHERE
-def test_tensor_parallel_then_fully_sharded_on_three_dims(start: str) -> None:
-    seen = started(start, three_dims, 8)
+@IN_PROCESS_AND_GLOO
+def test_fully_shard_over_tensor_parallelism_on_3d_mesh_has_documented_shards(start: str) -> None:
+    seen = run_on(start, three_dims, 8)
     assert seen["meshes"][0] == ([0, 1], [[0, 2], [4, 6]])
     assert seen["cut"] == {rank: rows(1) + rows(17) if rank % 2 == 0 else rows(33) + rows(49) for rank in range(8)}
     first = {0: 1, 4: 1, 2: 17, 6: 17, 1: 33, 5: 33, 3: 49, 7: 49}
@@ -173,9 +173,9 @@ def test_tensor_parallel_then_fully_sharded_on_three_dims(start: str) -> None:
     assert seen["at"] == "(Replicate(), Shard(dim=0, level=1), Shard(dim=0, level=0))"
 
 
-@EVERYWHERE
-def test_the_gradient_averaged_over_batches_of_a_tensor_parallel_layer(start: str) -> None:
-    seen = started(start, averaged, 4)
+@IN_PROCESS_AND_GLOO
+def test_averaged_gradient_of_tensor_parallel_layer_has_documented_values(start: str) -> None:
+    seen = run_on(start, averaged, 4)
     expected = [[102.3585] * 2, [260.1725] * 2, [412.6720] * 2, [581.2230] * 2]
     for rank in range(4):
         torch.testing.assert_close(torch.tensor(seen["grad"][rank]), torch.tensor(expected[:2] if rank < 2 else expected[2:]))

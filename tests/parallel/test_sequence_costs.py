@@ -1,5 +1,5 @@
-"""Unchanged modules on a sequence that is cut: gradients of parameters are added up once, keys and values meet all queries, and
-nothing else moves."""
+"""Communication of unchanged modules on a sharded sequence: gradients of parameters are reduced once, keys and values are
+gathered, and nothing else is sent."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KEYS = 2 * (N - 1) * BATCH * LENGTH * WIDTH * 4 // N  # bytes of keys and values
 
 
 class Attention(nn.Module):
-    """Written out, of one fused product; ``how`` is who takes it apart."""
+    """Hand-written attention with one fused projection, which ``how`` splits."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -43,8 +43,8 @@ class Attention(nn.Module):
         return self.out(mixed.transpose(1, 2).flatten(2))
 
 
-class Itself(nn.Module):
-    """A sequence that attends to itself, and gives its shares too."""
+class SelfAttention(nn.Module):
+    """Self-attention that also returns attention weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,8 +54,8 @@ class Itself(nn.Module):
         return self.attention(x, x, x)[0]
 
 
-class Words(nn.Module):
-    """Scores of the words of a sequence, and their loss."""
+class WordsLoss(nn.Module):
+    """Language model that returns a loss of the words of a sequence."""
 
     def __init__(self, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Words(nn.Module):
         return self.loss(self.head(self.norm(self.table(words))), words)
 
 
-def ignoring(scores: Tensor, words: Tensor) -> Tensor:
+def cross_entropy_with_ignored_words(scores: Tensor, words: Tensor) -> Tensor:
     return F.cross_entropy(scores.reshape(-1, 12), words.masked_fill(words == 3, -100).reshape(-1))
 
 
@@ -80,18 +80,18 @@ def words() -> Tensor:
 MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], int]] = {
     "mlp": (lambda: nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH)), sequence, 0),
     "gated": (lambda: nn.Sequential(nn.RMSNorm(WIDTH), nn.Linear(WIDTH, 16), nn.GLU(), nn.Dropout(0.2)), sequence, 0),
-    "loss of words in a row": (lambda: Words(lambda x, y: F.cross_entropy(x.view(-1, 12), y.view(-1))), words, 12),
-    "weighted": (lambda: Words(ignoring), words, 12),
-    "smoothed": (lambda: Words(lambda x, y: F.cross_entropy(x.mT, y, label_smoothing=0.1)), words, 48),
-    "of each": (lambda: Words(lambda x, y: F.cross_entropy(x.view(-1, 12), y.view(-1), reduction="none").sum()), words, 12),
+    "loss of words in a row": (lambda: WordsLoss(lambda x, y: F.cross_entropy(x.view(-1, 12), y.view(-1))), words, 12),
+    "weighted": (lambda: WordsLoss(cross_entropy_with_ignored_words), words, 12),
+    "smoothed": (lambda: WordsLoss(lambda x, y: F.cross_entropy(x.mT, y, label_smoothing=0.1)), words, 48),
+    "of each": (lambda: WordsLoss(lambda x, y: F.cross_entropy(x.view(-1, 12), y.view(-1), reduction="none").sum()), words, 12),
     **{f"attention, {how}": (lambda how=how: Attention(how), sequence, 2 * KEYS) for how in ("chunk", "unbind", "einsum")},
-    "attention, with its shares": (Itself, sequence, 2 * KEYS),
+    "attention, with its shares": (SelfAttention, sequence, 2 * KEYS),
     "encoder": (lambda: nn.TransformerEncoderLayer(WIDTH, 2, 16, batch_first=True), sequence, 2 * KEYS),
 }
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_only_keys_values_and_gradients_move(name: str) -> None:
+def test_modules_on_sharded_sequence_communicate_only_keys_values_and_gradients(name: str) -> None:
     torch.manual_seed(0)
     make, batch, beside = MODULES[name]
     one, x = make(), batch()
@@ -100,7 +100,7 @@ def test_only_keys_values_and_gradients_move(name: str) -> None:
 
     def step(model: Any, x: Any) -> Any:
         x = x.detach().requires_grad_(x.is_floating_point())
-        torch.manual_seed(1)  # the same dropout
+        torch.manual_seed(1)  # for equal dropout
         loss = model(x).square().mean()
         loss.backward()
         return loss, x.grad
@@ -117,8 +117,8 @@ def test_only_keys_values_and_gradients_move(name: str) -> None:
     assert sum(comm.get_comm_bytes().values()) <= gradients + beside
 
 
-# --- gradients of what was gathered -----------------------------------------------------------------------------------------
-def test_terms_of_a_gathered_value_are_scattered_to_where_it_lies() -> None:
+# --- gradients of gathered values ---------------------------------------------------------------------------------------
+def test_gradient_of_gathered_value_is_reduce_scattered() -> None:
     torch.manual_seed(0)
     plain, query = torch.randn(3, 8, 4, requires_grad=True), torch.randn(8, 4)
     x, q = dt.distribute_tensor(plain.detach(), MESH, [Shard(1)]).requires_grad_(), dt.distribute_tensor(query, MESH, [Shard(0)])
@@ -134,7 +134,7 @@ def test_terms_of_a_gathered_value_are_scattered_to_where_it_lies() -> None:
     torch.testing.assert_close(x.grad.full_tensor(), plain.grad)
 
 
-def test_views_of_one_part_are_gathered_once_while_one_lives() -> None:
+def test_views_of_one_part_share_one_gathered_copy() -> None:
     both = dt.distribute_tensor(torch.randn(2, 8, 4), MESH, [Shard(1)]).requires_grad_().exp()
     q = dt.distribute_tensor(torch.randn(8, 4), MESH, [Shard(0)])
     with CommDebugMode() as comm:
@@ -150,7 +150,7 @@ def test_views_of_one_part_are_gathered_once_while_one_lives() -> None:
         torch.testing.assert_close((q @ first).full_tensor(), q.full_tensor() @ both.full_tensor()[0].t())
 
 
-def test_second_derivatives_of_a_gathered_value() -> None:
+def test_second_derivatives_through_a_gathered_value() -> None:
     plain, query = torch.randn(2, 8, 4, requires_grad=True, dtype=torch.float64), torch.randn(8, 4, dtype=torch.float64)
     x, q = dt.distribute_tensor(plain.detach(), MESH, [Shard(1)]).requires_grad_(), dt.distribute_tensor(query, MESH, [Shard(0)])
 
@@ -162,8 +162,9 @@ def test_second_derivatives_of_a_gathered_value() -> None:
     torch.testing.assert_close(penalty(x, q).full_tensor(), penalty(plain, query))
 
 
-def test_gradients_of_a_fused_projection_go_in_one_exchange() -> None:
-    """Its rows are cut as they lie, so ranks have other heads of queries than of keys: what is missing goes forward and back."""
+def test_gradients_of_fused_projection_use_one_exchange() -> None:
+    """Check a fused projection sharded by rows: ranks have different heads of queries and keys, which one exchange per pass
+    moves."""
     torch.manual_seed(0)
     fused, x = torch.randn(3 * 64, 64), torch.randn(BATCH, LENGTH, 64)
 
@@ -184,7 +185,7 @@ def test_gradients_of_a_fused_projection_go_in_one_exchange() -> None:
 
 
 # --- windows over positions -------------------------------------------------------------------------------------------------
-SLIDING: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {  # how many positions a rank gets of others, forward
+CONVOLUTIONS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {  # positions that a rank receives in forward
     "same": (lambda x: F.conv1d(x, FILTER, padding=1), 2),
     "as it was padded": (lambda x: F.conv1d(F.pad(x, (2, 0)), FILTER), 2),
     "causal": (lambda x: F.conv1d(x, FILTER, padding=2)[..., :-2], 2),
@@ -196,10 +197,10 @@ SLIDING: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {  # how many posit
 FILTER = torch.randn(32, 32, 3, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("name", SLIDING)
+@pytest.mark.parametrize("name", CONVOLUTIONS)
 @pytest.mark.parametrize("length", [512, 509])
-def test_windows_over_positions_ask_their_neighbours(name: str, length: int) -> None:
-    slide, halo = SLIDING[name]
+def test_conv1d_on_sharded_positions_exchanges_only_halos(name: str, length: int) -> None:
+    slide, halo = CONVOLUTIONS[name]
     plain = torch.randn(2, 32, length, requires_grad=True)
     x = dt.distribute_tensor(plain.detach(), MESH, [Shard(2)]).requires_grad_()
     expected = slide(plain)
@@ -216,7 +217,7 @@ def test_windows_over_positions_ask_their_neighbours(name: str, length: int) -> 
         assert sum(comm.get_comm_bytes().values()) <= 3 * halo * 2 * 32 * 4
 
 
-def test_pictures_cut_into_rows_and_columns() -> None:
+def test_conv2d_on_images_sharded_by_rows_and_batch() -> None:
     mesh = dt.init_device_mesh("cpu", (2, 2))
     net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 4, 3, stride=2, padding=1))
     one = copy.deepcopy(net)
@@ -231,8 +232,8 @@ def test_pictures_cut_into_rows_and_columns() -> None:
     same_gradients(model, one, rtol=1e-4, atol=1e-5)
 
 
-# --- what lies in different ways --------------------------------------------------------------------------------------------
-def test_the_smaller_of_two_that_are_folded_moves() -> None:
+# --- operands with different shardings ----------------------------------------------------------------------------------
+def test_cross_entropy_redistributes_labels_instead_of_logits() -> None:
     scores, words = torch.randn(4, 8, 12), torch.randint(0, 12, (4, 8))
     x = dt.distribute_tensor(scores, MESH, [Shard(0)]).requires_grad_()
     y = dt.distribute_tensor(words, MESH, [Shard(1)])
@@ -247,7 +248,7 @@ def test_the_smaller_of_two_that_are_folded_moves() -> None:
     torch.testing.assert_close(x.grad.full_tensor(), plain.grad)
 
 
-def test_what_was_moved_forward_is_moved_back() -> None:
+def test_backward_redistributes_only_the_operand_of_forward() -> None:
     torch.manual_seed(0)
     plain, other = torch.randn(8, 16, 32), torch.randn(8, 16, 32)
     x, y = (dt.distribute_tensor(t, MESH, [Shard(d)]).requires_grad_() for d, t in ((1, plain), (0, other)))
@@ -255,7 +256,7 @@ def test_what_was_moved_forward_is_moved_back() -> None:
         early = x.exp().tanh()
         late = y.exp().tanh()
         (early + late).sin().square().sum().backward()
-    once = 8 * 16 * 32 * 4 // N * (N - 1) // N  # of the sum's operands one, forward and backward
+    once = 8 * 16 * 32 * 4 // N * (N - 1) // N  # one operand of the sum, in forward and in backward
     assert comm.get_comm_bytes() == {"all_to_all": 2 * once}
     a, b = plain.requires_grad_(), other.requires_grad_()
     (a.exp().tanh() + b.exp().tanh()).sin().square().sum().backward()

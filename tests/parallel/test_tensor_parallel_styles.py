@@ -1,4 +1,4 @@
-"""Plans and styles: modules made parallel give what they give on one device, forward and backward."""
+"""Tensor-parallel plans and styles: outputs and gradients equal those of the plain modules."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from dtensor.parallel import (
 sys.path.insert(0, str(Path(__file__).parents[2] / "docs" / "examples"))
 from gpt_model import GPT, Config, loss_of
 
-# Which operators still gather is the operators' business, not that of the modules made of them.
+# Gather fallbacks are tested for operators, not here for modules.
 pytestmark = pytest.mark.filterwarnings("ignore::dtensor.errors.GatherWarning")
 
 CONFIG = Config(vocabulary=13, context=6, width=8, heads=4, layers=2)
@@ -47,7 +47,8 @@ def tp_mesh(size: int = 2) -> dt.DeviceMesh:
 
 
 def blog_plan(local: bool) -> dict[str, ParallelStyle]:
-    """Tensor, sequence and loss parallelism of a Llama-shaped model: document 002's plan. ``local``: pieces between modules."""
+    """Return the plan of document 002: tensor, sequence and loss parallelism of a Llama. ``local``: local tensors between
+    modules."""
     inside = {"use_local_output": local}
     return {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1), **inside),
@@ -97,17 +98,17 @@ def check_llama(size: int, local: bool) -> float:
 
 @pytest.mark.parametrize("local", [True, False], ids=["local between modules", "distributed between modules"])
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_the_blogs_plan_gives_loss_and_gradients_of_one_device(size: int, local: bool) -> None:
+def test_llama_under_the_documented_plan_equals_plain_model(size: int, local: bool) -> None:
     check_llama(size, local)
 
 
 @pytest.mark.gloo
-def test_the_blogs_plan_on_process_groups() -> None:
-    losses = run_gloo(_llama_quietly, 4, 4, True)
+def test_llama_under_the_documented_plan_on_process_groups() -> None:
+    losses = run_gloo(_check_llama_on_rank, 4, 4, True)
     assert losses == pytest.approx([check_llama(4, True)] * 4, rel=1e-12)
 
 
-def _llama_quietly(size: int, local: bool) -> float:
+def _check_llama_on_rank(size: int, local: bool) -> float:
     return check_llama(size, local)
 
 
@@ -136,14 +137,14 @@ def placements(module: nn.Module) -> dict[str, Any]:
     ],
     ids=["names", "globs", "nested", "root"],
 )
-def test_names_globs_and_nested_plans_mean_the_same(plan: Any) -> None:
+def test_names_globs_and_nested_plans_give_equal_placements(plan: Any) -> None:
     model = nn.ModuleDict({"first": mlp(), "second": mlp()})
     parallelize_module(model, tp_mesh(), plan)
     cut = {"0.weight": (Shard(0),), "0.bias": (Shard(0),), "2.weight": (Shard(1),), "2.bias": (Replicate(),)}
     assert placements(model) == {f"{name}.{key}": where for name in ("first", "second") for key, where in cut.items()}
 
 
-def test_a_plan_that_names_nothing_says_so() -> None:
+def test_plan_without_effect_warns_and_invalid_plan_raises() -> None:
     with pytest.warns(UserWarning, match="the plan has 'thrid', but Sequential has no such submodule"):
         parallelize_module(mlp(), tp_mesh(), {"thrid": ColwiseParallel()})
     with pytest.warns(UserWarning, match="does nothing"):
@@ -154,13 +155,13 @@ def test_a_plan_that_names_nothing_says_so() -> None:
         parallelize_module(mlp(), tp_mesh(), 0)
 
 
-def test_the_mesh_may_be_entered() -> None:
+def test_parallelize_module_uses_the_mesh_context() -> None:
     with tp_mesh():
         model = parallelize_module(mlp(), parallelize_plan={"0": ColwiseParallel()})
     assert isinstance(model[0].weight, DTensor)
 
 
-def test_a_style_of_ones_own() -> None:
+def test_user_defined_parallel_style() -> None:
     class ReplicateAll(ParallelStyle):
         def _apply(self, module: nn.Module, device_mesh: dt.DeviceMesh) -> nn.Module:
             return dt.distribute_module(module, device_mesh)
@@ -168,7 +169,7 @@ def test_a_style_of_ones_own() -> None:
     assert set(placements(parallelize_module(mlp(), tp_mesh(), ReplicateAll())).values()) == {(Replicate(),)}
 
 
-def test_tied_weights_stay_tied() -> None:
+def test_tied_weights_stay_tied_under_a_plan() -> None:
     model = nn.ModuleDict({"embedding": nn.Embedding(7, 4), "head": nn.Linear(4, 7, bias=False)})
     model["head"].weight = model["embedding"].weight
     plan = {"embedding": RowwiseParallel(input_layouts=Replicate()), "head": ColwiseParallel(output_layouts=Replicate())}
@@ -181,7 +182,7 @@ def test_tied_weights_stay_tied() -> None:
     assert model["head"].weight.grad.placements == (Shard(0),)
 
 
-def test_frozen_parameters_stay_frozen() -> None:
+def test_frozen_parameters_stay_frozen_under_a_plan() -> None:
     model = mlp()
     model[0].weight.requires_grad_(False)
     parallelize_module(model, tp_mesh(), {"0": ColwiseParallel(), "2": RowwiseParallel()})
@@ -189,10 +190,10 @@ def test_frozen_parameters_stay_frozen() -> None:
 
 
 # --- styles ----------------------------------------------------------------------------------------------------------
-def same(
+def compare_with_plain(
     module: nn.Module, x: torch.Tensor, style: ParallelStyle, local: Callable[[torch.Tensor, dt.DeviceMesh], Any] | None = None
 ) -> Any:
-    """The output of ``module`` under ``style``, checked to be the plain module's, and so the gradients."""
+    """Compare output and gradients of ``module`` under ``style`` with the plain module, and return the output."""
     mesh, alone = tp_mesh(), copy.deepcopy(module)
     parallelize_module(module, mesh, style)
     output = module(x if local is None else local(x, mesh))
@@ -206,7 +207,7 @@ def same(
 
 
 class Transposed(nn.Module):
-    """A linear layer with its weight as (in, out), under the name that Hugging Face models give it."""
+    """Linear layer with a weight of shape (in, out), named as in Hugging Face models."""
 
     nf = 7
 
@@ -222,8 +223,8 @@ class Transposed(nn.Module):
 Transposed.__name__ = "Conv1D"
 
 
-class Scaled(nn.Linear):
-    """A linear layer with a parameter of its own."""
+class ScaledLinear(nn.Linear):
+    """Linear layer with an additional parameter."""
 
     def __init__(self, *sizes: int) -> None:
         super().__init__(*sizes, dtype=torch.float64)
@@ -235,21 +236,21 @@ class Scaled(nn.Linear):
 
 @pytest.mark.parametrize("style", [ColwiseParallel, RowwiseParallel])
 @pytest.mark.parametrize(
-    "make", [lambda: nn.Linear(5, 7).double(), Transposed, lambda: Scaled(5, 7)], ids=["Linear", "Conv1D", "Scaled"]
+    "make", [lambda: nn.Linear(5, 7).double(), Transposed, lambda: ScaledLinear(5, 7)], ids=["Linear", "Conv1D", "Scaled"]
 )
-def test_linear_layers_of_uneven_size(make: Callable[[], nn.Module], style: Any) -> None:
+def test_colwise_and_rowwise_linear_layers_of_uneven_size(make: Callable[[], nn.Module], style: Any) -> None:
     given = {"input_layouts": Replicate()} if style is RowwiseParallel else {}
-    output = same(make(), torch.randn(2, 3, 5, dtype=torch.float64), style(use_local_output=False, **given))
+    output = compare_with_plain(make(), torch.randn(2, 3, 5, dtype=torch.float64), style(use_local_output=False, **given))
     assert output.placements == ((Shard(2),) if style is ColwiseParallel else (Replicate(),))
 
 
 @pytest.mark.parametrize("style", [ColwiseParallel, RowwiseParallel])
-def test_embeddings_of_uneven_size(style: Any) -> None:
+def test_colwise_and_rowwise_embeddings_of_uneven_size(style: Any) -> None:
     made = style(input_layouts=Replicate(), use_local_output=False)
-    same(nn.Embedding(7, 5).double(), torch.tensor([[0, 6, 3], [3, 2, 5]]), made)
+    compare_with_plain(nn.Embedding(7, 5).double(), torch.tensor([[0, 6, 3], [3, 2, 5]]), made)
 
 
-def test_a_plain_input_of_a_rowwise_layer_is_this_ranks_part() -> None:
+def test_plain_input_of_rowwise_layer_is_a_local_shard() -> None:
     mesh, module = tp_mesh(), nn.Linear(5, 4).double()
     alone, x = copy.deepcopy(module), torch.randn(3, 5, dtype=torch.float64)
     parallelize_module(module, mesh, RowwiseParallel())
@@ -260,36 +261,38 @@ def test_a_plain_input_of_a_rowwise_layer_is_this_ranks_part() -> None:
     torch.testing.assert_close(output.shards[1], alone(x))
 
 
-def test_the_output_is_laid_out_as_asked() -> None:
+def test_output_layouts_of_styles() -> None:
     x = torch.randn(4, 5, dtype=torch.float64)
     for layout in (Shard(0), Replicate()):
-        assert same(nn.Linear(5, 6).double(), x, ColwiseParallel(output_layouts=layout, use_local_output=False)).placements == (
-            layout,
-        )
+        assert compare_with_plain(
+            nn.Linear(5, 6).double(), x, ColwiseParallel(output_layouts=layout, use_local_output=False)
+        ).placements == (layout,)
     rowwise = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(-2), use_local_output=False)
-    assert same(nn.Linear(5, 6).double(), x, rowwise).placements == (Shard(0),)
+    assert compare_with_plain(nn.Linear(5, 6).double(), x, rowwise).placements == (Shard(0),)
 
 
 @pytest.mark.parametrize(
     "make", [lambda: nn.LayerNorm(4), lambda: nn.RMSNorm(4), nn.Dropout], ids=["LayerNorm", "RMSNorm", "Dropout"]
 )
-def test_norms_and_dropout_on_a_part_of_the_sequence(make: Callable[[], nn.Module]) -> None:
+def test_sequence_parallel_norms_and_dropout_equal_plain_modules(make: Callable[[], nn.Module]) -> None:
     module = make().double().eval()
     with torch.no_grad():
         for p in module.parameters():
             p.copy_(torch.randn_like(p))
     x = torch.randn(2, 5, 4, dtype=torch.float64, requires_grad=True)
-    output = same(module, x, SequenceParallel(), lambda x, mesh: dt.distribute_tensor(x.detach(), mesh).requires_grad_())
+    output = compare_with_plain(
+        module, x, SequenceParallel(), lambda x, mesh: dt.distribute_tensor(x.detach(), mesh).requires_grad_()
+    )
     assert output.placements == (Shard(1),)
 
 
-def test_a_plain_input_of_a_sequence_parallel_module_is_this_ranks_part() -> None:
+def test_plain_input_of_sequence_parallel_module_is_a_local_shard() -> None:
     module = parallelize_module(nn.RMSNorm(4), tp_mesh(), SequenceParallel(use_local_output=True))
     output = module(dt.per_rank([torch.ones(2, 3, 4), torch.ones(2, 2, 4)]))
     assert [tuple(shard.shape) for shard in output.shards] == [(2, 3, 4), (2, 2, 4)]
 
 
-def test_arguments_by_keyword_and_further_ones() -> None:
+def test_colwise_module_takes_keyword_and_additional_arguments() -> None:
     class Gated(nn.Linear):
         def forward(self, x: torch.Tensor, gate: float = 1.0) -> torch.Tensor:
             return super().forward(x) * gate
@@ -299,7 +302,7 @@ def test_arguments_by_keyword_and_further_ones() -> None:
     assert torch.equal(module(x, 2.0).full_tensor(), module(x=x, gate=2.0).full_tensor())
 
 
-def test_a_tensor_on_a_larger_mesh_keeps_its_other_dims() -> None:
+def test_styled_layers_keep_other_dims_of_a_larger_mesh() -> None:
     mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = nn.Sequential(nn.Linear(4, 6, bias=False), nn.Linear(6, 4, bias=False)).double()
     alone = copy.deepcopy(model)
@@ -314,7 +317,7 @@ def test_a_tensor_on_a_larger_mesh_keeps_its_other_dims() -> None:
     torch.testing.assert_close(output.full_tensor(), alone(x))
 
 
-def test_what_cannot_be_cut_is_refused() -> None:
+def test_colwise_of_relu_and_on_2d_mesh_raises() -> None:
     with pytest.raises(TypeError, match="ReLU has no 2-d parameter `weight`"):
         parallelize_module(nn.ReLU(), tp_mesh(), ColwiseParallel())
     mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -323,21 +326,21 @@ def test_what_cannot_be_cut_is_refused() -> None:
 
 
 # --- boundaries ------------------------------------------------------------------------------------------------------
-class Two(nn.Module):
-    """Records what it is given."""
+class ReturnsArguments(nn.Module):
+    """Module that returns its arguments."""
 
     def forward(self, x: Any, y: Any = None, *, z: Any = None) -> tuple[Any, Any, Any]:
         return x, y, z
 
 
-def test_inputs_by_position_by_keyword_and_none() -> None:
+def test_prepare_module_input_by_position_and_keyword_and_none() -> None:
     style = PrepareModuleInput(
         input_layouts=(Replicate(), None),
         desired_input_layouts=(Shard(-1), None),
         input_kwarg_layouts={"z": Shard(0)},
         desired_input_kwarg_layouts={"z": Replicate()},
     )
-    module, plain = parallelize_module(Two(), tp_mesh(), style), torch.ones(2)
+    module, plain = parallelize_module(ReturnsArguments(), tp_mesh(), style), torch.ones(2)
     z = dt.per_rank([torch.zeros(2, 1), torch.ones(1, 1)])
     x, y, z = module(torch.ones(3, 5), plain, z=z)
     assert x.placements == (Shard(1),)
@@ -347,22 +350,22 @@ def test_inputs_by_position_by_keyword_and_none() -> None:
     assert module(torch.ones(3, 5), "text", z=None)[1:] == ("text", None)
 
 
-def test_inputs_as_pieces() -> None:
+def test_prepare_module_input_with_local_output() -> None:
     style = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(0), use_local_output=True)
-    x, _, _ = parallelize_module(Two(), tp_mesh(), style)(torch.arange(3))
+    x, _, _ = parallelize_module(ReturnsArguments(), tp_mesh(), style)(torch.arange(3))
     assert [shard.tolist() for shard in x.shards] == [[0, 1], [2]]
 
 
-def test_outputs() -> None:
+def test_prepare_module_output_redistributes_outputs() -> None:
     style = PrepareModuleOutput(output_layouts=(Replicate(), None, None), desired_output_layouts=(Shard(0), None, None))
-    x, y, _ = parallelize_module(Two(), tp_mesh(), style)(torch.arange(3), "y")
+    x, y, _ = parallelize_module(ReturnsArguments(), tp_mesh(), style)(torch.arange(3), "y")
     assert [shard.tolist() for shard in x.shards] == [[0, 1], [2]]
     assert y == "y"
     single = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(0), use_local_output=False)
     assert parallelize_module(nn.Identity(), tp_mesh(), single)(torch.arange(3)).placements == (Shard(0),)
 
 
-def test_inputs_and_outputs() -> None:
+def test_prepare_module_input_output_redistributes_both() -> None:
     style = PrepareModuleInputOutput(
         input_layouts=Shard(0),
         desired_input_layouts=Replicate(),
@@ -382,12 +385,14 @@ def test_inputs_and_outputs() -> None:
     torch.testing.assert_close(x.grad, expected)
 
 
-def test_layouts_must_match() -> None:
+def test_mismatched_input_layouts_raise() -> None:
     with pytest.raises(PlacementError, match="same length"):
         PrepareModuleInput(input_layouts=(Shard(0), None), desired_input_layouts=Replicate())
     with pytest.raises(PlacementError, match="pass both for the same arguments"):
         PrepareModuleInput(input_kwarg_layouts={"z": Shard(0)})
-    module = parallelize_module(Two(), tp_mesh(), PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate()))
+    module = parallelize_module(
+        ReturnsArguments(), tp_mesh(), PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate())
+    )
     with pytest.raises(PlacementError, match=r"2 positional arguments of a module with PrepareModuleInput.*, but 1 layouts"):
         module(torch.ones(2), torch.ones(2))
 
@@ -401,12 +406,12 @@ def test_loss_parallel_takes_plain_targets_and_class_weights(dims: tuple[int, ..
     x = dt.distribute_tensor(logits, mesh, [Shard(sharded)])
     with loss_parallel():
         loss = F.cross_entropy(x, targets, weight)
-    loss.backward()  # outside of it, as well
+    loss.backward()  # outside of the context as well
     expected = F.cross_entropy(logits, targets, weight)
     expected.backward()
     torch.testing.assert_close(loss.full_tensor(), expected)
     torch.testing.assert_close(x.grad.full_tensor(), logits.grad)
-    torch.testing.assert_close(F.cross_entropy(x, targets, weight).full_tensor(), expected)  # it need not be said
+    torch.testing.assert_close(F.cross_entropy(x, targets, weight).full_tensor(), expected)  # the context is optional
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
@@ -428,7 +433,7 @@ def test_loss_parallel_takes_plain_operands_in_all_forms(soft: bool, weighted: b
         torch.testing.assert_close(x.grad.full_tensor(), gradient)
 
 
-def test_a_plain_target_that_needs_a_gradient_is_refused() -> None:
+def test_loss_parallel_with_plain_target_that_requires_grad_raises() -> None:
     x = dt.distribute_tensor(torch.randn(4, 7), tp_mesh(), [Shard(1)])
     with loss_parallel(), pytest.raises(MixedTensorError, match="plain tensor"):
         F.cross_entropy(x, torch.rand(4, 7).softmax(1).requires_grad_())
@@ -442,7 +447,7 @@ def test_cross_entropy_of_logits_sharded_over_the_vocabulary_needs_no_context() 
     torch.testing.assert_close(loss.full_tensor(), F.cross_entropy(logits, targets))
 
 
-def test_hooks_of_distribute_module_may_leave_the_module_out() -> None:
+def test_distribute_module_accepts_hooks_without_module_argument() -> None:
     mesh, x = tp_mesh(), torch.ones(4, 3)
     linear = torch.nn.Linear(3, 2)
     expected = linear(x) * 2
@@ -457,7 +462,7 @@ def test_hooks_of_distribute_module_may_leave_the_module_out() -> None:
 
 
 # --- weights that are computed from other parameters -------------------------------------------------------------------
-COMPUTED: dict[str, Callable[[nn.Module], nn.Module]] = {
+PARAMETRIZATIONS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "weight norm": nn.utils.parametrizations.weight_norm,
     "weight norm of columns": lambda m: nn.utils.parametrizations.weight_norm(m, dim=1),
     "weight norm of all": lambda m: nn.utils.parametrizations.weight_norm(m, dim=None),
@@ -473,10 +478,10 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
 }
 
 
-def _trains_as_on_one_device(kind: str, computed: str, style: str, ranks: int) -> None:
+def _check_parametrized(kind: str, computed: str, style: str, ranks: int) -> None:
     def made() -> nn.Module:
         torch.manual_seed(0)
-        return COMPUTED[computed](nn.Linear(7, 5) if kind == "linear" else nn.Embedding(7, 5)).double()
+        return PARAMETRIZATIONS[computed](nn.Linear(7, 5) if kind == "linear" else nn.Embedding(7, 5)).double()
 
     plain, mesh = made(), tp_mesh(ranks)
     module = parallelize_module(made(), mesh, STYLES[style]())
@@ -496,29 +501,29 @@ def _trains_as_on_one_device(kind: str, computed: str, style: str, ranks: int) -
 
 
 @pytest.mark.filterwarnings("ignore:.torch.nn.utils.weight_norm:FutureWarning")
-@pytest.mark.parametrize("computed", COMPUTED)
+@pytest.mark.parametrize("computed", PARAMETRIZATIONS)
 @pytest.mark.parametrize(("kind", "style"), [*(("linear", style) for style in STYLES), ("embedding", "rowwise")])
-def test_weights_that_are_computed_train_as_on_one_device(kind: str, computed: str, style: str) -> None:
-    _trains_as_on_one_device(kind, computed, style, 3)
+def test_parametrized_weights_under_styles_train_like_plain_module(kind: str, computed: str, style: str) -> None:
+    _check_parametrized(kind, computed, style, 3)
 
 
-def _all_computed() -> None:
-    for computed in COMPUTED:
-        _trains_as_on_one_device("linear", computed, "colwise", 2)
-        _trains_as_on_one_device("embedding", computed, "rowwise", 2)
+def _check_all_parametrized() -> None:
+    for computed in PARAMETRIZATIONS:
+        _check_parametrized("linear", computed, "colwise", 2)
+        _check_parametrized("embedding", computed, "rowwise", 2)
 
 
 @pytest.mark.gloo
-def test_weights_that_are_computed_train_on_process_groups() -> None:
-    run_gloo(_all_computed, 2)
+def test_parametrized_weights_under_styles_on_process_groups() -> None:
+    run_gloo(_check_all_parametrized, 2)
 
 
-def test_what_a_weight_is_computed_from_is_cut_like_it() -> None:
-    linear = COMPUTED["weight norm"](nn.Linear(7, 5))
+def test_parametrization_parameters_are_sharded_like_their_weight() -> None:
+    linear = PARAMETRIZATIONS["weight norm"](nn.Linear(7, 5))
     parallelize_module(linear, tp_mesh(), ColwiseParallel())
     assert {tuple(p.placements) for p in linear.parameters()} == {(Shard(0),)}
     assert linear.weight.placements == (Shard(0),)
-    columns = COMPUTED["weight norm of columns"](nn.Linear(7, 5))
+    columns = PARAMETRIZATIONS["weight norm of columns"](nn.Linear(7, 5))
     parallelize_module(columns, tp_mesh(), ColwiseParallel())
     assert {name: p.placements for name, p in columns.named_parameters()} == {
         "bias": (Shard(0),),
@@ -528,7 +533,7 @@ def test_what_a_weight_is_computed_from_is_cut_like_it() -> None:
 
 
 @pytest.mark.parametrize("shape", [(3, 6), (2, 3, 6)])
-def test_results_of_styled_layers_can_be_written_to_in_place(shape: tuple[int, ...]) -> None:
+def test_in_place_writes_to_outputs_of_styled_layers(shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(6, 5), nn.ReLU(inplace=True), nn.Linear(5, 4))
     styled = parallelize_module(
@@ -540,7 +545,7 @@ def test_results_of_styled_layers_can_be_written_to_in_place(shape: tuple[int, .
     same_gradients(styled, plain)
 
 
-def test_a_result_that_was_saved_is_not_written_to() -> None:
+def test_in_place_write_to_a_saved_output_raises() -> None:
     class Squashed(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x).tanh()
@@ -551,8 +556,8 @@ def test_a_result_that_was_saved_is_not_written_to() -> None:
 
 
 # --- styles that are derived as in PyTorch -----------------------------------------------------------------------------
-class _Derived:
-    """Styles in PyTorch's form that double what goes in and what comes out, and note the arguments of their calls."""
+class _DerivedStyles:
+    """Derived styles that double inputs and outputs and record their calls."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -610,8 +615,8 @@ class _Derived:
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_methods_that_a_derived_matrix_style_overrides_are_called(bias: bool) -> None:
-    styles, mesh, x = _Derived(), tp_mesh(2), torch.randn(3, 5, dtype=torch.float64)
+def test_overridden_methods_of_derived_matrix_styles_are_called(bias: bool) -> None:
+    styles, mesh, x = _DerivedStyles(), tp_mesh(2), torch.randn(3, 5, dtype=torch.float64)
     linear = nn.Linear(5, 7, bias=bias).double()
     expected = linear(x * 2) * 2
     columns = parallelize_module(copy.deepcopy(linear), mesh, styles.columns(output_layouts=Replicate(), use_local_output=False))
@@ -627,23 +632,23 @@ def test_methods_that_a_derived_matrix_style_overrides_are_called(bias: bool) ->
     torch.testing.assert_close(whole_style(x).full_tensor(), expected / 2)
 
 
-def test_methods_that_a_derived_embedding_style_overrides_are_called() -> None:
-    styles, table = _Derived(), nn.Embedding(7, 4).double()
+def test_overridden_methods_of_derived_embedding_style_are_called() -> None:
+    styles, table = _DerivedStyles(), nn.Embedding(7, 4).double()
     styled = parallelize_module(copy.deepcopy(table), tp_mesh(2), styles.rows(input_layouts=Replicate(), use_local_output=False))
     indices = torch.tensor([0, 3, 1])
     torch.testing.assert_close(styled(indices).full_tensor(), table(indices * 2) * 2)
     assert styles.calls == ["partition", "input", "output"]
 
 
-def test_methods_that_a_derived_sequence_style_overrides_are_called() -> None:
-    styles, norm, x = _Derived(), nn.LayerNorm(4).double(), torch.randn(2, 5, 4, dtype=torch.float64)
+def test_overridden_methods_of_derived_sequence_style_are_called() -> None:
+    styles, norm, x = _DerivedStyles(), nn.LayerNorm(4).double(), torch.randn(2, 5, 4, dtype=torch.float64)
     styled = parallelize_module(copy.deepcopy(norm), tp_mesh(2), styles.sequence())
     given = dt.distribute_tensor(x, tp_mesh(2), [Replicate()])
     torch.testing.assert_close(styled(given).full_tensor(), norm(x * 2) * 2)
     assert styles.calls == ["input", "output"]
 
 
-def test_methods_that_a_derived_input_or_output_style_overrides_are_called() -> None:
+def test_overridden_methods_of_derived_input_and_output_styles_are_called() -> None:
     class Inputs(PrepareModuleInput):
         def _prepare_input_arg(self, input: Any, mesh: Any, input_layout: Any, desired_layout: Any) -> Any:
             return super()._prepare_input_arg(input * 2, mesh, input_layout, desired_layout)
@@ -672,8 +677,8 @@ def test_methods_that_a_derived_input_or_output_style_overrides_are_called() -> 
     torch.testing.assert_close(module(a, b=b).full_tensor(), (a + b) * 2 * 3)
 
 
-def test_an_output_method_that_knows_no_parts_is_refused() -> None:
+def test_overridden_output_method_with_parts_raises() -> None:
     with pytest.raises(dt.errors.StyleError, match="_prepare_output_fn, which does not get the number of parts"):
-        _Derived().columns(parts=2)
+        _DerivedStyles().columns(parts=2)
     assert ColwiseParallel().desired_input_layouts == (Replicate(),)
     assert RowwiseParallel().desired_input_layouts == (Shard(-1),)

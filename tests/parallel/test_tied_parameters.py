@@ -1,4 +1,4 @@
-"""Weights that modules have in common stay one weight, and what holds a weight that was replaced is told."""
+"""Tied parameters: weights that modules share stay shared, and optimizers with replaced parameters raise."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TOKENS = [torch.tensor([[1, 2]]), torch.tensor([[4, 0]])]
 
 
 class Tied(nn.Module):
-    """An embedding whose table is the last layer's weight."""
+    """Model in which the embedding table is the weight of the last layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class TiedThrice(nn.Module):
 
 
 class SharedModule(nn.Module):
-    """One layer in two blocks."""
+    """Model with one layer in two blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class SharedModule(nn.Module):
         return self.b(self.a(self.tok(tokens)))
 
 
-def made(cls: type[nn.Module] = Tied) -> Any:
+def build(cls: type[nn.Module] = Tied) -> Any:
     torch.manual_seed(0)
     return cls().double()
 
@@ -72,8 +72,8 @@ def loss_of(out: Tensor) -> Tensor:
     return (out**2).mean()
 
 
-def trains_as_alone(model: nn.Module, alone: nn.Module, mesh: dt.DeviceMesh, optimizer: Any = torch.optim.AdamW) -> None:
-    """Two steps, gradients and weights compared; under as many names."""
+def assert_trains_like_plain(model: nn.Module, alone: nn.Module, mesh: dt.DeviceMesh, optimizer: Any = torch.optim.AdamW) -> None:
+    """Compare gradients and state dicts of two steps with the plain model."""
     optimizers = [optimizer(model.parameters(), lr=0.1), torch.optim.AdamW(alone.parameters(), lr=0.1)]
     for _ in range(2):
         loss_of(model(own(TOKENS, mesh["dp"]))).backward()
@@ -116,80 +116,80 @@ WAYS = [in_a_list, in_a_list_and_its_parent, in_a_list_with_its_parent, one_and_
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_tied_weight_stays_one(way: Callable[..., None]) -> None:
-    model, alone, mesh = made(), made(), dp()
+def test_tied_weight_stays_shared_and_trains_like_plain_model(way: Callable[..., None]) -> None:
+    model, alone, mesh = build(), build(), dp()
     way(model, mesh)
     if way is in_a_list:
         fully_shard(model.mid, mesh=mesh)
     assert model.tok.weight is model.out.weight
     assert list(model.state_dict()) == list(alone.state_dict())
-    trains_as_alone(model, alone, mesh)
+    assert_trains_like_plain(model, alone, mesh)
 
 
-def _on_processes() -> list[float]:
+def _train_tied() -> list[float]:
     for way in (in_a_list_and_its_parent, one_and_its_parent):
-        model, alone, mesh = made(), made(), dp()
+        model, alone, mesh = build(), build(), dp()
         way(model, mesh)
-        trains_as_alone(model, alone, mesh)
+        assert_trains_like_plain(model, alone, mesh)
     return [float(whole(p).sum()) for p in model.parameters()]
 
 
 @pytest.mark.gloo
-def test_a_tied_weight_stays_one_on_process_groups() -> None:
-    run_gloo(_on_processes, 2)
+def test_tied_weight_stays_shared_on_process_groups() -> None:
+    run_gloo(_train_tied, 2)
 
 
-def test_a_tied_weight_stays_one_under_an_optimizer_in_parts() -> None:
-    model, alone, mesh = made(), made(), dp()
+def test_tied_weight_with_zero_optimizer() -> None:
+    model, alone, mesh = build(), build(), dp()
     replicate(model, mesh)
-    trains_as_alone(model, alone, mesh, lambda p, lr: ZeroRedundancyOptimizer(p, torch.optim.AdamW, lr=lr))
+    assert_trains_like_plain(model, alone, mesh, lambda p, lr: ZeroRedundancyOptimizer(p, torch.optim.AdamW, lr=lr))
 
 
 @pytest.mark.parametrize("inner", ["", "tok", "out", "list"])
-def test_a_weight_of_three_modules(inner: str) -> None:
-    model, alone, mesh = made(TiedThrice), made(TiedThrice), dp()
+def test_weight_shared_by_three_modules(inner: str) -> None:
+    model, alone, mesh = build(TiedThrice), build(TiedThrice), dp()
     if inner:
         fully_shard([model.inner.tok, model.inner.out] if inner == "list" else getattr(model.inner, inner), mesh=mesh)
         fully_shard(model.inner, mesh=mesh)
     fully_shard(model, mesh=mesh)
     assert model.inner.tok.weight is model.inner.out.weight
     assert model.inner.tok.weight is model.second.weight
-    trains_as_alone(model, alone, mesh)
+    assert_trains_like_plain(model, alone, mesh)
 
 
 @pytest.mark.parametrize("units", [["a.0", "a", "b"], ["a"], [["a", "b"]]], ids=str)
-def test_a_module_in_two_units(units: list[Any]) -> None:
-    """Of its own unit; of one that the outer unit takes over from; of one unit with both."""
-    model, alone, mesh = made(SharedModule), made(SharedModule), dp()
+def test_module_shared_by_two_units(units: list[Any]) -> None:
+    """Check a shared module with its own unit, in one of the units, and in one unit with both blocks."""
+    model, alone, mesh = build(SharedModule), build(SharedModule), dp()
     for name in units:
         found = [model.get_submodule(each) for each in ([name] if isinstance(name, str) else name)]
         fully_shard(found, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    trains_as_alone(model, alone, mesh)
+    assert_trains_like_plain(model, alone, mesh)
 
 
-def test_a_tie_made_between_two_calls() -> None:
-    model, alone, mesh = made(), made(), dp()
+def test_weight_tied_between_two_fully_shard_calls() -> None:
+    model, alone, mesh = build(), build(), dp()
     model.out.weight = nn.Parameter(model.out.weight.detach().clone())
     fully_shard(model.tok, mesh=mesh)
     model.out.weight = model.tok.weight
     fully_shard(model, mesh=mesh)
-    trains_as_alone(model, alone, mesh)
+    assert_trains_like_plain(model, alone, mesh)
 
 
-def test_a_tied_weight_under_tensor_parallelism() -> None:
+def test_tied_weight_under_tensor_parallelism() -> None:
     mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model, alone = made(), made()
+    model, alone = build(), build()
     plan = {"tok": RowwiseParallel(input_layouts=Replicate()), "out": ColwiseParallel(output_layouts=Replicate())}
     parallelize_module(model, mesh["tp"], plan)
     fully_shard([model.tok, model.out], mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
     assert model.tok.weight is model.out.weight
-    trains_as_alone(model, alone, mesh)
+    assert_trains_like_plain(model, alone, mesh)
 
 
-def test_a_tied_weight_from_the_meta_device() -> None:
-    mesh, alone = dp(), made()
+def test_tied_weight_from_the_meta_device() -> None:
+    mesh, alone = dp(), build()
     with torch.device("meta"):
         model = Tied().double()
     values, names = alone.state_dict(), {inner: name for name, inner in model.named_modules()}
@@ -201,15 +201,15 @@ def test_a_tied_weight_from_the_meta_device() -> None:
 
     materialize(model, init=init)
     assert model.tok.weight is model.out.weight
-    trains_as_alone(model, alone, mesh)
+    assert_trains_like_plain(model, alone, mesh)
 
 
 def test_distribute_module_keeps_ties() -> None:
-    model = dt.distribute_module(made(), dp())
+    model = dt.distribute_module(build(), dp())
     assert model.tok.weight is model.out.weight
 
 
-# --- what cannot stay one is refused ------------------------------------------------------------------------------------
+# --- ties that cannot be kept raise -------------------------------------------------------------------------------------
 def _colwise(module: nn.Module, mesh: Any) -> None:
     parallelize_module(module, mesh, ColwiseParallel())
 
@@ -229,8 +229,8 @@ FIRST_AND_SECOND = [
 
 
 @pytest.mark.parametrize(("first", "second"), FIRST_AND_SECOND)
-def test_siblings_that_share_a_weight_are_refused(first: Any, second: Any) -> None:
-    model, mesh = made(), dp()
+def test_wrapping_siblings_that_share_a_weight_raises(first: Any, second: Any) -> None:
+    model, mesh = build(), dp()
     first(model.tok, mesh)
     before = dict(model.out._parameters)
     with pytest.raises(UnitError, match="'weight' of this Linear is also a weight of another module"):
@@ -238,33 +238,33 @@ def test_siblings_that_share_a_weight_are_refused(first: Any, second: Any) -> No
     assert dict(model.out._parameters) == before
 
 
-def test_siblings_that_share_a_module_are_refused() -> None:
-    model, mesh = made(SharedModule), dp()
+def test_fully_shard_of_siblings_that_share_a_module_raises() -> None:
+    model, mesh = build(SharedModule), dp()
     fully_shard(model.a, mesh=mesh)
     with pytest.raises(UnitError, match="or on both: fully_shard"):
         fully_shard(model.b, mesh=mesh)
     assert not isinstance(model.b[0].weight, DTensor)
     fully_shard(model, mesh=mesh)
-    trains_as_alone(model, made(SharedModule), mesh)
+    assert_trains_like_plain(model, build(SharedModule), mesh)
 
 
-def test_units_of_two_meshes_do_not_share_a_weight() -> None:
-    mesh, model = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "more")), made()
+def test_tied_weight_of_units_on_two_meshes_raises() -> None:
+    mesh, model = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "more")), build()
     fully_shard(model.tok, mesh=mesh["dp"])
     with pytest.raises(UnitError, match="use the same mesh"):
         fully_shard(model, mesh=mesh)
 
 
-# --- optimizers made before -----------------------------------------------------------------------------------------------
+# --- optimizers made before parameters are replaced ---------------------------------------------------------------------
 def _plain(module: nn.Module) -> Any:
     return torch.optim.SGD(module.parameters(), lr=0.1)
 
 
-def _in_parts(module: nn.Module) -> Any:
+def _zero(module: nn.Module) -> Any:
     return ZeroRedundancyOptimizer(module.parameters(), torch.optim.SGD, dp(), lr=0.1)
 
 
-NAMED = [
+REPLACING_FUNCTIONS = [
     (_sharded, "fully_shard"),
     (replicate, "replicate"),
     (_colwise, "parallelize_module"),
@@ -273,9 +273,9 @@ NAMED = [
 ]
 
 
-@pytest.mark.parametrize(("way", "name"), NAMED)
-@pytest.mark.parametrize("optimizer", [_plain, _in_parts])
-def test_an_optimizer_made_before_says_so_at_its_step(way: Any, name: str, optimizer: Any) -> None:
+@pytest.mark.parametrize(("way", "name"), REPLACING_FUNCTIONS)
+@pytest.mark.parametrize("optimizer", [_plain, _zero])
+def test_step_of_optimizer_with_replaced_parameters_raises(way: Any, name: str, optimizer: Any) -> None:
     module = nn.Linear(4, 4)
     early = optimizer(module)
     way(module, *([dt.sharding_spec.single_split(0, [0, 1])] if name == "shard_model" else []), dp())
@@ -284,7 +284,7 @@ def test_an_optimizer_made_before_says_so_at_its_step(way: Any, name: str, optim
     optimizer(module).step()
 
 
-def test_an_optimizer_made_before_values_are_is_told_too() -> None:
+def test_step_of_optimizer_made_before_materialize_raises() -> None:
     module = fully_shard(nn.Linear(4, 4, device="meta"), mesh=dp())
     early = _plain(module)
     materialize(module)
@@ -292,18 +292,18 @@ def test_an_optimizer_made_before_values_are_is_told_too() -> None:
         early.step()
 
 
-def test_an_optimizer_is_asked_again_after_a_later_replacement() -> None:
+def test_optimizer_raises_after_a_later_replacement_of_parameters() -> None:
     mesh, first, second = dp(), fully_shard(nn.Linear(2, 2), mesh=dp()), nn.Linear(3, 3)
     optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
     optimizer.step()
     fully_shard(second, mesh=mesh)
     with pytest.raises(DTensorError, match=r"2 of the 4 parameters .*shapes \(3, 3\), \(3,\)"):
         optimizer.step()
-    optimizer.param_groups[0]["params"][2:] = list(second.parameters())  # as some launchers mend it
+    optimizer.param_groups[0]["params"][2:] = list(second.parameters())  # as some launchers do
     optimizer.step()
 
 
-def test_an_optimizer_ignores_frozen_parameters_that_fully_shard_replaced() -> None:
+def test_optimizer_ignores_replaced_frozen_parameters() -> None:
     module = nn.Linear(2, 2)
     module.weight.requires_grad_(False)
     optimizer = torch.optim.SGD([module.weight], lr=0.1)
@@ -311,8 +311,8 @@ def test_an_optimizer_ignores_frozen_parameters_that_fully_shard_replaced() -> N
     optimizer.step()
 
 
-def test_a_tie_with_a_module_that_is_not_distributed_is_noticed() -> None:
-    model, mesh = made(), dp()
+def test_tie_with_a_plain_module_raises_at_the_step() -> None:
+    model, mesh = build(), dp()
     fully_shard(model.tok, mesh=mesh)
     with pytest.raises(DTensorError, match="a module that is not distributed shares a weight"):
         torch.optim.SGD(model.parameters(), lr=0.1).step()
@@ -321,7 +321,7 @@ def test_a_tie_with_a_module_that_is_not_distributed_is_noticed() -> None:
 @pytest.mark.parametrize("way", [fully_shard, replicate])
 @pytest.mark.parametrize("loaded", ["to_empty", "assigned", "assigned above"])
 def test_loading_and_to_empty_keep_ties(way: Any, loaded: str) -> None:
-    """An optimizer made before the first forward pass has one parameter of them."""
+    """Check ties after loading and ``to_empty``, before the first forward."""
     mesh = dt.init_device_mesh("cpu", (2,))
     with torch.device("meta" if loaded == "to_empty" else "cpu"):
         model = Tied()

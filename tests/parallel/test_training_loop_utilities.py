@@ -1,4 +1,4 @@
-"""What training loops use, on parameters of mixed layouts: clipping, scaling, averages, schedules, optimizers, hooks."""
+"""Utilities of training loops on parameters of mixed layouts: clipping, scaling, averages, schedules, optimizers and hooks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def mesh_2d() -> dt.DeviceMesh:
 
 
 def tensor_parallel(model: nn.Sequential, mesh: Any) -> nn.Module:
-    """Parameters cut by rows, by columns and replicated, on a mesh of one dim; computes on DTensors."""
+    """Parallelize the model with row-wise, column-wise and replicated parameters that compute on DTensors."""
     between = {"use_local_output": False}
     plan = {
         "[01].norm": SequenceParallel(),
@@ -55,7 +55,7 @@ def tensor_parallel(model: nn.Sequential, mesh: Any) -> nn.Module:
 
 
 def mixed() -> tuple[nn.Module, nn.Module, Callable[[Tensor], Tensor]]:
-    """(distributed, alone, inputs for the first): every parameter on the 2-d mesh, in different ways."""
+    """Return a model with parameters of different placements, the plain model, and a function that distributes inputs."""
     mesh, model = mesh_2d(), net()
     alone = copy.deepcopy(model)
     ways = [[Shard(0), Replicate()], [Replicate(), Shard(0)], [Shard(0), Shard(0)], [Replicate(), Replicate()]]
@@ -66,7 +66,7 @@ def mixed() -> tuple[nn.Module, nn.Module, Callable[[Tensor], Tensor]]:
 
 
 def sharded() -> tuple[nn.Module, nn.Module, Callable[[Tensor], Tensor]]:
-    """Fully sharded over tensor parallel."""
+    """Return a fully sharded tensor-parallel model, the plain model, and a function that distributes inputs."""
     mesh, model = mesh_2d(), net()
     alone = copy.deepcopy(model)
     plan = {"[01].up": ColwiseParallel(), "[01].down": RowwiseParallel()}
@@ -84,7 +84,7 @@ def replicated() -> tuple[nn.Module, nn.Module, Callable[[Tensor], Tensor]]:
     return model, alone, lambda x: dt.map_ranks(lambda at: x.chunk(2)[at[0]].clone(), mesh=mesh)
 
 
-ANY = pytest.mark.parametrize("make", [mixed, sharded, replicated])
+EVERY_LAYOUT = pytest.mark.parametrize("make", [mixed, sharded, replicated])
 X = torch.randn(4, 5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
 
 
@@ -92,10 +92,10 @@ def loss_of(out: Tensor) -> Tensor:
     return (out**2).mean() * 50
 
 
-@ANY
+@EVERY_LAYOUT
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
 @pytest.mark.parametrize("foreach", [None, False])
-def test_clipping(make: Any, norm_type: float, foreach: bool | None) -> None:
+def test_clip_grad_norm_equals_plain_torch(make: Any, norm_type: float, foreach: bool | None) -> None:
     model, alone, given = make()
     loss_of(model(given(X))).backward()
     loss_of(alone(X)).backward()
@@ -104,8 +104,8 @@ def test_clipping(make: Any, norm_type: float, foreach: bool | None) -> None:
     assert_same(model, alone)
 
 
-@ANY
-def test_clipping_by_value(make: Any) -> None:
+@EVERY_LAYOUT
+def test_clip_grad_value_equals_plain_torch(make: Any) -> None:
     model, alone, given = make()
     for m, x in ((model, given(X)), (alone, X)):
         loss_of(m(x)).backward()
@@ -113,7 +113,7 @@ def test_clipping_by_value(make: Any) -> None:
     assert_same(model, alone)
 
 
-def test_the_norm_of_many_gradients_is_few_collectives() -> None:
+def test_clip_grad_norm_of_mixed_layouts_issues_few_collectives() -> None:
     model, _, given = mixed()
     loss_of(model(given(X))).backward()
     with CommDebugMode() as comm:
@@ -136,7 +136,9 @@ OPTIMIZERS = [
     "mode", some([{}, {"foreach": True}, {"foreach": False}, {"fused": True}]), ids=["default", "foreach", "loop", "fused"]
 )
 @pytest.mark.parametrize(("optimizer", "options"), OPTIMIZERS, ids=[o.__name__ for o, _ in OPTIMIZERS])
-def test_optimizers(make: Any, mode: dict[str, bool], optimizer: Any, options: dict[str, Any]) -> None:
+def test_optimizers_and_schedulers_equal_plain_torch(
+    make: Any, mode: dict[str, bool], optimizer: Any, options: dict[str, Any]
+) -> None:
     if "fused" in mode and optimizer not in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad):
         pytest.skip("has no fused form")
     model, alone, given = make()
@@ -151,8 +153,8 @@ def test_optimizers(make: Any, mode: dict[str, bool], optimizer: Any, options: d
     assert_same(model, alone)
 
 
-@ANY
-def test_the_gradient_scaler(make: Any) -> None:
+@EVERY_LAYOUT
+def test_grad_scaler_skips_overflowing_steps_like_plain_torch(make: Any) -> None:
     model, alone, given = make()
     losses = []
     for m, x in ((model, given(X)), (alone, X)):
@@ -161,7 +163,7 @@ def test_the_gradient_scaler(make: Any) -> None:
         for step in range(3):
             optimizer.zero_grad()
             loss = loss_of(m(x))
-            scaler.scale(loss * (float("inf") if step == 1 else 1.0)).backward()  # the second step overflows and is skipped
+            scaler.scale(loss * (float("inf") if step == 1 else 1.0)).backward()  # the second step overflows, so it is skipped
             scaler.unscale_(optimizer)
             nn.utils.clip_grad_norm_(m.parameters(), 10.0)
             scaler.step(optimizer)
@@ -173,7 +175,7 @@ def test_the_gradient_scaler(make: Any) -> None:
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
 @pytest.mark.parametrize("said", [nullcontext, dt.implicit_replication])
-def test_what_a_gradient_scaler_of_ones_own_finds_may_have_any_shape(shape: tuple[int, ...], said: Any) -> None:
+def test_unscale_operator_accepts_found_inf_of_any_shape(shape: tuple[int, ...], said: Any) -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
     for largest, expected in ((1.0, 0.0), (float("inf"), 1.0)):
         gradients = [dt.distribute_tensor(torch.tensor([2.0, 4.0, largest]), mesh, [where]) for where in (Shard(0), Replicate())]
@@ -185,8 +187,8 @@ def test_what_a_gradient_scaler_of_ones_own_finds_may_have_any_shape(shape: tupl
         assert [g.full_tensor().tolist() for g in gradients] == [[1.0, 2.0, largest / 2]] * 2
 
 
-@ANY
-def test_averages_of_models(make: Any) -> None:
+@EVERY_LAYOUT
+def test_averaged_model_equals_plain_torch(make: Any) -> None:
     model, alone, given = make()
     averages = []
     for m, x in ((model, given(X)), (alone, X)):
@@ -202,8 +204,8 @@ def test_averages_of_models(make: Any) -> None:
         torch.testing.assert_close(whole(ours), theirs.detach())
 
 
-@ANY
-def test_recomputing_activations(make: Any) -> None:
+@EVERY_LAYOUT
+def test_activation_checkpointing_equals_plain_torch(make: Any) -> None:
     model, alone, given = make()
 
     def forward(m: nn.Module, x: Tensor) -> Tensor:
@@ -217,8 +219,8 @@ def test_recomputing_activations(make: Any) -> None:
     assert_same(model, alone)
 
 
-@ANY
-def test_frozen_parameters(make: Any) -> None:
+@EVERY_LAYOUT
+def test_frozen_parameters_equal_plain_torch(make: Any) -> None:
     model, alone, given = make()
     for m, x in ((model, given(X)), (alone, X)):
         m[0].requires_grad_(False)
@@ -230,7 +232,7 @@ def test_frozen_parameters(make: Any) -> None:
     assert_same(model, alone)
 
 
-def test_hooks_on_modules() -> None:
+def test_module_backward_hooks_see_plain_gradients() -> None:
     model, alone, given = mixed()
     seen: list[list[Any]] = []
     for m, x in ((model, given(X).requires_grad_()), (alone, X.clone().requires_grad_())):
@@ -244,22 +246,22 @@ def test_hooks_on_modules() -> None:
     assert_same(model, alone)
 
 
-def column_then_row(mesh: Any, model: nn.Module) -> None:
+def tensor_parallelize(mesh: Any, model: nn.Module) -> None:
     parallelize_module(model, mesh, {"[01].up": ColwiseParallel(), "[01].down": RowwiseParallel()})
 
 
-def in_units(mesh: Any, model: Any) -> None:
+def fully_shard_blocks(mesh: Any, model: Any) -> None:
     for block in model:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
 
 
-def in_copies(mesh: Any, model: nn.Module) -> None:
+def replicate_model(mesh: Any, model: nn.Module) -> None:
     replicate(model, mesh)
 
 
-def hooked(model: nn.Module, x: Tensor) -> list[Any]:
-    """What full backward hooks see, and the input's gradient; one of them changes what it sees."""
+def gradients_seen_by_hooks(model: nn.Module, x: Tensor) -> list[Any]:
+    """Return the gradients that full backward hooks see, and the input's gradient; hooks also change gradients."""
     seen: list[Any] = []
 
     def halved(module: nn.Module, into: Any, out: Any) -> Any:
@@ -275,34 +277,34 @@ def hooked(model: nn.Module, x: Tensor) -> list[Any]:
     return [*seen, x.grad]
 
 
-def _same_seen_by_hooks(make: Any, parts: int) -> None:
+def _compare_hooks(make: Any, parts: int) -> None:
     mesh, model = dt.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), net()
     make(mesh, model)
     batch = [part.clone() for part in X.chunk(parts)]
-    ours = hooked(model, dt.map_ranks(lambda at: batch[at[0] % parts].clone(), mesh=mesh))
+    ours = gradients_seen_by_hooks(model, dt.map_ranks(lambda at: batch[at[0] % parts].clone(), mesh=mesh))
     for rank in [mesh.get_local_rank()] if mesh.kind == "process_group" else range(2):
-        for mine, theirs in zip(ours, hooked(net(), batch[rank % parts].clone()), strict=True):
+        for mine, theirs in zip(ours, gradients_seen_by_hooks(net(), batch[rank % parts].clone()), strict=True):
             mine = mine.full_tensor() if isinstance(mine, DTensor) else mine
             mine = mine.shards[rank] if isinstance(mine, dt.PerRank) else mine
-            cut = mine.shape != theirs.shape  # between columns and rows
+            cut = mine.shape != theirs.shape  # sharded between column-wise and row-wise layers
             torch.testing.assert_close(mine, theirs.chunk(2, -1)[rank] if cut else theirs)
 
 
-SEEN = pytest.mark.parametrize(("make", "parts"), [(column_then_row, 1), (in_units, 2), (in_copies, 2)])
+HOOK_CASES = pytest.mark.parametrize(("make", "parts"), [(tensor_parallelize, 1), (fully_shard_blocks, 2), (replicate_model, 2)])
 
 
-@SEEN
-def test_full_backward_hooks_see_and_change_what_they_would_alone(make: Any, parts: int) -> None:
-    _same_seen_by_hooks(make, parts)
+@HOOK_CASES
+def test_full_backward_hooks_see_and_change_plain_gradients(make: Any, parts: int) -> None:
+    _compare_hooks(make, parts)
 
 
 @pytest.mark.gloo
-@SEEN
+@HOOK_CASES
 def test_full_backward_hooks_on_process_groups(make: Any, parts: int) -> None:
-    run_gloo(_same_seen_by_hooks, 2, make, parts)
+    run_gloo(_compare_hooks, 2, make, parts)
 
 
-def test_full_backward_hooks_where_no_input_requires_a_gradient() -> None:
+def test_full_backward_hooks_without_differentiable_inputs() -> None:
     model, seen = fully_shard(nn.Linear(2, 3), mesh=dt.init_device_mesh("cpu", (2,))), []
     model.register_full_backward_hook(lambda _, into, out: seen.append((into, out[0])))
     with pytest.warns(UserWarning, match="no inputs require gradients"):
@@ -311,11 +313,11 @@ def test_full_backward_hooks_where_no_input_requires_a_gradient() -> None:
     assert torch.equal(seen[0][1].shards[1], torch.ones(1, 3))
 
 
-@ANY
+@EVERY_LAYOUT
 @pytest.mark.parametrize("swap", [False, True], ids=["replaced", "swapped"])
 @pytest.mark.parametrize("with_gradients", [False, True])
-def test_a_change_of_dtype_between_steps(make: Any, swap: bool, with_gradients: bool) -> None:
-    """By torch's present way and by the one to come, which exchanges tensors and so leaves optimizers what they hold."""
+def test_dtype_change_between_steps_equals_plain_torch(make: Any, swap: bool, with_gradients: bool) -> None:
+    """Check both ways of torch: parameters are replaced, or swapped so that optimizers keep them."""
     model, alone, given = make()
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, alone)]
     loss_of(model(given(X))).backward()
@@ -343,7 +345,7 @@ def test_a_change_of_dtype_between_steps(make: Any, swap: bool, with_gradients: 
     assert_same(model, alone, rtol=1e-5, atol=1e-4)
 
 
-def test_an_outer_unit_leaves_what_was_swapped_to_the_inner_one() -> None:
+def test_outer_fully_shard_after_a_swapped_inner_unit() -> None:
     mesh, model = dt.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), net()
     alone = copy.deepcopy(model).float()
     fully_shard(model[0], mesh=mesh)
@@ -358,7 +360,7 @@ def test_an_outer_unit_leaves_what_was_swapped_to_the_inner_one() -> None:
     assert_same(model, alone, rtol=1e-5, atol=1e-4)
 
 
-def test_optimizer_states_are_laid_out_like_their_parameters() -> None:
+def test_optimizer_states_have_the_placements_of_parameters() -> None:
     model, _, given = mixed()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     loss_of(model(given(X))).backward()
@@ -367,7 +369,7 @@ def test_optimizer_states_are_laid_out_like_their_parameters() -> None:
         assert state["exp_avg"].placements == state["exp_avg_sq"].placements == p.placements
 
 
-def test_an_optimizer_may_step_inside_backward() -> None:
+def test_optimizer_step_in_backward_hook_equals_plain_torch() -> None:
     model, alone, given = sharded()
     made = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
 
@@ -387,7 +389,7 @@ def test_an_optimizer_may_step_inside_backward() -> None:
     assert_same(model, alone)
 
 
-def test_conversion_swaps_parameters_whose_data_was_asked_for() -> None:
+def test_conversion_swaps_parameters_after_data_access() -> None:
     model = fully_shard(nn.Linear(3, 5), mesh=dt.init_device_mesh("cpu", (2,)))
     weight, data = model.weight, model.weight.data
     before = data.full_tensor().double()
@@ -399,7 +401,7 @@ def test_conversion_swaps_parameters_whose_data_was_asked_for() -> None:
     assert model.weight is weight
     assert weight.dtype is torch.float64
     torch.testing.assert_close(weight.detach().full_tensor(), before)
-    view = weight.data[1:4]  # of a tensor that counts with its new memory
+    view = weight.data[1:4]  # a view made after the swap
     with torch.no_grad():
         weight.add_(1)
     torch.testing.assert_close(view.full_tensor(), before[1:4] + 1)

@@ -1,4 +1,4 @@
-"""Parameters of data-parallel units that programs write to, replace and look at: in one process and on four."""
+"""Parameters of data-parallel units that programs write, replace and read, in one process and on four."""
 
 from __future__ import annotations
 

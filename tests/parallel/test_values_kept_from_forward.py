@@ -1,4 +1,4 @@
-"""What a unit's forward leaves elsewhere than in its output: backward may come to it while parameters have no memory."""
+"""Values that a unit's forward keeps outside of its output: their backward can run while parameters are resharded."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import dtensor as dt
 from dtensor.parallel import fully_shard
 
 MESH = dt.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-# kernels that read without asking whether there is memory ended the process
-READS: dict[str, Callable[[Any, Any], Any]] = {
+# kernels that crash the process if they read freed storage
+WEIGHT_USES: dict[str, Callable[[Any, Any], Any]] = {
     "mul": lambda x, w: x * w,
     "rms_norm": lambda x, w: F.rms_norm(x, (256,), w),
     "layer_norm": lambda x, w: F.layer_norm(x, (256,), w),
@@ -26,8 +26,8 @@ READS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-class Aside(nn.Module):
-    """Gives its input back; what it computes stays in an attribute."""
+class StoresResult(nn.Module):
+    """Module that returns its input and stores its result in an attribute."""
 
     def __init__(self, read: Callable[[Any, Any], Any]) -> None:
         super().__init__()
@@ -42,13 +42,13 @@ class Model(nn.Module):
     def __init__(self, read: Callable[[Any, Any], Any]) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.inner = nn.Linear(256, 256), Aside(read)
+        self.first, self.inner = nn.Linear(256, 256), StoresResult(read)
 
     def forward(self, x: Any) -> Any:
         return self.inner(self.first(x))
 
 
-def sharded(read: Callable[[Any, Any], Any], keeps: bool = False) -> Any:
+def make_sharded(read: Callable[[Any, Any], Any], keeps: bool = False) -> Any:
     model = Model(read)
     fully_shard(model.inner, mesh=MESH, reshard_after_forward=not keeps)
     return fully_shard(model, mesh=MESH)
@@ -62,16 +62,16 @@ def loss_of(model: Any, x: Any) -> Any:
     return model(x).sum() + model.inner.aside.square().sum()
 
 
-@pytest.mark.parametrize("name", READS)
-def test_a_backward_that_no_output_leads_to_raises(name: str) -> None:
-    loss = loss_of(sharded(READS[name]), dt.per_rank(batches()))
+@pytest.mark.parametrize("name", WEIGHT_USES)
+def test_backward_of_a_stored_value_raises_after_reshard(name: str) -> None:
+    loss = loss_of(make_sharded(WEIGHT_USES[name]), dt.per_rank(batches()))
     with pytest.raises(RuntimeError, match="needed for gradient computation has been modified"):
         loss.backward()
 
 
-@pytest.mark.parametrize("name", READS)
-def test_a_unit_that_keeps_its_parameters_computes_it(name: str) -> None:
-    model, plain = sharded(READS[name], keeps=True), Model(READS[name])
+@pytest.mark.parametrize("name", WEIGHT_USES)
+def test_backward_of_a_stored_value_without_reshard(name: str) -> None:
+    model, plain = make_sharded(WEIGHT_USES[name], keeps=True), Model(WEIGHT_USES[name])
     loss_of(model, dt.per_rank(batches())).backward()
     for x in batches():
         (loss_of(plain, x) / 2).backward()
@@ -79,8 +79,8 @@ def test_a_unit_that_keeps_its_parameters_computes_it(name: str) -> None:
         torch.testing.assert_close(parameter.grad.full_tensor(), wanted.grad)
 
 
-def test_values_of_before_a_step_are_not_taken_for_those_after() -> None:
-    model, x = sharded(READS["mul"], keeps=True), dt.per_rank(batches())
+def test_backward_of_a_stored_value_raises_after_parameter_update() -> None:
+    model, x = make_sharded(WEIGHT_USES["mul"], keeps=True), dt.per_rank(batches())
     model(x)
     before = model.inner.aside
     with torch.no_grad():
@@ -90,7 +90,7 @@ def test_values_of_before_a_step_are_not_taken_for_those_after() -> None:
         before.sum().backward()
 
 
-def test_passes_that_wait_and_graphs_that_stay_are_served() -> None:
+def test_backward_of_several_passes_with_retained_graphs() -> None:
     model: Any = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.RMSNorm(4)), mesh=MESH, reshard_after_forward=True)
     x = dt.per_rank([torch.ones(1, 4), torch.ones(1, 4)])
     losses = [model(x).square().sum() for _ in range(3)]
@@ -101,16 +101,16 @@ def test_passes_that_wait_and_graphs_that_stay_are_served() -> None:
     torch.testing.assert_close(model[0].weight.grad.full_tensor(), once * 4)
 
 
-def test_passes_without_backward_are_forgotten() -> None:
+def test_passes_without_backward_do_not_accumulate_memory() -> None:
     model: Any = fully_shard(nn.Linear(4, 4), mesh=MESH)
     for _ in range(5):
         model(dt.per_rank([torch.ones(1, 4), torch.ones(1, 4)]))
     (group,) = model.__dict__["_data_parallel_unit"].groups
-    assert len(group.unsharded.saved_aliases._tensors) <= 8  # those of two passes, of two ranks
+    assert len(group.unsharded.saved_aliases._tensors) <= 8  # two passes on two ranks
 
 
-class Given(nn.Module):
-    """Gives its weight, or parts of it."""
+class ReturnsWeight(nn.Module):
+    """Module that returns its weight, or parts of it."""
 
     def __init__(self, give: Callable[[Any], Any]) -> None:
         super().__init__()
@@ -122,8 +122,8 @@ class Given(nn.Module):
 
 @pytest.mark.parametrize("backward", [True, False])
 @pytest.mark.parametrize("give", [lambda w: w, lambda w: w.t(), lambda w: {"row": w[1], "all": [w * 2]}, lambda w: w.detach()])
-def test_what_a_unit_gives_of_its_weight_stays(give: Callable[[Any], Any], backward: bool) -> None:
-    model: Any = nn.Sequential(Given(give))
+def test_weights_that_a_unit_returns_stay_valid(give: Callable[[Any], Any], backward: bool) -> None:
+    model: Any = nn.Sequential(ReturnsWeight(give))
     plain = copy.deepcopy(model)
     fully_shard(model[0], mesh=MESH)
     fully_shard(model, mesh=MESH)

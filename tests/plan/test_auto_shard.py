@@ -1,4 +1,5 @@
-"""``auto_shard`` finds the known ways of parallelism where they are best, and never loses to them by its own model."""
+"""``auto_shard``: it finds known kinds of parallelism where they are best, and its cost model prefers none of them to its
+result."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ R, S = dt.Replicate(), dt.Shard
 
 
 class Block(nn.Module):
-    """A transformer block and its head; the loss is its result."""
+    """Transformer block with a head that returns a loss."""
 
     def __init__(self, width: int, heads: int, vocabulary: int = 64) -> None:
         super().__init__()
@@ -39,24 +40,24 @@ class Block(nn.Module):
 MEGATRON = {"q": S(0), "k": S(0), "v": S(0), "o": S(1), "up": S(0), "down": S(1)}
 
 
-def found(width: int, batch: int, length: int, mesh: tuple[int, ...] = (8,), **options: Any) -> dt.Sharding:
+def find_sharding(width: int, batch: int, length: int, mesh: tuple[int, ...] = (8,), **options: Any) -> dt.Sharding:
     with torch.device("meta"):
         model, x = Block(width, width // 128).bfloat16(), torch.empty(batch, length, width, dtype=torch.bfloat16)
     return dt.auto_shard(model, dt.init_device_mesh("meta", mesh), example=(x,), **options)
 
 
-def test_data_parallelism_where_parameters_are_small() -> None:
-    sharding = found(256, 64, 512)
+def test_auto_shard_of_small_parameters_gives_data_parallelism() -> None:
+    sharding = find_sharding(256, 64, 512)
     assert set(sharding.placements.values()) == {(R,)}
     assert sharding.batch == ((S(0),),)
 
 
 @pytest.mark.slow
-def test_megatrons_cut_where_the_batch_is_one_sequence() -> None:
-    sharding = found(8192, 1, 2048)
+def test_auto_shard_of_one_sequence_gives_tensor_parallelism() -> None:
+    sharding = find_sharding(8192, 1, 2048)
     assert {name: sharding.placements[f"{name}.weight"][0] for name in MEGATRON} == MEGATRON
-    by_hand = found(8192, 1, 2048, placements={f"{name}.weight": [place] for name, place in MEGATRON.items()})
-    copies = found(8192, 1, 2048, placements={f"{name}.weight": [R] for name in MEGATRON})
+    by_hand = find_sharding(8192, 1, 2048, placements={f"{name}.weight": [place] for name, place in MEGATRON.items()})
+    copies = find_sharding(8192, 1, 2048, placements={f"{name}.weight": [R] for name in MEGATRON})
     assert sharding.seconds <= 1.05 * min(by_hand.seconds, copies.seconds)
     assert by_hand.seconds < copies.seconds
 
@@ -74,14 +75,15 @@ WAYS = {"data": dict.fromkeys(MEGATRON, R), "fsdp": dict.fromkeys(MEGATRON, S(0)
         pytest.param(2048, 8, 512, (2, 4), 1.1, marks=pytest.mark.slow),
     ],
 )
-def test_no_way_known_by_hand_is_better_for_a_block(
+def test_auto_shard_of_block_is_at_least_as_fast_as_hand_written_placements(
     width: int, batch: int, length: int, mesh: tuple[int, ...], part: float | None
 ) -> None:
-    """``part``: of the memory that cutting every weight takes; on two mesh dims the last one cuts."""
+    """Compare with hand-written placements. ``part`` is the memory limit over that of FSDP; on two mesh dims the last one
+    shards."""
     ways = {n: {f"{name}.weight": [*[R] * (len(mesh) - 1), p] for name, p in way.items()} for n, way in WAYS.items()}
-    hands = {name: found(width, batch, length, mesh, placements=way) for name, way in ways.items()}
+    hands = {name: find_sharding(width, batch, length, mesh, placements=way) for name, way in ways.items()}
     limit = None if part is None else int(hands["fsdp"].memory * part)
-    sharding = found(width, batch, length, mesh, memory=limit)
+    sharding = find_sharding(width, batch, length, mesh, memory=limit)
     fitting = [hand.seconds for hand in hands.values() if limit is None or hand.memory <= limit]
     assert fitting
     assert limit is None or sharding.memory <= limit
@@ -89,10 +91,10 @@ def test_no_way_known_by_hand_is_better_for_a_block(
 
 
 @pytest.mark.slow
-def test_weights_are_cut_where_memory_binds() -> None:
-    free = found(2048, 64, 512)
+def test_auto_shard_shards_more_weights_under_a_memory_limit() -> None:
+    free = find_sharding(2048, 64, 512)
     limit = free.memory * 0.65
-    bound = found(2048, 64, 512, memory=limit)
+    bound = find_sharding(2048, 64, 512, memory=limit)
     assert bound.memory <= limit < free.memory
     assert bound.batch == ((S(0),),)
     sizes = {name: p.numel() for name, p in Block(2048, 16).named_parameters()}
@@ -100,10 +102,10 @@ def test_weights_are_cut_where_memory_binds() -> None:
     assert cut[0] > cut[1]
     assert bound.seconds >= free.seconds
     with pytest.raises(dt.errors.PlanError, match="the smallest peak is"):
-        found(2048, 64, 512, memory=1000.0)
+        find_sharding(2048, 64, 512, memory=1000.0)
 
 
-def test_what_was_found_is_applied_and_computes_the_same() -> None:
+def test_sharding_apply_distributes_the_model_and_keeps_its_loss() -> None:
     torch.manual_seed(0)
     model, x = Block(16, 4), torch.randn(4, 6, 16)
     sharding = dt.auto_shard(model, dt.init_device_mesh("meta", (2,)), example={"x": x})

@@ -1,4 +1,4 @@
-"""``auto_shard`` of a mixture of experts: experts are cut where that is best, or where memory leaves nothing else."""
+"""``auto_shard`` of mixtures of experts: experts are sharded where that is fastest, or where memory requires it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EXPERTS = ("up", "down")
 
 
 class Routed(nn.Module):
-    """Matrices of all experts in one tensor each; every token goes to two of them."""
+    """Mixture of experts with stacked matrices and two experts for each token."""
 
     def __init__(self, experts: int, width: int, inner: int) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Routed(nn.Module):
 
 
 class Grouped(Routed):
-    """Tokens in order of their experts, and products of groups of rows."""
+    """Mixture of experts with sorted tokens and grouped matmuls."""
 
     def forward(self, x: Any) -> Any:
         weights, chosen = self.routed(x)
@@ -43,7 +43,7 @@ class Grouped(Routed):
 
 
 class Batched(Routed):
-    """All experts at once on as many tokens each as there is room for, by batched products."""
+    """Mixture of experts with a fixed number of tokens for each expert and batched matmuls."""
 
     def forward(self, x: Any) -> Any:
         weights, chosen = self.routed(x)
@@ -56,7 +56,7 @@ class Batched(Routed):
         return (x + torch.zeros_like(x).index_add(0, tokens.reshape(-1), made.reshape(-1, x.shape[1]))).square().mean()
 
 
-def found(
+def find_sharding(
     kind: type[Routed], tokens: int, width: int, inner: int, ranks: int = 8, experts: int = 16, **options: Any
 ) -> dt.Sharding:
     with torch.device("meta"):
@@ -64,28 +64,28 @@ def found(
     return dt.auto_shard(model, dt.init_device_mesh("meta", (8,)), example=(x,), **options)
 
 
-def hands(kind: type[Routed], *sizes: int) -> dict[str, dt.Sharding]:
-    """The usual ways: copies, whole experts on each rank, their columns and rows."""
+def hand_written_shardings(kind: type[Routed], *sizes: int) -> dict[str, dt.Sharding]:
+    """Return the shardings of hand-written placements: replicated, sharded by experts, and by columns and rows."""
     ways = {"copies": (R, R), "experts": (S(0), S(0)), "columns": (S(2), S(1))}
     given = {name: {key: [place] for key, place in zip(EXPERTS, way, strict=True)} for name, way in ways.items()}
-    return {name: found(kind, *sizes, placements=way) for name, way in given.items()}
+    return {name: find_sharding(kind, *sizes, placements=way) for name, way in given.items()}
 
 
 @pytest.mark.parametrize("kind", [Grouped, Batched])
-def test_experts_are_cut_where_they_are_large(kind: type[Routed]) -> None:
+def test_auto_shard_shards_large_experts(kind: type[Routed]) -> None:
     sizes = (4096, 2048, 4096)
-    sharding, known = found(kind, *sizes), hands(kind, *sizes)
+    sharding, known = find_sharding(kind, *sizes), hand_written_shardings(kind, *sizes)
     assert [sharding.placements[name] for name in EXPERTS] == [(S(0),), (S(0),)]
     assert sharding.seconds <= 1.05 * min(hand.seconds for hand in known.values())
     assert known["experts"].seconds < known["copies"].seconds
 
 
 @pytest.mark.parametrize("kind", [Grouped, Batched])
-def test_experts_are_cut_where_memory_binds(kind: type[Routed]) -> None:
+def test_auto_shard_of_experts_under_a_memory_limit(kind: type[Routed]) -> None:
     sizes = (65536, 256, 256)
-    free, known = found(kind, *sizes), hands(kind, *sizes)
+    free, known = find_sharding(kind, *sizes), hand_written_shardings(kind, *sizes)
     limit = (free.memory + known["experts"].memory) / 2
-    bound = found(kind, *sizes, memory=limit)
+    bound = find_sharding(kind, *sizes, memory=limit)
     assert bound.memory <= limit
     fitting = [hand.seconds for hand in known.values() if hand.memory <= limit]
     assert bound.seconds <= 1.05 * min(fitting)
@@ -93,7 +93,7 @@ def test_experts_are_cut_where_memory_binds(kind: type[Routed]) -> None:
 
 
 @pytest.mark.parametrize("kind", [Grouped, Batched])
-def test_what_was_found_computes_the_same(kind: type[Routed]) -> None:
+def test_applied_sharding_of_experts_keeps_loss_and_gradients(kind: type[Routed]) -> None:
     torch.manual_seed(0)
     model, x, mesh = kind(4, 16, 8), torch.randn(12, 16), dt.init_device_mesh("cpu", (2,))
     sharding = dt.auto_shard(model, mesh, example=(x,), placements={name: [S(0)] for name in EXPERTS})

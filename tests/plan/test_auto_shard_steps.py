@@ -1,4 +1,5 @@
-"""``auto_shard`` of steps with their optimizer: its states are placed too, and nothing known by hand is better by the model."""
+"""``auto_shard`` of steps with an optimizer: states are placed too, and hand-written placements are not faster by its cost
+model."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ def stack(width: int, layers: int = 1) -> nn.Sequential:
     return nn.Sequential(*[part for _ in range(layers) for part in (up(), nn.GELU(), down())])
 
 
-def found(mesh: dt.DeviceMesh, width: int, batch: int, layers: int = 1, **options: Any) -> dt.Sharding:
+def find_sharding(mesh: dt.DeviceMesh, width: int, batch: int, layers: int = 1, **options: Any) -> dt.Sharding:
     with torch.device("meta"):
         model, x = stack(width, layers).bfloat16(), torch.empty(batch, width, dtype=torch.bfloat16)
     optimizer = torch.optim.Adam(model.parameters())
@@ -40,21 +41,21 @@ def found(mesh: dt.DeviceMesh, width: int, batch: int, layers: int = 1, **option
     return sharding
 
 
-def by_hand(weights: dict[str, tuple[Places, Places]]) -> dict[str, Places]:
-    """Weights and their states, by name."""
+def name_placements(weights: dict[str, tuple[Places, Places]]) -> dict[str, Places]:
+    """Return the placements of weights and their optimizer states, by name."""
     placed = {f"{name}.weight": weight for name, (weight, _) in weights.items()}
     return placed | {f"{name}.weight.{key}": state for name, (_, state) in weights.items() for key in ADAM}
 
 
-def ways(ndim: int) -> dict[str, dict[str, Places]]:
-    """The usual ways for the two weights of a layer; on two mesh dims the last one cuts."""
+def hand_written_placements(ndim: int) -> dict[str, dict[str, Places]]:
+    """Return hand-written placements of the two weights of a layer; on two mesh dims the last one shards."""
     rest: Places = [R] * (ndim - 1)
     whole, rows, columns = [*rest, R], [*rest, S(0)], [*rest, S(1)]
     return {
-        "data": by_hand({"0": (whole, whole), "2": (whole, whole)}),
-        "zero": by_hand({"0": (whole, rows), "2": (whole, rows)}),
-        "fsdp": by_hand({"0": (rows, rows), "2": (rows, rows)}),
-        "megatron": by_hand({"0": (rows, rows), "2": (columns, columns)}),
+        "data": name_placements({"0": (whole, whole), "2": (whole, whole)}),
+        "zero": name_placements({"0": (whole, rows), "2": (whole, rows)}),
+        "fsdp": name_placements({"0": (rows, rows), "2": (rows, rows)}),
+        "megatron": name_placements({"0": (rows, rows), "2": (columns, columns)}),
     }
 
 
@@ -67,30 +68,32 @@ def ways(ndim: int) -> dict[str, dict[str, Places]]:
         pytest.param((2, 4), 1024, 8192, 1.1, marks=pytest.mark.slow),
     ],
 )
-def test_no_way_known_by_hand_is_better(shape: tuple[int, ...], width: int, batch: int, part: float | None) -> None:
-    """``part``: of the memory that cutting everything takes; on two mesh dims that is FSDP in groups that are copies."""
+def test_auto_shard_of_step_is_at_least_as_fast_as_hand_written_placements(
+    shape: tuple[int, ...], width: int, batch: int, part: float | None
+) -> None:
+    """Compare with hand-written placements. ``part`` is the memory limit over that of FSDP (HSDP on two mesh dims)."""
     mesh = dt.init_device_mesh("meta", shape)
-    hands = {name: found(mesh, width, batch, placements=way) for name, way in ways(len(shape)).items()}
+    hands = {name: find_sharding(mesh, width, batch, placements=way) for name, way in hand_written_placements(len(shape)).items()}
     limit = None if part is None else int(hands["fsdp"].memory * part)
-    sharding = found(mesh, width, batch, memory=limit)
+    sharding = find_sharding(mesh, width, batch, memory=limit)
     fitting = [hand.seconds for hand in hands.values() if limit is None or hand.memory <= limit]
     assert fitting
     assert limit is None or sharding.memory <= limit
     assert sharding.seconds <= 1.05 * min(fitting)
 
 
-def test_states_are_cut_before_weights_are_where_memory_binds() -> None:
+def test_auto_shard_shards_optimizer_states_under_a_memory_limit() -> None:
     mesh = dt.init_device_mesh("meta", (8,))
-    data = found(mesh, 256, 65536, placements=ways(1)["data"])
-    zero = found(mesh, 256, 65536, placements=ways(1)["zero"])
+    data = find_sharding(mesh, 256, 65536, placements=hand_written_placements(1)["data"])
+    zero = find_sharding(mesh, 256, 65536, placements=hand_written_placements(1)["zero"])
     assert zero.memory < data.memory
-    bound = found(mesh, 256, 65536, memory=zero.memory)
+    bound = find_sharding(mesh, 256, 65536, memory=zero.memory)
     assert bound.memory <= zero.memory
     assert bound.seconds <= 1.05 * zero.seconds
     assert any(bound.placements[f"{i}.weight.{key}"] != (R,) for i in (0, 2) for key in ADAM)
 
 
-def test_a_step_as_it_was_placed_trains_as_the_plain_one() -> None:
+def test_applied_sharding_of_step_trains_like_plain_model() -> None:
     torch.manual_seed(0)
     model, x = stack(8).double(), torch.randn(8, 8, dtype=torch.float64)
     plain, placed = copy.deepcopy(model), copy.deepcopy(model)
@@ -115,7 +118,7 @@ def test_a_step_as_it_was_placed_trains_as_the_plain_one() -> None:
     assert placed[0].weight.placements == (R,)
 
 
-def test_experts_are_cut_where_there_are_many() -> None:
+def test_auto_shard_shards_many_experts() -> None:
     class Experts(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -131,13 +134,13 @@ def test_experts_are_cut_where_there_are_many() -> None:
     assert sharding.batch == ((S(0),),)
 
 
-def test_a_real_mesh_is_priced_as_it_is() -> None:
+def test_auto_shard_estimates_more_seconds_on_cpu_than_on_gpu() -> None:
     with torch.device("meta"):
         model, x = nn.Linear(256, 256), torch.empty(64, 256)
     meant, real = (dt.auto_shard(model, dt.init_device_mesh(kind, (2,)), example=(x,)).seconds for kind in ("meta", "cpu"))
     assert real > meant  # a CPU is slower than a GPU
 
 
-def test_what_has_no_module_is_refused() -> None:
+def test_auto_shard_of_function_without_module_raises() -> None:
     with pytest.raises(dt.errors.PlanError, match="no module"):
         dt.auto_shard(lambda x: x, dt.init_device_mesh("meta", (2,)), example=(1,))

@@ -1,4 +1,4 @@
-"""What a plan says a rank holds is what ranks hold; under a bound it holds less, and computes the same."""
+"""Memory of program plans: predicted peaks equal measured ones, and a plan under a memory limit gives equal results."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WAYS = {
 
 
 def blocks(mesh: dt.DeviceMesh, way: str, width: int = 32, batch: int = 8, layers: int = 2) -> tuple[Step, list[dt.DTensor]]:
-    """Two layers of attention and MLP, placed in one of the usual ways, and their parameters."""
+    """Return a step of two layers of attention and MLP with common placements, and its batch and parameters."""
     cuts, spot = WAYS[way]
     generator = torch.Generator().manual_seed(0)
     sizes = {"q": (3 * width, width), "o": (width, width), "up": (4 * width, width), "down": (width, 4 * width)}
@@ -61,7 +61,7 @@ def blocks(mesh: dt.DeviceMesh, way: str, width: int = 32, batch: int = 8, layer
 
 
 def planned(step: Step, given: list[dt.DTensor], **options: Any) -> dt.ProgramPlan:
-    """The plan of a step that begins without gradients."""
+    """Plan a step, and clear the gradients that it made."""
     plan = dt.plan(step, **options)
     for p in given:
         p.grad = None
@@ -69,7 +69,7 @@ def planned(step: Step, given: list[dt.DTensor], **options: Any) -> dt.ProgramPl
 
 
 def run(step: Step, given: list[dt.DTensor], plan: dt.ProgramPlan | None) -> tuple[list[torch.Tensor], int, int]:
-    """Gradients of a step, the most bytes that its tensors held, and those that a rank received."""
+    """Return the gradients of a step, its peak bytes, and the bytes that a rank received."""
     for p in given:
         p.grad = None
     with Live(given) as live, CommDebugMode() as comm:
@@ -87,7 +87,7 @@ def run(step: Step, given: list[dt.DTensor], plan: dt.ProgramPlan | None) -> tup
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_peak_of_a_plan_is_that_of_its_run(way: str) -> None:
+def test_predicted_peak_memory_of_a_plan_equals_the_measured_peak(way: str) -> None:
     step, given = blocks(mesh := dt.init_device_mesh("cpu", (2,)), way)
     expected, _, _ = run(step, given, None)
     plan = planned(step, given)
@@ -100,7 +100,7 @@ def test_the_peak_of_a_plan_is_that_of_its_run(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_a_step_holds_without_a_plan_is_known_too(way: str) -> None:
+def test_predicted_peak_memory_without_a_plan_equals_the_measured_peak(way: str) -> None:
     step, given = blocks(mesh := dt.init_device_mesh("cpu", (2,)), way)
     run(step, given, None)
     _, graph = record_graph(step, (), {})
@@ -113,8 +113,8 @@ def test_what_a_step_holds_without_a_plan_is_known_too(way: str) -> None:
     )
 
 
-def test_where_calls_bring_gradients_back_to_is_no_part_of_the_program() -> None:
-    """Calls that a plan moves operands for bring none back."""
+def test_plan_under_memory_limit_keeps_gradients_and_predicted_bytes() -> None:
+    """Check a plan under a memory limit, in which backward does not redistribute gradients of planned operands."""
     step, given = blocks(dt.init_device_mesh("cpu", (2,)), "fully sharded", width=64, layers=1)
     expected, _, _ = run(step, given, None)
     _, graph = record_graph(step, (), {})
@@ -124,8 +124,8 @@ def test_where_calls_bring_gradients_back_to_is_no_part_of_the_program() -> None
     assert nbytes == plan.nbytes
 
 
-def test_gradients_of_what_the_program_moves_lie_where_the_plan_wants_them() -> None:
-    """A redistribution's gradient comes back to where its value came from: by a plan that is another place, or none."""
+def test_gradients_of_explicit_redistributions_under_a_plan() -> None:
+    """Check the gradient of an explicit redistribution whose source has another placement under a plan."""
     mesh = dt.init_device_mesh("cpu", (4,))
     x, w = (dt.randn(n, 32, dtype=torch.float64, device_mesh=mesh, placements=[at]) for n, at in ((1024, R), (32, S(0))))
     given = [x, w.requires_grad_()]
@@ -140,7 +140,7 @@ def test_gradients_of_what_the_program_moves_lie_where_the_plan_wants_them() -> 
     assert nbytes == plan.nbytes < before / 4
 
 
-def test_under_a_bound_forms_are_let_go_and_moved_again() -> None:
+def test_plan_under_memory_limit_frees_and_repeats_redistributed_copies() -> None:
     mesh, width = dt.init_device_mesh("cpu", (4,)), 32
     given = [dt.randn(4 * width, width, dtype=torch.float64, device_mesh=mesh, placements=[S(0)])]
     given += [
@@ -167,7 +167,7 @@ def test_under_a_bound_forms_are_let_go_and_moved_again() -> None:
         dt.plan(step, memory=1000)
 
 
-def test_views_of_memory_that_is_written_to_later_may_be_moved() -> None:
+def test_plan_may_redistribute_views_before_a_later_write() -> None:
     mesh = dt.init_device_mesh("cpu", (4,))
     w = dt.randn(8, 8, device_mesh=mesh, placements=[S(0)])
     x = dt.randn(4, 8, device_mesh=mesh, placements=[S(0)])
@@ -188,7 +188,7 @@ def test_views_of_memory_that_is_written_to_later_may_be_moved() -> None:
     torch.testing.assert_close(y.full_tensor(), expected)
 
 
-def _on_processes(way: str) -> tuple[int, int, int, int]:
+def _predict_and_measure(way: str) -> tuple[int, int, int, int]:
     step, given = blocks(dt.init_device_mesh("cpu", (2,)), way)
     run(step, given, None)
     plan = planned(step, given)
@@ -199,13 +199,13 @@ def _on_processes(way: str) -> tuple[int, int, int, int]:
 @pytest.mark.gloo
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
-def test_processes_hold_and_receive_what_a_plan_predicts(way: str) -> None:
-    for predicted, peak, nbytes, received in run_gloo(_on_processes, 2, way):
+def test_plan_predicts_memory_and_bytes_of_processes(way: str) -> None:
+    for predicted, peak, nbytes, received in run_gloo(_predict_and_measure, 2, way):
         assert nbytes == received
         assert predicted == pytest.approx(peak, rel=0.1)
 
 
-def _refused() -> str:
+def _plan_error() -> str:
     step, _ = blocks(dt.init_device_mesh("cpu", (2,)), "data")
     with pytest.raises(dt.errors.PlanError) as error:
         dt.plan(step, memory=1000)
@@ -214,5 +214,5 @@ def _refused() -> str:
 
 @pytest.mark.gloo
 @pytest.mark.slow
-def test_all_processes_are_told_that_there_is_no_plan() -> None:
-    assert len(set(run_gloo(_refused, 2))) == 1
+def test_plan_error_is_equal_on_all_processes() -> None:
+    assert len(set(run_gloo(_plan_error, 2))) == 1

@@ -1,4 +1,5 @@
-"""``capture(step, plan="program")``: planned at the first call, recorded by the plan at the second, replayed from the third."""
+"""Planned capture, ``capture(step, plan="program")``: planned at the first call, recorded at the second, replayed from the
+third."""
 
 from __future__ import annotations
 
@@ -16,10 +17,10 @@ from dtensor.debug import CommDebugMode
 R, S = dt.Replicate(), dt.Shard
 
 
-def trained(
+def train(
     mesh: dt.DeviceMesh, steps: int, plan: Any, fused: bool = True
 ) -> tuple[list[float], list[torch.Tensor], Any, list[int]]:
-    """Losses, parameters and bytes of each step of a residual stack under AdamW."""
+    """Return losses, parameters, the captured step and the bytes of each step of a residual stack under AdamW."""
     dt.manual_seed(3)
     leaves = [dt.randn(12, 12, device_mesh=mesh, placements=[S(i)]).requires_grad_() for _ in range(2) for i in (0, 1)]
     scale = dt.ones(12, device_mesh=mesh).requires_grad_()
@@ -46,10 +47,10 @@ def trained(
     return losses, [x.full_tensor() for x in (*leaves, scale)], run, nbytes
 
 
-def test_a_planned_step_trains_as_one_without_a_plan() -> None:
+def test_planned_capture_trains_like_the_eager_step() -> None:
     mesh = dt.init_device_mesh("cpu", (4,))
-    losses, parameters, _, eager = trained(mesh, 7, None)
-    found, others, run, nbytes = trained(mesh, 7, "program")
+    losses, parameters, _, eager = train(mesh, 7, None)
+    found, others, run, nbytes = train(mesh, 7, "program")
     torch.testing.assert_close(torch.tensor(found), torch.tensor(losses))
     torch.testing.assert_close(others, parameters)
     info = run.cache_info()
@@ -60,21 +61,21 @@ def test_a_planned_step_trains_as_one_without_a_plan() -> None:
     assert plan.nbytes <= plan.eager_nbytes
 
 
-def _trained_here() -> Any:
-    losses, parameters, run, nbytes = trained(dt.init_device_mesh("cpu", (2,)), 6, "program")
+def _train_on_rank() -> Any:
+    losses, parameters, run, nbytes = train(dt.init_device_mesh("cpu", (2,)), 6, "program")
     return losses, parameters, nbytes[-1], run.cache_info().replayed, run.plans()[0].dumps()
 
 
 @pytest.mark.gloo
-def test_processes_follow_one_plan_and_move_what_it_predicts() -> None:
-    losses, parameters, nbytes, replayed, _ = _trained_here()
-    for others in run_gloo(_trained_here, 2):
+def test_planned_capture_on_process_groups_equals_one_process() -> None:
+    losses, parameters, nbytes, replayed, _ = _train_on_rank()
+    for others in run_gloo(_train_on_rank, 2):
         torch.testing.assert_close(torch.tensor(others[0]), torch.tensor(losses))
         torch.testing.assert_close(others[1], parameters)
         assert others[2:4] == (nbytes, replayed)
 
 
-def test_a_plan_from_a_file_is_recorded_at_once() -> None:
+def test_capture_with_loaded_plan_records_at_the_first_call() -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
     a, b = (dt.randn(6, 6, device_mesh=mesh, placements=[S(i)]) for i in (1, 0))
 
@@ -90,7 +91,7 @@ def test_a_plan_from_a_file_is_recorded_at_once() -> None:
     assert run.cache_info().replayed == 2
 
 
-def test_a_plan_of_another_program_is_told_and_left() -> None:
+def test_capture_with_plan_of_another_program_warns_and_runs_without_it() -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
     x = dt.randn(5, 6, device_mesh=mesh, placements=[S(0)])
     run = dt.capture(lambda x: (x * 2).sum(), plan=dt.plan(lambda x: (x + 2).sum(), x))
@@ -103,7 +104,7 @@ def test_a_plan_of_another_program_is_told_and_left() -> None:
         run(x)
 
 
-def test_a_planned_step_may_put_equal_objects_in_the_place_of_others() -> None:
+def test_planned_step_may_replace_objects_by_equal_ones() -> None:
     x = dt.randn(5, 6, device_mesh=dt.init_device_mesh("cpu", (2,)), placements=[S(0)])
     state = {"scales": [2]}
 
@@ -118,7 +119,7 @@ def test_a_planned_step_may_put_equal_objects_in_the_place_of_others() -> None:
 
 
 @pytest.mark.slow
-def test_a_captured_step_keeps_within_a_bound_of_memory() -> None:
+def test_capture_with_memory_limit_plans_within_it() -> None:
     mesh = dt.init_device_mesh("cpu", (4,))
     weights = [dt.randn(32, 32, device_mesh=mesh, placements=[S(0)]).requires_grad_() for _ in range(4)]
     x = dt.randn(128, 32, device_mesh=mesh, placements=[S(0)])
@@ -144,7 +145,7 @@ def test_a_captured_step_keeps_within_a_bound_of_memory() -> None:
         dt.capture(step, memory=1000)(x)
 
 
-def test_what_is_no_plan_is_refused() -> None:
+def test_capture_with_invalid_plan_arguments_raises() -> None:
     with pytest.raises(dt.errors.ArgumentError, match="program"):
         dt.capture(lambda x: x, plan="model")
     plan = dt.plan(lambda: dt.ones(4, device_mesh=dt.init_device_mesh("cpu", (2,))).sum())

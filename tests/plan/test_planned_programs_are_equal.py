@@ -1,4 +1,4 @@
-"""Programs of all kinds give by a plan what they give without one: values, gradients, placements of results, what is written."""
+"""Planned programs equal eager ones: values, gradients, placements of results, and in-place writes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STEPS = chosen(list(capture_step_cases.CASES), QUICK)
 
 
 def assert_close(a: Any, b: Any, what: str, lying: bool = True) -> None:
-    """The same global values, as they lay."""
+    """Assert equal global values, and equal placements if ``lying``."""
     a_leaves, a_tree = pytree.tree_flatten(a)
     b_leaves, b_tree = pytree.tree_flatten(b)
     assert a_tree == b_tree
@@ -37,8 +37,8 @@ def assert_close(a: Any, b: Any, what: str, lying: bool = True) -> None:
             assert x == (pytest.approx(y, rel=1e-5) if isinstance(y, float) else y), what
 
 
-def trained(fn: Callable[..., Any], args: tuple[Any, ...]) -> Callable[[], Any]:
-    """One forward and backward pass."""
+def make_step(fn: Callable[..., Any], args: tuple[Any, ...]) -> Callable[[], Any]:
+    """Return a step of one forward and backward pass."""
 
     def step() -> Any:
         out = fn(*args)
@@ -53,13 +53,13 @@ def trained(fn: Callable[..., Any], args: tuple[Any, ...]) -> Callable[[], Any]:
 @pytest.mark.filterwarnings("ignore::dtensor.errors.GatherWarning")
 @pytest.mark.parametrize("shape", MESHES, ids=str)
 @pytest.mark.parametrize("name", some(list(capture_cases.CASES)))
-def test_functions(name: str, shape: tuple[int, ...]) -> None:
+def test_planned_functions_equal_eager_functions(name: str, shape: tuple[int, ...]) -> None:
     mesh, sides = capture_cases.mesh_of(*shape), []
     for _ in range(3):
         torch.manual_seed(0)
         fn, arguments, parameters = capture_cases.CASES[name](mesh)
         args = arguments(0)
-        sides.append((trained(fn, args), args, parameters))
+        sides.append((make_step(fn, args), args, parameters))
     torch.manual_seed(1)
     expected = sides[0][0]()
     torch.manual_seed(1)
@@ -68,7 +68,7 @@ def test_functions(name: str, shape: tuple[int, ...]) -> None:
     with PlanExecutor(plan) as following:
         got = sides[2][0]()
     assert following.is_complete, following.difference
-    assert plan.seconds <= plan.eager_seconds * (1 + 1e-9)  # two sums of the same numbers
+    assert plan.seconds <= plan.eager_seconds * (1 + 1e-9)  # two sums of equal numbers
     for (what, a), (_, b) in zip(_changed(*sides[0][1:]), _changed(*sides[2][1:]), strict=True):
         assert_close(a, b, what)
     assert_close(expected, got, "results")
@@ -81,8 +81,8 @@ def _changed(args: Any, parameters: Any) -> list[tuple[str, Any]]:
 
 @pytest.mark.filterwarnings("ignore::dtensor.errors.GatherWarning")
 @pytest.mark.parametrize("name", STEPS)
-def test_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a call computed before it left its plan lies as the plan had it; nothing else does."""
+def test_planned_steps_equal_eager_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare planned steps with eager ones; results of calls that left their plan may have the plan's placements."""
     mesh, sides, followings = capture_cases.mesh_of(2, 2), [], []
     begin = PlanExecutor.__init__
     monkeypatch.setattr(PlanExecutor, "__init__", lambda self, plan: followings.append(self) or begin(self, plan))

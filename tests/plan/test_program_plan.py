@@ -1,4 +1,4 @@
-"""Plans of programs: what they predict is what runs, results are those of the program without a plan, and nothing gets dearer."""
+"""Program plans: predicted bytes are issued, results equal eager ones, and planned steps are not slower by the cost model."""
 
 from __future__ import annotations
 
@@ -22,12 +22,14 @@ R, S = dt.Replicate(), dt.Shard
 Run = tuple[list[torch.Tensor], Any]
 
 
-def whole(x: Any) -> torch.Tensor:
+def full_value(x: Any) -> torch.Tensor:
     return x.full_tensor() if isinstance(x, dt.DTensor) else x
 
 
-def measured(step: Callable[[], Any], leaves: list[dt.DTensor], plan: ProgramPlan | None) -> tuple[list[torch.Tensor], list[Any]]:
-    """Results and gradients of a step, and the collectives that it issued."""
+def run_and_record(
+    step: Callable[[], Any], leaves: list[dt.DTensor], plan: ProgramPlan | None
+) -> tuple[list[torch.Tensor], list[Any]]:
+    """Return the results and gradients of a step, and its collectives."""
     for leaf in leaves:
         leaf.grad = None
     with CommDebugMode() as comm:
@@ -38,16 +40,16 @@ def measured(step: Callable[[], Any], leaves: list[dt.DTensor], plan: ProgramPla
                 made = step()
             assert following.is_complete, following.difference
     made = made if isinstance(made, tuple) else (made,)
-    return [whole(x) for x in (*made, *(leaf.grad for leaf in leaves))], list(comm.events)
+    return [full_value(x) for x in (*made, *(leaf.grad for leaf in leaves))], list(comm.events)
 
 
-def checked(step: Callable[[], Any], leaves: list[dt.DTensor]) -> tuple[ProgramPlan, list[Any], list[Any]]:
-    """The plan of a step that was run without and with it: equal results, no more bytes than predicted and than without."""
-    expected, eager = measured(step, leaves, None)
+def check_plan(step: Callable[[], Any], leaves: list[dt.DTensor]) -> tuple[ProgramPlan, list[Any], list[Any]]:
+    """Run a step without and with its plan, compare results and bytes, and return the plan and both lists of collectives."""
+    expected, eager = run_and_record(step, leaves, None)
     for leaf in leaves:
         leaf.grad = None
     _, plan = run_and_plan(step, (), {})
-    got, events = measured(step, leaves, plan)
+    got, events = run_and_record(step, leaves, plan)
     for a, b in zip(expected, got, strict=True):
         torch.testing.assert_close(b, a)
     assert sum(event.bytes for event in events) == plan.nbytes
@@ -57,13 +59,13 @@ def checked(step: Callable[[], Any], leaves: list[dt.DTensor]) -> tuple[ProgramP
     return plan, eager, events
 
 
-def made(mesh: dt.DeviceMesh, shape: tuple[int, ...], *placements: Any) -> dt.DTensor:
+def random_leaf(mesh: dt.DeviceMesh, shape: tuple[int, ...], *placements: Any) -> dt.DTensor:
     return dt.randn(*shape, dtype=torch.float64, device_mesh=mesh, placements=placements).requires_grad_()
 
 
-def mlps(mesh: dt.DeviceMesh, width: int, layers: int) -> tuple[Callable[[], Any], list[dt.DTensor]]:
-    """A residual stack whose weights are cut as Megatron does."""
-    leaves = [made(mesh, (width, width), S(i)) for _ in range(layers) for i in (0, 1)]
+def make_residual_stack(mesh: dt.DeviceMesh, width: int, layers: int) -> tuple[Callable[[], Any], list[dt.DTensor]]:
+    """Return a step of a residual stack with Megatron's tensor parallelism, and its weights."""
+    leaves = [random_leaf(mesh, (width, width), S(i)) for _ in range(layers) for i in (0, 1)]
     x = dt.randn(2, 8, width, dtype=torch.float64, device_mesh=mesh)
 
     def step() -> Any:
@@ -77,10 +79,10 @@ def mlps(mesh: dt.DeviceMesh, width: int, layers: int) -> tuple[Callable[[], Any
     return step, leaves
 
 
-def test_a_stack_cut_as_megatron_does_moves_no_more_than_megatrons_program() -> None:
+def test_planned_tensor_parallel_stack_sends_no_more_than_hand_written_program() -> None:
     mesh, width = dt.init_device_mesh("cpu", (4,)), 256
-    step, leaves = mlps(mesh, width, 2)
-    plan, eager, events = checked(step, leaves)
+    step, leaves = make_residual_stack(mesh, width, 2)
+    plan, eager, events = check_plan(step, leaves)
     stream = 2 * 8 * width * 8
     by_hand = 3 * 2 * 3 * stream // 4  # two all-reduces forward, one backward (the input has no gradient)
     assert sum(event.bytes for event in events) <= min(by_hand + 64, sum(event.bytes for event in eager))
@@ -89,18 +91,18 @@ def test_a_stack_cut_as_megatron_does_moves_no_more_than_megatrons_program() -> 
     assert "next best" in str(plan)
 
 
-def uneven(shape: tuple[int, ...]) -> tuple[Any, Any, Any, Any]:
-    """Two matrices, the second one's bias, and what they are multiplied with."""
+def make_uneven(shape: tuple[int, ...]) -> tuple[Any, Any, Any, Any]:
+    """Return two matrices, a bias and an input with uneven shards."""
     mesh = dt.init_device_mesh("cpu", shape)
     spots = [(S(0), S(1)), (S(1), S(0)), (S(0), R)]
-    a, b, c = (made(mesh, sizes, *spot[: len(shape)]) for sizes, spot in zip([(7, 5), (6, 7), (6,)], spots, strict=True))
+    a, b, c = (random_leaf(mesh, sizes, *spot[: len(shape)]) for sizes, spot in zip([(7, 5), (6, 7), (6,)], spots, strict=True))
     x = dt.randn(3, 5, 5, dtype=torch.float64, device_mesh=mesh, placements=[S(1)] + [R] * (len(shape) - 1))
     return a, b, c, x
 
 
 @pytest.mark.parametrize("shape", [(3,), (2, 2)])
-def test_uneven_shards(shape: tuple[int, ...]) -> None:
-    a, b, c, x = uneven(shape)
+def test_plan_of_uneven_shards(shape: tuple[int, ...]) -> None:
+    a, b, c, x = make_uneven(shape)
 
     def step() -> Any:
         h = F.linear(F.gelu(F.linear(x, a)), b, c)
@@ -108,13 +110,13 @@ def test_uneven_shards(shape: tuple[int, ...]) -> None:
         y.sum(1).square().sum().backward()
         return y
 
-    checked(step, [a, b, c])
+    check_plan(step, [a, b, c])
 
 
 @pytest.mark.parametrize("shape", [(3,), (2, 2)])
-def test_uneven_shards_of_rows_that_are_folded(shape: tuple[int, ...]) -> None:
-    """Products of dims that ``view`` makes one: without a plan they are computed on the tensor that was viewed."""
-    a, b, c, x = uneven(shape)
+def test_plan_of_uneven_shards_of_flattened_rows(shape: tuple[int, ...]) -> None:
+    """Check matrix products of tensors that ``view`` flattened."""
+    a, b, c, x = make_uneven(shape)
 
     def step() -> Any:
         h = F.gelu(torch.mm(x.view(15, 5), a.t()).view(3, 5, 7))
@@ -123,13 +125,13 @@ def test_uneven_shards_of_rows_that_are_folded(shape: tuple[int, ...]) -> None:
         y.sum(1).square().sum().backward()
         return y
 
-    checked(step, [a, b, c])
+    check_plan(step, [a, b, c])
 
 
-def test_attention_and_norms() -> None:
+def test_plan_of_attention_and_norms() -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
-    q, k, v = (made(mesh, (8, 8), S(0)) for _ in range(3))
-    o, scale = made(mesh, (8, 8), S(1)), made(mesh, (8,), R)
+    q, k, v = (random_leaf(mesh, (8, 8), S(0)) for _ in range(3))
+    o, scale = random_leaf(mesh, (8, 8), S(1)), random_leaf(mesh, (8,), R)
     x = dt.randn(2, 5, 8, dtype=torch.float64, device_mesh=mesh)
 
     def heads(w: Any, h: Any) -> Any:
@@ -142,13 +144,13 @@ def test_attention_and_norms() -> None:
         F.layer_norm(y, (8,)).square().sum().backward()
         return y
 
-    plan, _, _ = checked(step, [q, k, v, o, scale])
+    plan, _, _ = check_plan(step, [q, k, v, o, scale])
     assert any(call.kind == "call" and "attention" in call.name for call in plan.calls)
 
 
-def test_writes_in_place_and_through_views_are_seen() -> None:
+def test_plan_of_in_place_writes_through_views() -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
-    w = made(mesh, (6, 6), S(0))
+    w = random_leaf(mesh, (6, 6), S(0))
     x = dt.randn(6, 6, dtype=torch.float64, device_mesh=mesh, placements=[S(1)])
 
     def step() -> Any:
@@ -159,12 +161,12 @@ def test_writes_in_place_and_through_views_are_seen() -> None:
         turned[2].zero_()
         return h @ x, h.t() @ h, row + 1, turned * 1
 
-    checked(step, [])
+    check_plan(step, [])
 
 
-def test_what_the_user_looks_at_lies_as_it_lay() -> None:
+def test_planned_tensors_that_the_program_inspects_keep_their_placements() -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
-    a, b = made(mesh, (6, 6), S(1)), made(mesh, (6, 6), S(0))
+    a, b = random_leaf(mesh, (6, 6), S(1)), random_leaf(mesh, (6, 6), S(0))
     seen: list[Any] = []
 
     def step() -> Any:
@@ -181,9 +183,9 @@ def test_what_the_user_looks_at_lies_as_it_lay() -> None:
     assert seen[0] == seen[1] == seen[2]
 
 
-def test_another_program_leaves_the_plan_and_is_right() -> None:
+def test_another_program_leaves_the_plan_with_correct_results() -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
-    a, b = made(mesh, (6, 6), S(1)), made(mesh, (6, 6), S(0))
+    a, b = random_leaf(mesh, (6, 6), S(1)), random_leaf(mesh, (6, 6), S(0))
     _, plan = run_and_plan(lambda: torch.relu(a @ b) @ b, (), {})
     with PlanExecutor(plan) as following:
         y = torch.tanh(a @ b) @ b
@@ -192,25 +194,25 @@ def test_another_program_leaves_the_plan_and_is_right() -> None:
     torch.testing.assert_close(y.full_tensor(), torch.tanh(a.full_tensor() @ b.full_tensor()) @ b.full_tensor())
 
 
-def test_plans_go_through_json(tmp_path: Any) -> None:
-    step, leaves = mlps(dt.init_device_mesh("cpu", (4,)), 16, 1)
+def test_program_plan_round_trips_through_json(tmp_path: Any) -> None:
+    step, leaves = make_residual_stack(dt.init_device_mesh("cpu", (4,)), 16, 1)
     _, plan = run_and_plan(step, (), {})
     plan.save(tmp_path / "plan.json")
     again = ProgramPlan.load(tmp_path / "plan.json")
     assert again == plan
-    measured(step, leaves, again)
+    run_and_record(step, leaves, again)
     with pytest.raises(dt.errors.ArgumentError, match="format"):
         ProgramPlan.loads('{"format": 0}')
 
 
-def test_placements_are_read_as_they_are_written() -> None:
+def test_placement_texts_round_trip() -> None:
     placements = (S(0, level=1), S(2, sizes=(3, 0, 2)), dt.Partial("max"), R, S(1, sizes=(2, 2), level=0))
     assert placements_of(placement_texts(placements)) == placements
     with pytest.raises(dt.errors.ArgumentError, match="where a placement is expected"):
         placements_of(["T(0)"])
 
 
-def test_a_dry_run_is_planned_on_thousands_of_ranks() -> None:
+def test_plan_of_dry_run_on_4096_ranks() -> None:
     mesh = dt.init_device_mesh("meta", (512, 8), mesh_dim_names=("dp", "tp"))
     a = dt.empty(4096, 4096, device_mesh=mesh, placements=[R, S(1)], dtype=torch.bfloat16).requires_grad_()
     b = dt.empty(4096, 4096, device_mesh=mesh, placements=[R, S(0)], dtype=torch.bfloat16).requires_grad_()
@@ -224,16 +226,16 @@ def test_a_dry_run_is_planned_on_thousands_of_ranks() -> None:
     assert plan.seconds <= plan.eager_seconds
 
 
-def test_nothing_to_plan_is_said() -> None:
+def test_plan_of_program_without_dtensors_raises() -> None:
     with pytest.raises(dt.errors.PlanError, match="calls no operator"):
         dt.plan(lambda: torch.ones(3) + 1)
 
 
-def test_variables_do_not_grow_with_the_layers_of_a_stack() -> None:
+def test_planning_variables_do_not_grow_with_repeated_layers() -> None:
     mesh = dt.init_device_mesh("meta", (4,))
     counts = []
-    for layers in (20, 22):  # smaller programs have no need of it
-        step, _ = mlps(mesh, 16, layers)
+    for layers in (20, 22):  # smaller programs are solved without classes
+        step, _ = make_residual_stack(mesh, 16, layers)
         _, graph = record_graph(step, (), {})
         eager = recorded_options(graph)
         classes = make_classes(graph, eager)
@@ -244,7 +246,7 @@ def test_variables_do_not_grow_with_the_layers_of_a_stack() -> None:
     assert plan.seconds < plan.eager_seconds
 
 
-def test_what_ran_before_does_not_show_in_a_plan() -> None:
+def test_plan_does_not_depend_on_earlier_runs() -> None:
     mesh = dt.init_device_mesh("cpu", (4,))
     x = dt.randn(4, 6, device_mesh=mesh, placements=[dt.Shard(0)])
     w = dt.randn(6, 512, device_mesh=mesh, placements=[dt.Shard(1)]).requires_grad_()

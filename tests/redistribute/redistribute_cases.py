@@ -1,7 +1,6 @@
-"""Layouts, terms and the reference that redistribution is compared with, in one process and on gloo alike.
-
-The reference knows no steps: a partial tensor is a nest of reductions in the order of its placements (the last mesh dim
-reduces first), a sharded one is the value sliced by ``local_offset`` and ``local_shape``.
+"""Redistribution cases: layouts, addends and a reference for redistribution, in one process and on gloo. The reference has no
+steps. A partial tensor is a nest of reductions in the order of its placements (the last mesh dim reduces first). A sharded tensor
+is the value sliced by ``local_offset`` and ``local_shape``.
 """
 
 from __future__ import annotations
@@ -41,18 +40,20 @@ def _eye(like: torch.Tensor) -> torch.Tensor:
 
 COUNTED = Monoid("counted", _plus_one, _minus_ones)  # zeros do not reduce to zero
 MATMUL = Monoid("matmul", torch.matmul, _eye)  # does not act elementwise
-# Associative and not commutative: any change of order shows. The second one may be finalized only once.
+# Associative and not commutative: any change of order changes the result. The second one must be finalized only once.
 LAST = Monoid("last", _last_nonzero, torch.zeros_like)
 LAST_DOUBLED = Monoid("last_doubled", _last_nonzero, torch.zeros_like, _double)
 
 
 def placement_choices(ndim: int, ops: Sequence[Any] = ("sum", "max")) -> list[Placement]:
-    """What one mesh dim can be, without levels and sizes."""
+    """Return the placements of one mesh dim, without levels and sizes."""
     return [Replicate(), *(Shard(dim) for dim in range(min(ndim, 2))), *(Partial(op) for op in ops)]
 
 
-def layouts(mesh: DeviceMesh, shape: tuple[int, ...], dtype: torch.dtype, ops: Sequence[Any] = ("sum", "max")) -> list[Layout]:
-    """Every combination of placements, both nesting orders, and user-given uneven sizes."""
+def all_layouts(
+    mesh: DeviceMesh, shape: tuple[int, ...], dtype: torch.dtype, ops: Sequence[Any] = ("sum", "max")
+) -> list[Layout]:
+    """Return layouts of all combinations of placements, both nesting orders, and user-given uneven sizes."""
     found = [
         Layout.of(mesh, placements, shape, dtype=dtype)
         for placements in itertools.product(placement_choices(len(shape), ops), repeat=mesh.ndim)
@@ -71,32 +72,32 @@ def _variants(layout: Layout) -> Iterator[Layout]:
             yield layout.replace(placements=placements)
         if len(shards) == 1 and layout.mesh.shape[shards[0]] > 1:
             placements = list(layout.placements)
-            placements[shards[0]] = Shard(dim, sizes=ragged(layout.shape[dim], layout.mesh.shape[shards[0]]))
+            placements[shards[0]] = Shard(dim, sizes=uneven_sizes(layout.shape[dim], layout.mesh.shape[shards[0]]))
             yield layout.replace(placements=placements)
 
 
-def ragged(size: int, count: int) -> tuple[int, ...]:
-    """Sizes that no chunking gives: an empty first block, the rest as uneven as they can be."""
+def uneven_sizes(size: int, count: int) -> tuple[int, ...]:
+    """Return shard sizes that no chunking gives: an empty first block, and the others as uneven as possible."""
     first = [0] + [1 if k < size - 1 else 0 for k in range(count - 2)]
     return (*first, size - sum(first))
 
 
-def terms_of(layout: Layout, seed: int) -> torch.Tensor:
-    """Global terms, shape (sizes of the partial mesh dims..., *shape): small integers, means come out whole."""
+def make_addends(layout: Layout, seed: int) -> torch.Tensor:
+    """Return global addends of shape (sizes of the partial mesh dims..., *shape): small integers whose means are integers."""
     generator = torch.Generator().manual_seed(seed)
     lead = [layout.mesh.shape[i] for i, op in enumerate(layout.partials) if op is not None]
     high = 3 if "product" in layout.partials else 9
     terms = torch.randint(-high, high + 1, (*lead, *layout.shape), generator=generator)
     if any(isinstance(op, Monoid) for op in layout.partials):
-        terms *= torch.randint(0, 2, terms.shape, generator=generator)  # zeros are what LAST looks behind
+        terms *= torch.randint(0, 2, terms.shape, generator=generator)  # LAST skips zeros
     for i, op in enumerate(layout.partials):
         if op == "avg":
             terms = terms * layout.mesh.shape[i]
     return terms.to(layout.dtype)
 
 
-def value_of(layout: Layout, terms: torch.Tensor) -> torch.Tensor:
-    """The nest of reductions, innermost (last mesh dim) first; neighbours with one monoid are one fold."""
+def reduce_addends(layout: Layout, terms: torch.Tensor) -> torch.Tensor:
+    """Reduce the addends, innermost (last mesh dim) first; adjacent dims with equal monoids are reduced together."""
     runs: list[tuple[Any, int]] = []
     for op in layout.partials:
         if op is not None:
@@ -128,8 +129,8 @@ def _fold(op: Any, stacked: torch.Tensor) -> torch.Tensor:
     return result if op.finalize is None else op.finalize(result)
 
 
-def local_of(layout: Layout, terms: torch.Tensor, member: int) -> torch.Tensor:
-    """What ``member`` holds of the global ``terms``: its term, cut to its block."""
+def slice_local(layout: Layout, terms: torch.Tensor, member: int) -> torch.Tensor:
+    """Return the local tensor of ``member``: its addend, sliced to its block."""
     coordinate = layout.mesh.coordinates[member]
     for i, op in enumerate(layout.partials):
         if op is not None:
@@ -140,7 +141,7 @@ def local_of(layout: Layout, terms: torch.Tensor, member: int) -> torch.Tensor:
 
 
 def wrong_members(layout: Layout, value: torch.Tensor, locals_: Sequence[torch.Tensor]) -> list[str]:
-    """What differs from the canonical blocks of ``value``, one line per member (terms are reduced by the reference)."""
+    """Return one line for each member whose local tensor differs from its block of ``value``; the reference reduces addends."""
     wrong = []
     for member, local in enumerate(locals_):
         coordinate = layout.mesh.coordinates[member]
@@ -152,9 +153,9 @@ def wrong_members(layout: Layout, value: torch.Tensor, locals_: Sequence[torch.T
         partial_dims = tuple(i for i, op in enumerate(layout.partials) if op is not None)
         group = layout.mesh.members_of(partial_dims, member)
         lead = [layout.mesh.shape[i] for i in partial_dims]
-        got = value_of(layout, torch.stack([locals_[other] for other in group]).reshape((*lead, *local.shape)))
+        got = reduce_addends(layout, torch.stack([locals_[other] for other in group]).reshape((*lead, *local.shape)))
         plain = Layout.from_splits(layout.mesh, layout.splits, (None,) * layout.mesh.ndim, layout.shape, dtype=layout.dtype)
-        want = local_of(plain, value, member)
+        want = slice_local(plain, value, member)
         if not torch.equal(got, want):
             wrong.append(f"member {member} at {coordinate}: {got.tolist()}, not {want.tolist()}")
     return wrong

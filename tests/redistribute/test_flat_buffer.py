@@ -1,4 +1,4 @@
-"""Rows of many tensors: where all ranks have equal parts, a copy serves all of them, and gives what copies one by one do."""
+"""Flat rows of many tensors: with equal shards on all ranks, batched copies give the result of separate copies."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dtensor.comm.pack import Box
 from dtensor.redistribute.flat_buffer import FlatRows
 
-WHOLES = [((6, 5), 0), ((4, 8), 1), ((7,), None), ((2, 3, 4), 2), ((2,), 0)]  # shapes, and the dim that two ranks cut
+TENSORS = [((6, 5), 0), ((4, 8), 1), ((7,), None), ((2, 3, 4), 2), ((2,), 0)]  # shapes, and the sharded dim
 
 
 def rows_of(ranks: int, mine: int, dtypes: list[torch.dtype], uneven: bool = False) -> FlatRows:
     shapes, boxes = [], [[] for _ in range(ranks)]
-    for shape, dim in WHOLES:
+    for shape, dim in TENSORS:
         shape = tuple(size * ranks // 2 if d == dim else size for d, size in enumerate(shape))
         shapes.append(shape)
         for k, own in enumerate(boxes):
@@ -26,19 +26,19 @@ def rows_of(ranks: int, mine: int, dtypes: list[torch.dtype], uneven: bool = Fal
                 start[dim] = min(k * each, shape[dim])
                 size[dim] = min(each, shape[dim] - start[dim])
             own.append(Box(tuple(start), tuple(size)))
-    return FlatRows.of_blocks(shapes, boxes, dtypes, [dim is not None for _, dim in WHOLES], mine, 16)
+    return FlatRows.of_blocks(shapes, boxes, dtypes, [dim is not None for _, dim in TENSORS], mine, 16)
 
 
 def numbers(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     return torch.randint(0, 99, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-FLOATS = [torch.float64] * len(WHOLES)
+FLOATS = [torch.float64] * len(TENSORS)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("chosen", [range(len(WHOLES)), [3, 0, 2]])
-def test_equal_parts_are_sent_as_unlike_ones_are(ranks, chosen):
+@pytest.mark.parametrize("chosen", [range(len(TENSORS)), [3, 0, 2]])
+def test_packing_equal_shards_equals_packing_one_by_one(ranks, chosen):
     rows = rows_of(ranks, 1, FLOATS)
     assert rows.even == (0, 1, None, 2, 0)
     one_by_one = dataclasses.replace(rows, even=None)
@@ -55,7 +55,7 @@ def test_equal_parts_are_sent_as_unlike_ones_are(ranks, chosen):
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_equal_parts_arrive_as_unlike_ones_do(ranks):
+def test_unpacking_equal_shards_equals_unpacking_one_by_one(ranks):
     rows = rows_of(ranks, 0, FLOATS)
     one_by_one = dataclasses.replace(rows, even=None)
     row, locals_ = numbers((sum(rows.lengths),), 5), [numbers(size, i) for i, size in enumerate(rows.sizes[0])]
@@ -67,12 +67,12 @@ def test_equal_parts_arrive_as_unlike_ones_do(ranks):
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
-def test_unlike_parts_and_dtypes_are_told_apart():
+def test_uneven_shards_and_mixed_dtypes_are_not_batched():
     assert rows_of(4, 0, FLOATS, uneven=True).even is None
-    assert rows_of(2, 0, [torch.float64, *[torch.float32] * (len(WHOLES) - 1)]).even is None
+    assert rows_of(2, 0, [torch.float64, *[torch.float32] * (len(TENSORS) - 1)]).even is None
 
 
-def test_work_does_not_grow_with_the_ranks():
+def test_number_of_copies_does_not_grow_with_the_ranks():
     class Count(TorchDispatchMode):
         calls = 0
 
@@ -87,7 +87,7 @@ def test_work_does_not_grow_with_the_ranks():
         targets = rows.targets(wholes)
         row, locals_ = numbers((sum(rows.lengths),), 5), [numbers(size, i) for i, size in enumerate(rows.sizes[0])]
         with Count() as count:
-            rows.terms(range(len(WHOLES)), wholes, torch.float64, torch.device("cpu"))
+            rows.terms(range(len(TENSORS)), wholes, torch.float64, torch.device("cpu"))
             rows.unpack(row, locals_, targets)
         found.add(count.calls)
     assert len(found) == 1

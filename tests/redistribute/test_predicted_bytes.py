@@ -1,4 +1,4 @@
-"""What a dry run predicts, processes issue: bytes are counted below the library, at the operators of torch's process groups."""
+"""Predicted bytes of dry runs equal those that processes receive, counted at the operators of torch's process groups."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from dtensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_modul
 R, P = Replicate(), Partial()
 
 
-class Received(TorchDispatchMode):
-    """Bytes that this rank receives, an all-reduce counted as the bandwidth-optimal algorithm moves it."""
+class CountReceivedBytes(TorchDispatchMode):
+    """Mode that counts the bytes that this rank receives; an all-reduce counts as the bandwidth-optimal algorithm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Received(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, dt.DTensor) for kind in types):
-            return NotImplemented  # what it becomes on this rank comes here again
+            return NotImplemented  # its local operators are dispatched here again
         if func.namespace == "c10d":
             count = COUNTED.get(func._opname)
             if count is None:
@@ -71,58 +71,58 @@ COUNTED: dict[str, Callable[..., int]] = {
 
 
 # --- programs on any mesh ------------------------------------------------------------------------------------------------
-def made(mesh: dt.DeviceMesh, shape: tuple[int, ...], *placements: Any) -> Any:
+def make_ones(mesh: dt.DeviceMesh, shape: tuple[int, ...], *placements: Any) -> Any:
     return dt.ones(shape, device_mesh=mesh, placements=placements)
 
 
 def matrices(mesh: dt.DeviceMesh) -> None:
-    """Contracted dims cut, then the sum needed whole; and forward and backward of a cut MLP."""
-    (made(mesh, (16, 32), Shard(1)) @ made(mesh, (32, 8), Shard(0))).tanh()
-    x = made(mesh, (16, 32), R).requires_grad_()
-    up, down = made(mesh, (64, 32), Shard(0)).requires_grad_(), made(mesh, (32, 64), Shard(1)).requires_grad_()
+    """Run a product of sharded contracted dims whose result is replicated, and forward and backward of a sharded MLP."""
+    (make_ones(mesh, (16, 32), Shard(1)) @ make_ones(mesh, (32, 8), Shard(0))).tanh()
+    x = make_ones(mesh, (16, 32), R).requires_grad_()
+    up, down = make_ones(mesh, (64, 32), Shard(0)).requires_grad_(), make_ones(mesh, (32, 64), Shard(1)).requires_grad_()
     F.linear(F.linear(x, up).tanh(), down).square().sum().backward()
 
 
-def moves(mesh: dt.DeviceMesh) -> None:
+def redistributions(mesh: dt.DeviceMesh) -> None:
     for src, dst in ((Shard(0), Shard(1)), (Shard(0), R), (R, Shard(1)), (P, R), (P, Shard(0))):
-        made(mesh, (16, 32), src).redistribute(placements=[dst])
+        make_ones(mesh, (16, 32), src).redistribute(placements=[dst])
 
 
 def styles(mesh: dt.DeviceMesh) -> None:
     model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)).to(mesh.device_type)
     plan = {"0": ColwiseParallel(input_layouts=Shard(0)), "2": RowwiseParallel(output_layouts=Shard(0))}
-    parallelize_module(model, mesh, plan, src_data_rank=None)  # all ranks have the parameters
-    x = made(mesh, (8, 16), Shard(0)).requires_grad_()
+    parallelize_module(model, mesh, plan, src_data_rank=None)  # all ranks have equal parameters
+    x = make_ones(mesh, (8, 16), Shard(0)).requires_grad_()
     model(x).square().sum().backward()
 
 
 def kernels(mesh: dt.DeviceMesh) -> None:
-    made(mesh, (8, 16), Shard(1)).requires_grad_().softmax(-1).log().sum().backward()
+    make_ones(mesh, (8, 16), Shard(1)).requires_grad_().softmax(-1).log().sum().backward()
 
 
-PROGRAMS = (matrices, moves, styles, kernels)
+PROGRAMS = (matrices, redistributions, styles, kernels)
 
 
 def received(size: int) -> list[tuple[int, int, list[str]]]:
-    """Of each program: bytes that this rank received, those that its events say, and operators that are not counted here."""
-    # up to 2 MiB gloo's all-reduces go in one round, which moves more: what is this small goes in two, as large ones do
+    """Return for each program the received bytes, the bytes of its events, and the operators that are not counted."""
+    # small all-reduces on gloo use one round, which sends more: use two rounds, as for large ones
     backends._TRAITS["gloo"] = replace(backends._TRAITS["gloo"], one_round_bytes=0)
     mesh = dt.init_device_mesh("cpu", (size,))
     found = []
     for program in PROGRAMS:
-        program(mesh)  # what is agreed on once (generators, sizes) is no part of a step
-        with CommDebugMode() as comm, Received() as counted:
+        program(mesh)  # the first run also synchronizes generators and sizes
+        with CommDebugMode() as comm, CountReceivedBytes() as counted:
             program(mesh)
         found.append((counted.nbytes, sum(event.bytes for event in comm.events), sorted(counted.unknown)))
     return found
 
 
 GLOO = BUILT_IN_PROFILE.links["gloo"]
-LIKE_GLOO = Profile({"gloo": GLOO, "nccl": GLOO}, {}, 8, {"meta": DEVICES["CPU"]})
+GLOO_PROFILE = Profile({"gloo": GLOO, "nccl": GLOO}, {}, 8, {"meta": DEVICES["CPU"]})
 
 
 def predicted(device: str, size: int) -> list[int]:
-    """What all ranks in this process, or none at all, say of the programs."""
+    """Return the bytes of each program on an in-process mesh or in a dry run."""
     mesh = dt.init_device_mesh(device, (size,))
     found = []
     for program in PROGRAMS:
@@ -134,9 +134,9 @@ def predicted(device: str, size: int) -> list[int]:
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("size", [2, 4])
-def test_a_dry_run_predicts_what_processes_receive(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a machine like this one: a dry run stands for GPUs, unless the profile says what it stands for."""
-    monkeypatch.setattr(profiles, "_process_profile", lambda: LIKE_GLOO)
+def test_dry_run_predicts_the_bytes_that_processes_receive(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare with a dry run whose profile is that of gloo; by default a dry run uses GPU profiles."""
+    monkeypatch.setattr(profiles, "_process_profile", lambda: GLOO_PROFILE)
     expected = predicted("meta", size)
     assert all(expected)
     assert predicted("cpu", size) == expected

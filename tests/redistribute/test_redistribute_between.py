@@ -1,4 +1,4 @@
-"""Between meshes: every rank gets its canonical block, each part from one sender, whatever the two meshes share."""
+"""Redistribution between meshes: each rank gets its block, each element from one sender, for all overlaps of the meshes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from gloo_processes import run_gloo
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from redistribute_cases import layouts, local_of, terms_of, value_of, wrong_members
+from redistribute_cases import all_layouts, make_addends, reduce_addends, slice_local, wrong_members
 
 import dtensor as dt
 from dtensor.comm import PerRank, backends, per_rank
@@ -36,20 +36,20 @@ RANKS: dict[str, tuple[Any, Any]] = {
 def pairs_between(a: DeviceMesh, b: DeviceMesh, count: int) -> list[tuple[Layout, Layout]]:
     found: list[tuple[Layout, Layout]] = []
     for shape, dtype in (((5, 7), torch.float64), ((6, 1), torch.int64), ((), torch.float64), ((0, 4), torch.int64)):
-        found += itertools.product(*(layouts(mesh, shape, dtype, ("sum", "max")) for mesh in (a, b)))
+        found += itertools.product(*(all_layouts(mesh, shape, dtype, ("sum", "max")) for mesh in (a, b)))
     return random.Random(0).sample(found, min(count, len(found)))
 
 
 def check(src: Layout, dst: Layout, seed: int = 0) -> None:
-    terms = terms_of(src, seed)
-    local = per_rank([local_of(src, terms, member) for member in src.mesh.members])
+    terms = make_addends(src, seed)
+    local = per_rank([slice_local(src, terms, member) for member in src.mesh.members])
     result = move_between(local, src, dst).wait()
-    wrong = wrong_members(dst, value_of(src, terms), result.shards)
+    wrong = wrong_members(dst, reduce_addends(src, terms), result.shards)
     assert not wrong, "\n".join([str(plan_between(src, dst)), *wrong])
 
 
 @pytest.mark.parametrize("name", RANKS)
-def test_blocks_are_canonical(name: str) -> None:
+def test_redistribute_between_meshes_gives_each_rank_its_block(name: str) -> None:
     a, b = (DeviceMesh("cpu", ranks) for ranks in RANKS[name])
     for seed, (src, dst) in enumerate(pairs_between(a, b, 300)):
         check(src, dst, seed)
@@ -63,13 +63,15 @@ def two_layouts(draw: st.DrawFn) -> tuple[Layout, Layout]:
         dims = draw(st.sampled_from([(1,), (3,), (4,), (2, 2), (2, 3), (1, 2), (2, 1, 2)]))
         count = torch.Size(dims).numel()
         ranks = draw(st.permutations(range(8)))[:count]
-        found.append(draw(st.sampled_from(layouts(DeviceMesh("cpu", torch.tensor(ranks).reshape(dims)), shape, torch.int64, ()))))
+        found.append(
+            draw(st.sampled_from(all_layouts(DeviceMesh("cpu", torch.tensor(ranks).reshape(dims)), shape, torch.int64, ())))
+        )
     return found[0], found[1]
 
 
 @given(two_layouts())
 @settings(max_examples=150)
-def test_parts_are_sent_once_from_balanced_senders(pair: tuple[Layout, Layout]) -> None:
+def test_each_element_is_sent_once_between_meshes(pair: tuple[Layout, Layout]) -> None:
     src, dst = pair
     check(src, dst)
     crossing = plan_between(src, dst).crossing
@@ -77,18 +79,18 @@ def test_parts_are_sent_once_from_balanced_senders(pair: tuple[Layout, Layout]) 
         route = crossing.route_of(position)
         parts = [box for box in (*route.receives, None if route.kept is None else route.kept[1]) if box is not None]
         holds = torch.Size(route.new).numel() if rank in dst.mesh.ranks else 0
-        assert sum(box.numel for box in parts) == holds  # each element once, its own not sent
+        assert sum(box.numel for box in parts) == holds  # each element once, and own elements are not sent
         if rank in src.mesh.ranks and rank in dst.mesh.ranks and src.is_replicated:
             assert not any(route.receives)
 
 
-def test_replicas_share_the_sending() -> None:
+def test_replicas_share_the_sending_between_meshes() -> None:
     a, b = DeviceMesh("cpu", [0, 1, 2, 3]), DeviceMesh("cpu", [4, 5, 6, 7])
     crossing = plan_between(Layout.of(a, [R], (8, 3)), Layout.of(b, [S0], (8, 3))).crossing
     assert crossing.sent == (24, 24, 24, 24, 0, 0, 0, 0)
 
 
-def test_gradients_come_back_to_the_first_mesh() -> None:
+def test_gradients_return_to_the_source_mesh() -> None:
     a, b = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [[1, 2], [3, 4]])
     x = dt.distribute_tensor(torch.arange(15.0).reshape(5, 3), a, [S0]).requires_grad_()
     y = x.redistribute(b, [S1, S0])
@@ -101,17 +103,17 @@ def test_gradients_come_back_to_the_first_mesh() -> None:
     assert torch.equal(p.redistribute(b, [R, R]).full_tensor(), torch.full((3, 2), 2.0))
 
 
-def test_copies_of_a_submesh_are_one_value() -> None:
+def test_redistribute_from_submesh_to_its_root_does_not_communicate() -> None:
     mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
     x = dt.distribute_tensor(torch.arange(10.0), mesh["tp"], [S0])
     with CommDebugMode() as comm:
         y = x.redistribute(mesh, [R, S0])
-    assert comm.get_total_counts() == 0  # every rank has it
+    assert comm.get_total_counts() == 0  # every rank has its shard
     assert torch.equal(y.full_tensor(), torch.arange(10.0))
     assert isinstance(y.redistribute(mesh["dp"], [S0])._local_tensor, PerRank)
 
 
-def test_it_is_seen_and_explained() -> None:
+def test_redistribution_between_meshes_is_counted_and_explained() -> None:
     a, b = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])
     x = dt.distribute_tensor(torch.ones(5, 2), a, [S0])
     with CommDebugMode() as comm:
@@ -122,7 +124,7 @@ def test_it_is_seen_and_explained() -> None:
     assert "exchange among 4 ranks" in str(x.explain_redistribute([S0], device_mesh=b))
 
 
-def test_another_kind_of_mesh_is_refused() -> None:
+def test_redistribute_to_another_kind_of_mesh_raises() -> None:
     x = dt.distribute_tensor(torch.ones(4), DeviceMesh("cpu", 2), [S0])
     with pytest.raises(MeshError, match="kind differs"):
         x.redistribute(DeviceMesh("meta", 2), [S0])
@@ -138,7 +140,7 @@ def _between_on_gloo(message_by_message: bool) -> list[list[torch.Tensor]]:
         member, mine = a.current_member(), []
         for seed, (src, dst) in enumerate(pairs_between(a, b, 25)):
             empty = torch.empty(src.local_shape(None), dtype=src.dtype)
-            local = empty if member is None else local_of(src, terms_of(src, seed), member)
+            local = empty if member is None else slice_local(src, make_addends(src, seed), member)
             mine.append(move_between(local, src, dst).wait().clone())
         results.append(mine)
         x = dt.distribute_tensor(torch.arange(15.0).reshape(5, 3), a, [S0, *[R] * (a.ndim - 1)]).requires_grad_()
@@ -151,14 +153,16 @@ def _between_on_gloo(message_by_message: bool) -> list[list[torch.Tensor]]:
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("message_by_message", [False, True])
-def test_on_process_groups(message_by_message: bool) -> None:
+def test_redistribute_between_meshes_on_process_groups(message_by_message: bool) -> None:
     results = run_gloo(_between_on_gloo, 4, message_by_message, timeout_s=60.0)
     for at, (first, second) in enumerate(RANKS.values()):
         a, b = DeviceMesh("cpu", first), DeviceMesh("cpu", second)
         for seed, (src, dst) in enumerate(pairs_between(a, b, 25)):
-            wrong = wrong_members(dst, value_of(src, terms_of(src, seed)), [results[rank][at][seed] for rank in b.ranks])
+            wrong = wrong_members(
+                dst, reduce_addends(src, make_addends(src, seed)), [results[rank][at][seed] for rank in b.ranks]
+            )
             assert not wrong, "\n".join([str(plan_between(src, dst)), *wrong])
             outside = set(range(4)) - set(b.ranks)
-            for nothing in (results[rank][at][seed] for rank in outside):  # an empty block, or zero of a number
+            for nothing in (results[rank][at][seed] for rank in outside):  # an empty block, or a zero scalar
                 assert nothing.shape == dst.local_shape(None)
                 assert not nothing.any()

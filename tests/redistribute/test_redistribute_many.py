@@ -1,4 +1,4 @@
-"""Many tensors at once: the same results as one by one, in as few collectives as there are kinds of them."""
+"""``redistribute_many``: results of separate redistributions, with one collective for each kind."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from gloo_processes import run_gloo
-from redistribute_cases import LAST, all_pairs, layouts, local_of, terms_of, value_of, wrong_members
+from redistribute_cases import LAST, all_layouts, all_pairs, make_addends, reduce_addends, slice_local, wrong_members
 
 import dtensor as dt
 from dtensor.comm import PerRank, per_rank
@@ -23,20 +23,20 @@ R, S0, S1, P = dt.Replicate(), dt.Shard(0), dt.Shard(1), dt.Partial()
 
 def some_pairs(mesh: DeviceMesh, count: int) -> list[tuple[Layout, Layout]]:
     dtypes = (torch.float64, torch.int32, torch.bfloat16, torch.int8)
-    pairs = [pair for dtype in dtypes for pair in all_pairs(layouts(mesh, (5, 7), dtype, ("sum", "max")))]
-    pairs += all_pairs(layouts(mesh, (4, 3), torch.float64, ("avg", LAST)))
+    pairs = [pair for dtype in dtypes for pair in all_pairs(all_layouts(mesh, (5, 7), dtype, ("sum", "max")))]
+    pairs += all_pairs(all_layouts(mesh, (4, 3), torch.float64, ("avg", LAST)))
     return random.Random(1).sample(pairs, count)
 
 
 @pytest.mark.parametrize("shape", [(2, 3), (4,)], ids=str)
-def test_all_at_once_give_the_canonical_blocks(shape: tuple[int, ...]) -> None:
+def test_execute_many_gives_each_rank_its_blocks(shape: tuple[int, ...]) -> None:
     mesh = DeviceMesh("cpu", torch.arange(torch.Size(shape).numel()).reshape(shape))
     pairs = some_pairs(mesh, 60)
-    terms = [terms_of(src, seed) for seed, (src, _) in enumerate(pairs)]
-    given = [per_rank([local_of(src, t, m) for m in mesh.members]) for (src, _), t in zip(pairs, terms, strict=True)]
+    terms = [make_addends(src, seed) for seed, (src, _) in enumerate(pairs)]
+    given = [per_rank([slice_local(src, t, m) for m in mesh.members]) for (src, _), t in zip(pairs, terms, strict=True)]
     results = execute_many([plan(*pair) for pair in pairs], given).wait()
     for (src, dst), t, result in zip(pairs, terms, results, strict=True):
-        wrong = wrong_members(dst, value_of(src, t), result.shards)
+        wrong = wrong_members(dst, reduce_addends(src, t), result.shards)
         assert not wrong, "\n".join([str(plan(src, dst)), *wrong])
 
 
@@ -44,17 +44,17 @@ def _many_on_gloo() -> list[torch.Tensor]:
     mesh = DeviceMesh("cpu", torch.arange(4).reshape(2, 2))
     pairs, member = some_pairs(mesh, 60), mesh.current_member()
     assert member is not None
-    given = [local_of(src, terms_of(src, seed), member) for seed, (src, _) in enumerate(pairs)]
+    given = [slice_local(src, make_addends(src, seed), member) for seed, (src, _) in enumerate(pairs)]
     results: list[torch.Tensor] = execute_many([plan(*pair) for pair in pairs], given).wait()
     return results
 
 
 @pytest.mark.gloo
-def test_on_process_groups() -> None:
+def test_execute_many_on_process_groups() -> None:
     results = run_gloo(_many_on_gloo, 4)
     mesh = DeviceMesh("cpu", torch.arange(4).reshape(2, 2))
     for seed, (src, dst) in enumerate(some_pairs(mesh, 60)):
-        wrong = wrong_members(dst, value_of(src, terms_of(src, seed)), [ranks[seed] for ranks in results])
+        wrong = wrong_members(dst, reduce_addends(src, make_addends(src, seed)), [ranks[seed] for ranks in results])
         assert not wrong, "\n".join([str(plan(src, dst)), *wrong])
 
 
@@ -70,7 +70,7 @@ def tensors(mesh: DeviceMesh, placements: Any, count: int = 5) -> list[dt.DTenso
     [(S0, R, "all_gather"), (S0, S1, "all_to_all"), (P, R, "all_reduce"), (P, S0, "reduce_scatter")],
     ids=str,
 )
-def test_one_collective_forward_and_one_backward(src: Any, dst: Any, kind: str) -> None:
+def test_redistribute_many_issues_one_collective_per_pass(src: Any, dst: Any, kind: str) -> None:
     mesh = DeviceMesh("cpu", 2)
     xs = tensors(mesh, [src])
     with CommDebugMode() as comm:
@@ -85,14 +85,14 @@ def test_one_collective_forward_and_one_backward(src: Any, dst: Any, kind: str) 
     assert all(g.placements == ((R if src is P else src),) for g in grads[:3])
 
 
-def test_what_is_there_already_is_handed_back() -> None:
+def test_redistribute_many_returns_tensors_that_have_the_layout() -> None:
     xs = tensors(DeviceMesh("cpu", 2), [S0])
     ys = dt.redistribute_many(xs, [[S0], [R], [S0], [S1], [R]])
     assert [y is x for x, y in zip(xs, ys, strict=True)] == [True, False, True, False, False]
     assert dt.redistribute_many([], []) == []
 
 
-def test_asynchronous_results_wait_together() -> None:
+def test_asynchronous_redistribute_many() -> None:
     mesh = DeviceMesh("cpu", 2)
     xs = tensors(mesh, [S0])
     ys = dt.redistribute_many(xs, [R], async_op=True)
@@ -100,7 +100,7 @@ def test_asynchronous_results_wait_together() -> None:
     assert isinstance(ys[0]._local_tensor, PerRank)
 
 
-def test_tensors_of_different_meshes_do_not_mix() -> None:
+def test_redistribute_many_of_two_meshes_issues_one_collective_each() -> None:
     xs = [*tensors(DeviceMesh("cpu", 2), [S0], 2), *tensors(DeviceMesh("cpu", 3), [S0], 2)]
     with CommDebugMode() as comm:
         ys = dt.redistribute_many(xs, [R])
@@ -108,12 +108,12 @@ def test_tensors_of_different_meshes_do_not_mix() -> None:
     assert all(torch.equal(x.full_tensor(), y.full_tensor()) for x, y in zip(xs, ys, strict=True))
 
 
-def test_placements_must_be_given_for_each() -> None:
+def test_redistribute_many_with_wrong_number_of_placements_raises() -> None:
     with pytest.raises(LayoutError, match="3 placements for 2 tensors"):
         dt.redistribute_many(tensors(DeviceMesh("cpu", 2), [S0], 2), [[R], [R], [R]])
 
 
-def test_lists_of_operands_move_in_one_collective() -> None:
+def test_foreach_operands_are_redistributed_in_one_collective() -> None:
     mesh = DeviceMesh("cpu", 2)
     xs, ys = tensors(mesh, [S0]), tensors(mesh, [S1])
     expected = [x.full_tensor() + y.full_tensor() for x, y in zip(xs, ys, strict=True)]

@@ -1,4 +1,4 @@
-"""Plans are chains of the right steps, within their bounds, decided by integer maths alone. No tensor is moved here."""
+"""Redistribution plans: chains of the right steps within their bounds. No tensor is redistributed here."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from redistribute_cases import LAST, LAST_DOUBLED, SHAPES, all_pairs, layouts, ragged, value_of
+from redistribute_cases import LAST, LAST_DOUBLED, SHAPES, all_layouts, all_pairs, reduce_addends, uneven_sizes
 
 from dtensor.errors import LayoutError
 from dtensor.layout.layout import Layout
@@ -35,14 +35,14 @@ def planned(mesh: DeviceMesh, a: Any, b: Any, shape: tuple[int, ...] = (60, 60),
 
 
 def elements(layout: Layout, member: int) -> set[tuple[int, ...]]:
-    """The global indices in a member's block, one by one: the planner never does this."""
+    """Return the global indices of a member's block; only the test enumerates them."""
     coordinate = layout.mesh.coordinates[member]
     spans = zip(layout.local_offset(coordinate), layout.local_shape(coordinate), strict=True)
     return set(itertools.product(*(range(start, start + size) for start, size in spans)))
 
 
 def check_chain(found: Plan) -> None:
-    """What holds for every plan."""
+    """Check the properties of all plans."""
     at = found.src
     for step in found.steps:
         assert step.before.has_same_blocks(at)
@@ -56,7 +56,7 @@ def check_chain(found: Plan) -> None:
 # --- strategies ---------------------------------------------------------------------------------------------------
 @st.composite
 def sharded_pairs(draw: st.DrawFn) -> tuple[Layout, Layout]:
-    """Two layouts of one tensor on one mesh: any nesting, any sizes."""
+    """Draw two all_layouts of one tensor on one mesh, with any nesting and sizes."""
     mesh = mesh_of(*draw(st.sampled_from([(2,), (3,), (2, 3), (3, 2), (2, 1, 2), (2, 2, 2)])))
     shape = tuple(draw(st.lists(st.integers(0, 6), min_size=1, max_size=3)))
     return draw(_sharded(mesh, shape)), draw(_sharded(mesh, shape))
@@ -79,7 +79,7 @@ def _sharded(draw: st.DrawFn, mesh: DeviceMesh, shape: tuple[int, ...]) -> Layou
 # --- bounds -------------------------------------------------------------------------------------------------------
 @settings(max_examples=200)
 @given(sharded_pairs())
-def test_sharded_to_sharded_moves_exactly_the_elements_that_a_rank_lacks_in_one_collective(pair: tuple[Layout, Layout]) -> None:
+def test_plan_between_shardings_sends_only_missing_elements_in_one_collective(pair: tuple[Layout, Layout]) -> None:
     found = plan(*pair)
     check_chain(found)
     src, dst = pair
@@ -90,7 +90,7 @@ def test_sharded_to_sharded_moves_exactly_the_elements_that_a_rank_lacks_in_one_
 
 @settings(max_examples=200)
 @given(sharded_pairs())
-def test_an_exchange_delivers_every_element_once_from_an_owner(pair: tuple[Layout, Layout]) -> None:
+def test_exchange_delivers_each_element_once_from_an_owner(pair: tuple[Layout, Layout]) -> None:
     for step in plan(*pair).steps:
         if isinstance(step, Exchange):
             for dims in (step.mesh_dims, tuple(range(step.before.mesh.ndim))):
@@ -131,11 +131,11 @@ def _global(box: Box, origin: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("mesh_shape", [(3,), (2, 3), pytest.param((2, 2, 2), marks=pytest.mark.slow)], ids=str)
-def test_every_pair_is_a_chain_within_its_bounds(mesh_shape: tuple[int, ...]) -> None:
+def test_all_plans_are_chains_within_their_bounds(mesh_shape: tuple[int, ...]) -> None:
     mesh = mesh_of(*mesh_shape)
     for shape in SHAPES if len(mesh_shape) < 3 else ((5, 7), ()):
         ops = ("sum", "max") if len(mesh_shape) < 3 else ("sum",)
-        for src, dst in all_pairs(layouts(mesh, shape, torch.float64, ops)):
+        for src, dst in all_pairs(all_layouts(mesh, shape, torch.float64, ops)):
             found = plan(src, dst)
             check_chain(found)
             reduced = sum(a is not None and a != b for a, b in zip(src.partials, dst.partials, strict=True))
@@ -144,7 +144,7 @@ def test_every_pair_is_a_chain_within_its_bounds(mesh_shape: tuple[int, ...]) ->
                 assert found.collectives <= 1
 
 
-def test_no_plan_depends_on_who_asks() -> None:
+def test_plans_of_equal_layouts_are_one_cached_object() -> None:
     mesh = mesh_of(2, 3)
     found = planned(mesh, [S0, P], [S1, S0])
     assert planned(mesh, [S0, P], [S1, S0]) is found
@@ -152,7 +152,7 @@ def test_no_plan_depends_on_who_asks() -> None:
     assert planned(again, [S0, P], [S1, S0]) is found
 
 
-# --- which steps ----------------------------------------------------------------------------------------------------
+# --- steps ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("src", "dst", "steps"),
     [
@@ -186,12 +186,12 @@ def test_no_plan_depends_on_who_asks() -> None:
     ],
     ids=str,
 )
-def test_the_table_of_transitions(src: Any, dst: Any, steps: list[type]) -> None:
+def test_steps_of_plan_for_each_transition(src: Any, dst: Any, steps: list[type]) -> None:
     found = planned(mesh_of(2, 3), src, dst)
     assert [type(step) for step in found.steps] == steps, str(found)
 
 
-def test_large_tensors_are_scattered_while_they_reduce() -> None:
+def test_large_partial_tensors_use_reduce_scatter() -> None:
     mesh, shape = mesh_of(2, 3), (600, 600)
     found = planned(mesh, [P, S0], [S0, S0], shape)
     assert [type(step) for step in found.steps] == [ReduceScatter, Exchange]
@@ -199,26 +199,26 @@ def test_large_tensors_are_scattered_while_they_reduce() -> None:
     assert [type(step) for step in found.steps] == [ReduceScatter, ReduceScatter, AllGather]
 
 
-def test_a_mesh_dim_of_size_1_never_works() -> None:
+def test_plans_ignore_mesh_dims_of_size_1() -> None:
     mesh = mesh_of(1, 3)
     assert not planned(mesh, [P, S0], [S1, S0]).steps
     assert all(step.mesh_dims in ((), (1,)) for step in planned(mesh, [Partial("max"), P], [S0, R]).steps)
 
 
-def test_an_empty_tensor_never_communicates() -> None:
-    for src, dst in all_pairs(layouts(mesh_of(2, 2), (0, 4), torch.float32)):
+def test_plans_of_empty_tensors_do_not_communicate() -> None:
+    for src, dst in all_pairs(all_layouts(mesh_of(2, 2), (0, 4), torch.float32)):
         assert not plan(src, dst).communicates
 
 
-def test_terms_of_different_kinds_reduce_from_the_last_mesh_dim() -> None:
+def test_different_reductions_run_from_the_last_mesh_dim() -> None:
     first, second = planned(mesh_of(2, 3), [P, Partial("max")], [R, R]).steps
     assert (first.mesh_dims, second.mesh_dims) == ((1,), (0,))
-    # the inner terms cannot stay while the outer ones are reduced
+    # inner addends cannot stay partial while outer ones are reduced
     assert [step.mesh_dims for step in planned(mesh_of(2, 3), [P, Partial("max")], [R, Partial("max")]).steps][:2] == [(1,), (0,)]
 
 
-def test_replicas_share_the_sending() -> None:
-    """Eight ranks need a quarter that two ranks of their row hold; the four rows hold copies."""
+def test_replicas_share_the_sending_of_an_exchange() -> None:
+    """Check that replicas divide the sending: eight ranks need a quarter that two ranks of each of four rows have."""
     mesh = mesh_of(4, 8)
     src, dst = (Layout.of(mesh, placements, (1024, 1024)) for placements in ([R, S0], [S0, R]))
     (step,) = plan(src, dst).steps
@@ -229,40 +229,40 @@ def test_replicas_share_the_sending() -> None:
     check_exchange(check.src, check.dst, (0, 1))
 
 
-def test_a_reduce_scatter_takes_the_sizes_of_the_destination() -> None:
-    sizes = ragged(60, 3)
+def test_reduce_scatter_uses_the_shard_sizes_of_the_destination() -> None:
+    sizes = uneven_sizes(60, 3)
     (step,) = planned(mesh_of(3), [P], [Shard(0, sizes=sizes)]).steps
     assert isinstance(step, ReduceScatter)
     assert step.bytes == 2 * max(sizes) * 60 * 4
 
 
-# --- the algebra, by brute force --------------------------------------------------------------------------------------
+# --- algebra of reductions, by enumeration ----------------------------------------------------------------------------
 @pytest.mark.parametrize(("outer", "inner"), list(itertools.product(OPS, OPS)))
-def test_reductions_commute_exactly_where_the_table_says(outer: str, inner: str) -> None:
+def test_may_commute_equals_brute_force(outer: str, inner: str) -> None:
     mesh = mesh_of(2, 3)
     nest = Layout.of(mesh, [Partial(outer), Partial(inner)], (50,), dtype=torch.float64)
     swapped = Layout.of(mesh_of(3, 2), [Partial(inner), Partial(outer)], (50,), dtype=torch.float64)
     terms = torch.randint(-9, 10, (2, 3, 50), generator=torch.Generator().manual_seed(0)).double()
-    same = torch.allclose(value_of(nest, terms), value_of(swapped, terms.transpose(0, 1)))
+    same = torch.allclose(reduce_addends(nest, terms), reduce_addends(swapped, terms.transpose(0, 1)))
     assert may_commute(outer, inner) == same
 
 
 @pytest.mark.parametrize(("op", "inner"), list(itertools.product(OPS, OPS)))
-def test_identities_pass_inner_reductions_where_the_table_says(op: str, inner: str) -> None:
+def test_may_pad_and_may_enter_equal_brute_force(op: str, inner: str) -> None:
     identity = {"sum": 0.0, "avg": None, "max": -math.inf, "min": math.inf, "product": 1.0}[op]
-    if identity is None:  # the mean has none
+    if identity is None:  # the mean has no identity
         assert not may_pad(op, [])
         assert may_enter(op, inner)
         return
     fold = Layout.of(mesh_of(3), [Partial(inner)], (1,), dtype=torch.float64)
-    holds = value_of(fold, torch.full((3, 1), identity, dtype=torch.float64)).item() == identity
+    holds = reduce_addends(fold, torch.full((3, 1), identity, dtype=torch.float64)).item() == identity
     assert holds or not may_pad(op, [inner])
     if op in ("sum", "product"):
         assert may_enter(op, inner) == holds
 
 
-# --- what is refused ---------------------------------------------------------------------------------------------------
-def test_means_of_integers_are_refused_with_a_remedy() -> None:
+# --- errors ------------------------------------------------------------------------------------------------------------
+def test_partial_avg_of_integers_raises_with_a_remedy() -> None:
     mesh = mesh_of(2)
     with pytest.raises(LayoutError, match=r"use Partial\('sum'\)"):
         planned(mesh, [Partial("avg")], [R], dtype=torch.int64)
@@ -273,19 +273,19 @@ def test_means_of_integers_are_refused_with_a_remedy() -> None:
     assert estimate(bad, bad.replace(placements=[R])) == math.inf
 
 
-def test_complex_numbers_have_no_maximum() -> None:
+def test_partial_max_of_complex_numbers_raises() -> None:
     with pytest.raises(LayoutError, match="not ordered"):
         planned(mesh_of(2), [Partial("max")], [R], dtype=torch.complex64)
 
 
-def test_layouts_of_different_tensors_are_refused() -> None:
+def test_plan_between_different_shapes_dtypes_or_meshes_raises() -> None:
     a = Layout.of(mesh_of(2), [S0], (4,))
     for other in (a.replace(shape=(5,)), a.replace(dtype=torch.float64), Layout.of(mesh_of(3), [S0], (4,))):
         with pytest.raises(LayoutError, match="must be the same"):
             plan(a, other)
 
 
-def test_a_finished_value_is_no_term_of_a_monoid_with_finalize() -> None:
+def test_plan_to_partial_of_monoid_with_finalize_raises() -> None:
     mesh = mesh_of(2, 3)
     with pytest.raises(LayoutError, match="finalize"):
         planned(mesh, [R, R], [Partial(LAST_DOUBLED), R])
@@ -295,13 +295,13 @@ def test_a_finished_value_is_no_term_of_a_monoid_with_finalize() -> None:
     assert planned(mesh, [R, R], [Partial(LAST), R]).collectives == 0
 
 
-def test_a_monoid_is_never_scattered_while_it_reduces() -> None:
+def test_monoids_use_all_reduce_instead_of_reduce_scatter() -> None:
     found = planned(mesh_of(2, 3), [Partial(LAST), R], [S0, R])
     assert [type(step) for step in found.steps] == [AllReduce, Slice]
 
 
-# --- prints --------------------------------------------------------------------------------------------------------------
-def test_a_plan_prints_one_readable_line_a_step() -> None:
+# --- text ---------------------------------------------------------------------------------------------------------------
+def test_plan_text_has_one_line_per_step() -> None:
     text = str(planned(mesh_of(2, 3), [P, S0], [S0, S0], shape=(600, 500)))
     head, *lines = text.splitlines()
     assert head.startswith("float32[600, 500] (dp=P(sum), tp=S(0)) -> (dp=S(0), tp=S(0)): 2 collectives, ")

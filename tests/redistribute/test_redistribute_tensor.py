@@ -1,4 +1,4 @@
-"""``x.redistribute``: random layouts there and back, what is printed is what runs, gradients, async results, memory."""
+"""``DTensor.redistribute``: random layouts and back, announced and issued collectives, gradients, async results and memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from gloo_processes import run_gloo
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from redistribute_cases import local_of, ragged, terms_of, value_of
+from redistribute_cases import make_addends, reduce_addends, slice_local, uneven_sizes
 
 import dtensor as dt
 from dtensor import DeviceMesh, DTensor, Partial, Replicate, Shard
@@ -29,7 +29,7 @@ KINDS = {AllGather: "all_gather", AllReduce: "all_reduce", Exchange: "all_to_all
 
 
 def planned(found: Any) -> list[tuple[str, tuple[int, ...]]]:
-    """The collectives that a plan announces."""
+    """Return the collectives that a plan announces."""
     assert isinstance(found, Plan)
     return [(KINDS[type(step)], step.mesh_dims) for step in found.steps if step.communicates]
 
@@ -39,16 +39,16 @@ def issued(comm: CommDebugMode) -> list[tuple[str, tuple[int, ...]]]:
 
 
 @st.composite
-def moves(draw: st.DrawFn) -> tuple[DTensor, torch.Tensor, tuple[Any, ...]]:
-    """A tensor under any layout, its value, and other placements."""
+def redistributions(draw: st.DrawFn) -> tuple[DTensor, torch.Tensor, tuple[Any, ...]]:
+    """Draw a DTensor, its value, and other placements."""
     mesh, shape = draw(strategies.meshes(max_ndim=3, max_ranks=12)), draw(strategies.shapes(max_ndim=2))
     x, value = draw(strategies.dtensors(mesh, shape))
     return x, value, draw(strategies.placements(mesh, shape))
 
 
 @settings(max_examples=150)
-@given(moves())
-def test_there_and_back_by_the_collectives_that_are_printed(case: tuple[DTensor, torch.Tensor, tuple[Any, ...]]) -> None:
+@given(redistributions())
+def test_redistribute_and_back_by_the_announced_collectives(case: tuple[DTensor, torch.Tensor, tuple[Any, ...]]) -> None:
     x, value, placements = case
     at = x
     for target in (placements, x.placements, [R] * x.device_mesh.ndim):
@@ -56,17 +56,17 @@ def test_there_and_back_by_the_collectives_that_are_printed(case: tuple[DTensor,
         with CommDebugMode() as comm:
             at = at.redistribute(placements=target)
         assert issued(comm) == planned(announced), str(announced)
-        assert sum(event.bytes for event in comm.events) <= announced.bytes  # the plan's is the most of each step
+        assert sum(event.bytes for event in comm.events) <= announced.bytes  # the plan counts the largest rank in each step
         shards = at.to_local().shards
         for coordinate, shard in zip(at.device_mesh.coordinates, shards, strict=True):
             assert tuple(shard.shape) == at.layout.local_shape(coordinate)
     for shard in at.to_local().shards:
-        torch.testing.assert_close(shard, value, rtol=1e-12, atol=1e-12)  # means over three ranks are rounded
+        torch.testing.assert_close(shard, value, rtol=1e-12, atol=1e-12)  # means over three ranks have rounding errors
 
 
 @settings(max_examples=60)
-@given(moves())
-def test_gradients_are_those_of_the_identity(case: tuple[DTensor, torch.Tensor, tuple[Any, ...]]) -> None:
+@given(redistributions())
+def test_redistribute_has_the_gradient_of_the_identity(case: tuple[DTensor, torch.Tensor, tuple[Any, ...]]) -> None:
     x, value, placements = case
     leaf = x.detach().requires_grad_()
     weight = torch.arange(1.0, value.numel() + 1, dtype=value.dtype).view(value.shape)
@@ -79,7 +79,7 @@ def test_gradients_are_those_of_the_identity(case: tuple[DTensor, torch.Tensor, 
 
 # --- memory -----------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("placements", [(S0, R), (S1, S0), (P, R), (Partial("max"), S0), (R, Partial("avg"))], ids=str)
-def test_a_result_never_shares_the_sources_memory_and_is_copied_once(placements: Any) -> None:
+def test_redistribute_result_does_not_share_memory_with_the_source(placements: Any) -> None:
     value, mesh = torch.arange(35.0).view(5, 7), dt.init_device_mesh("cpu", (2, 2))
     x = dt.distribute_tensor(value, mesh, [R, R])
     y = x.redistribute(placements=placements)
@@ -93,7 +93,7 @@ def test_a_result_never_shares_the_sources_memory_and_is_copied_once(placements:
     assert same.untyped_storage().data_ptr() != source.untyped_storage().data_ptr()
 
 
-def test_peak_memory_counts_source_result_and_what_arrives() -> None:
+def test_peak_bytes_count_source_result_and_receive_buffer() -> None:
     mesh = dt.init_device_mesh("cpu", (4,))
     x = dt.zeros(16, 16, device_mesh=mesh, placements=[S0])
     block, whole = 256, 1024
@@ -103,7 +103,7 @@ def test_peak_memory_counts_source_result_and_what_arrives() -> None:
 
 
 # --- async ------------------------------------------------------------------------------------------------------------------
-def test_writing_to_a_source_under_way_is_refused_where_the_result_is_used() -> None:
+def test_write_to_source_of_tensor_in_flight_raises_when_it_is_used() -> None:
     value, mesh = torch.arange(35.0).view(5, 7), dt.init_device_mesh("cpu", (2, 2))
     x = dt.distribute_tensor(value.clone(), mesh, [S0, S1])
     y = x.redistribute(placements=[S1, S0], async_op=True)
@@ -127,8 +127,8 @@ def test_writing_to_a_source_under_way_is_refused_where_the_result_is_used() -> 
 PAIRS: tuple[tuple[Any, Any], ...] = (([S0], [S1]), ([S0], [R]), ([P], [S0]), ([P], [R]), ([S0], [Shard(0, sizes=(1, 9, 0, 30))]))
 
 
-def _first_rank_first(direct: bool) -> None:
-    """The first rank issues everything before the others have begun; it can only go on if issuing does not wait."""
+def _issue_on_first_rank_first(direct: bool) -> None:
+    """Issue all redistributions on the first rank before other ranks begin, which works only if issuing does not wait."""
     if direct:
         traits = backends._TRAITS["gloo"]
         backends._TRAITS["gloo"] = dataclasses.replace(traits, direct_bytes=0, one_round_bytes=-1)
@@ -143,7 +143,7 @@ def _first_rank_first(direct: bool) -> None:
         started = [x.redistribute(on, placements, async_op=True) for x, (on, placements) in zip(xs, targets, strict=True)]
         return started + dt.redistribute_many([xs[0], xs[1]], [R], async_op=True)
 
-    for x in issue():  # connections are made, which does wait
+    for x in issue():  # the first run connects processes, which does wait
         x.to_local()
     if rank == 0:
         started = issue()
@@ -162,15 +162,15 @@ def _first_rank_first(direct: bool) -> None:
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("direct", [False, True])
-def test_issuing_does_not_wait_for_other_ranks(direct: bool) -> None:
-    run_gloo(_first_rank_first, 4, direct, timeout_s=40.0)
+def test_async_redistribute_does_not_wait_for_other_ranks(direct: bool) -> None:
+    run_gloo(_issue_on_first_rank_first, 4, direct, timeout_s=40.0)
 
 
 DTYPES = (torch.bool, torch.bfloat16, torch.complex64, torch.float8_e4m3fn, torch.float16, torch.uint16, torch.float64)
 
 
-def _random_moves(direct: bool) -> list[Any]:
-    """Random pairs of every dtype on process groups: issued as planned, plans alike, blocks canonical, bytes as announced."""
+def _run_random_redistributions(direct: bool) -> list[Any]:
+    """Check random redistributions of all dtypes on process groups against their plans, and return the plans."""
     if direct:
         traits = backends._TRAITS["gloo"]
         backends._TRAITS["gloo"] = dataclasses.replace(traits, direct_bytes=0, one_round_bytes=-1, exchanged_bytes=-1)
@@ -181,8 +181,8 @@ def _random_moves(direct: bool) -> list[Any]:
             dtype, shape = draw.choice(DTYPES), draw.choice([(5, 7), (4, 3, 2), (6,), (1, 9)])
             src, dst = (Layout.of(mesh, _placements(draw, mesh, shape, dtype), shape, dtype=dtype) for _ in range(2))
             value = scatter_value(src, seed)
-            local = local_of(src, value, mesh.current_member() or 0)
-            x = DTensor.from_local(_strided(local, seed), mesh, src.placements, shape=shape)
+            local = slice_local(src, value, mesh.current_member() or 0)
+            x = DTensor.from_local(_vary_strides(local, seed), mesh, src.placements, shape=shape)
             announced = x.explain_redistribute(dst.placements)
             plans.append(str(announced))
             with CommDebugMode() as comm:
@@ -190,15 +190,15 @@ def _random_moves(direct: bool) -> list[Any]:
                 y.to_local()
             assert issued(comm) == planned(announced), str(announced)
             assert sum(event.bytes for event in comm.events) <= announced.bytes, str(announced)
-            # bools: sums are *or*, which is what their sum as numbers, converted back, says too
-            got, want = y.full_tensor(), value_of(src, value).to(dtype)
+            # sums of bools are *or*, which equals their integer sum converted to bool
+            got, want = y.full_tensor(), reduce_addends(src, value).to(dtype)
             assert torch.equal(_comparable(got), _comparable(want)), f"{announced}\n{got}\n{want}"
     return plans
 
 
 def scatter_value(layout: Layout, seed: int) -> torch.Tensor:
     wide = Layout.of(layout.mesh, layout.placements, layout.shape, dtype=torch.float64)
-    terms = terms_of(wide, seed) if layout.dtype is not torch.bool else (terms_of(wide, seed) > 3).double()
+    terms = make_addends(wide, seed) if layout.dtype is not torch.bool else (make_addends(wide, seed) > 3).double()
     return (terms.abs() if layout.dtype in (torch.uint16, torch.float8_e4m3fn) else terms).to(layout.dtype)
 
 
@@ -209,14 +209,14 @@ def _placements(draw: random.Random, mesh: DeviceMesh, shape: tuple[int, ...], d
     shards = [i for i, p in enumerate(found) if isinstance(p, Shard)]
     if len(shards) == 1 and draw.random() < 0.5:
         i = shards[0]
-        found[i] = Shard(found[i].dim, sizes=ragged(shape[found[i].dim], mesh.shape[i]))
+        found[i] = Shard(found[i].dim, sizes=uneven_sizes(shape[found[i].dim], mesh.shape[i]))
     elif len(shards) == 2 and found[0] == found[1] and draw.random() < 0.5:
         found = [Shard(found[0].dim, level=1), Shard(found[0].dim, level=0)]
     return found
 
 
-def _strided(x: torch.Tensor, seed: int) -> torch.Tensor:
-    """The same values, every other time not contiguous."""
+def _vary_strides(x: torch.Tensor, seed: int) -> torch.Tensor:
+    """Return equal values, non-contiguous for even seeds."""
     return x if seed % 2 else x.transpose(0, -1).clone(memory_format=torch.contiguous_format).transpose(0, -1)
 
 
@@ -226,8 +226,8 @@ def _comparable(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("direct", [False, True])
-def test_random_moves_on_process_groups_are_as_planned(direct: bool) -> None:
-    first, *others = run_gloo(_random_moves, 4, direct, timeout_s=100.0)
+def test_random_redistributions_on_process_groups_run_as_planned(direct: bool) -> None:
+    first, *others = run_gloo(_run_random_redistributions, 4, direct, timeout_s=100.0)
     assert all(other == first for other in others)
 
 
@@ -238,13 +238,13 @@ def test_random_moves_on_process_groups_are_as_planned(direct: bool) -> None:
         ((5, 8, 6), (0,), S1, R, 6 * 6),
         ((5, 8, 6), (0,), P, R, 2 * 3 * 8 * 6 // 4),
         ((5, 8, 6), (0,), S1, Shard(2), 6 * 2),
-        ((5, 8, 6), (0,), S1, S0, 6 * 6),  # all ranks have all of it then, and show a part
-        ((5, 8, 6), (0, 1), S1, R, 0),  # no block is empty: each rank has what is repeated
-        ((5, 3, 6), (0, 1), S1, R, 3 * 6),  # one is empty
+        ((5, 8, 6), (0,), S1, S0, 6 * 6),  # all ranks have all elements and use a part
+        ((5, 8, 6), (0, 1), S1, R, 0),  # no block is empty: each rank has the repeated elements
+        ((5, 3, 6), (0, 1), S1, R, 3 * 6),  # one block is empty
         ((5, 8, 6), (1,), S0, R, 5 * 6),
     ],
 )
-def test_what_is_repeated_is_moved_once(size: Any, dims: Any, before: Any, after: Any, elements: int) -> None:
+def test_expanded_elements_are_sent_once(size: Any, dims: Any, before: Any, after: Any, elements: int) -> None:
     value = torch.randn([1 if d in dims else n for d, n in enumerate(size)], dtype=torch.float64)
     mesh = dt.init_device_mesh("cpu", (4,))
     x = dt.distribute_tensor(value, mesh, [R]).expand(size)
@@ -258,7 +258,7 @@ def test_what_is_repeated_is_moved_once(size: Any, dims: Any, before: Any, after
     assert sum(event.bytes for event in seen.events) == elements * 8
 
 
-def test_the_gradient_of_what_is_repeated_may_be_written_to() -> None:
+def test_gradients_of_expanded_values_have_their_own_memory() -> None:
     mesh = dt.init_device_mesh("cpu", (4,))
     x = dt.distribute_tensor(torch.randn(5, 6), mesh, [P]).requires_grad_()
     y = dt.distribute_tensor(torch.randn(5, 6), mesh, [S0]).requires_grad_()

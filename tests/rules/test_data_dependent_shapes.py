@@ -1,5 +1,5 @@
-"""Results whose size the data decide stay cut, and rows that cut positions name travel from who has them to who asks, or to who
-owns them: the values, pieces and gradients are those of plain torch."""
+"""Operators with data-dependent shapes: masks and ``nonzero`` give sharded results, and indexing with sharded indices exchanges
+only the rows that are asked for. Values, local tensors and gradients equal those of plain torch."""
 
 from __future__ import annotations
 
@@ -22,73 +22,84 @@ from dtensor.testing import check, strategies
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 
 
-# --- any masks and positions, cut anyhow ------------------------------------------------------------------------------
-def picked(x: Tensor, mask: Tensor) -> Any:
+# --- any masks and indices, under any sharding ------------------------------------------------------------------------------
+def select_by_mask(x: Tensor, mask: Tensor) -> Any:
     return x[mask] * 2
 
 
-def places_of(x: Tensor, mask: Tensor) -> Any:
+def find_nonzero_indices(x: Tensor, mask: Tensor) -> Any:
     return mask.nonzero(), torch.where(mask), torch.argwhere(x > 0), torch.where(x > 1)
 
 
-def selected(x: Tensor, mask: Tensor) -> Any:
+def masked_select_twice(x: Tensor, mask: Tensor) -> Any:
     return x.masked_select(x > 0), x.masked_select(mask[:, None])
 
 
-def read_by_places(x: Tensor, mask: Tensor) -> Any:
+def index_by_where(x: Tensor, mask: Tensor) -> Any:
     rows, columns = torch.where(x > 0)
     return x[rows], x.index_select(0, rows), x[rows, columns], x[:, columns], x[rows, 0]
 
 
-def filled(x: Tensor, mask: Tensor) -> Any:
+def fill_by_mask(x: Tensor, mask: Tensor) -> Any:
     x = x * 1
     x[mask] = 7.0
     return x
 
 
-def replaced(x: Tensor, mask: Tensor) -> Any:
+def replace_by_mask(x: Tensor, mask: Tensor) -> Any:
     x = x * 1
     x[mask] = x[mask] * 3
     return x
 
 
-def added(x: Tensor, mask: Tensor) -> Any:
+def add_by_mask(x: Tensor, mask: Tensor) -> Any:
     x = x * 1
     x[mask] += x[mask] * 3
     return x
 
 
-def added_by_rows(x: Tensor, mask: Tensor) -> Any:
+def index_add_by_where(x: Tensor, mask: Tensor) -> Any:
     rows, columns = torch.where(x > 0)
     out = torch.zeros_like(x).index_add_(0, rows, x[rows], alpha=2)
     return out.index_put((rows, columns), x[rows, columns], accumulate=True)
 
 
-def scattered(x: Tensor, mask: Tensor) -> Any:
+def masked_scatter_twice(x: Tensor, mask: Tensor) -> Any:
     return (x * 1).masked_scatter(mask[:, None], x), (x * 1).masked_scatter(x > 0, x.flatten())
 
 
-def of_one_loss(x: Tensor, mask: Tensor) -> Any:
+def cross_entropy_of_masked_rows(x: Tensor, mask: Tensor) -> Any:
     return torch.nn.functional.cross_entropy(x[mask], mask.long()[mask], reduction="sum")
 
 
-OF_MASKS = [picked, places_of, selected, read_by_places, filled, replaced, added, added_by_rows, scattered, of_one_loss]
+MASK_PROGRAMS = [
+    select_by_mask,
+    find_nonzero_indices,
+    masked_select_twice,
+    index_by_where,
+    fill_by_mask,
+    replace_by_mask,
+    add_by_mask,
+    index_add_by_where,
+    masked_scatter_twice,
+    cross_entropy_of_masked_rows,
+]
 
 
-def asked(x: Tensor, i: Tensor, v: Tensor) -> Any:
+def index_rows(x: Tensor, i: Tensor, v: Tensor) -> Any:
     return x[i], x.index_select(0, i), x[:, i % x.shape[1]], x[i, i % x.shape[1]]
 
 
-def asked_in_a_table(x: Tensor, i: Tensor, v: Tensor) -> Any:
+def index_by_matrix(x: Tensor, i: Tensor, v: Tensor) -> Any:
     pairs = torch.stack([i, i.flip(0)], 1)
     return x[pairs], x[pairs, i[:, None] % x.shape[1]], x.index_put((pairs,), torch.stack([v, v * 2], 1), accumulate=True)
 
 
-def last_wins(x: Tensor, i: Tensor, v: Tensor) -> Any:
+def overwrite_rows(x: Tensor, i: Tensor, v: Tensor) -> Any:
     return x.index_put((i,), v), x.index_copy(0, i, v)
 
 
-def all_add(x: Tensor, i: Tensor, v: Tensor) -> Any:
+def accumulate_rows(x: Tensor, i: Tensor, v: Tensor) -> Any:
     return (
         x.index_put((i,), v, accumulate=True),
         x.index_add(0, i, v, alpha=3),
@@ -96,26 +107,35 @@ def all_add(x: Tensor, i: Tensor, v: Tensor) -> Any:
     )
 
 
-def largest(x: Tensor, i: Tensor, v: Tensor) -> Any:
+def reduce_rows_by_max(x: Tensor, i: Tensor, v: Tensor) -> Any:
     return x.detach().index_reduce(0, i, v.detach(), "amax")
 
 
-def by_elements(x: Tensor, i: Tensor, v: Tensor) -> Any:
+def gather_and_scatter_add(x: Tensor, i: Tensor, v: Tensor) -> Any:
     each = (i[:, None] + v.detach().sign().long()).clamp(0, x.shape[0] - 1)
     return x.gather(0, each), x.scatter_add(0, each, v), x.mT.scatter_add(1, each.mT, v.mT), x.mT.gather(1, each.mT)
 
 
-def by_elements_reduced(x: Tensor, i: Tensor, v: Tensor) -> Any:
+def scatter_reduce_by_all_reductions(x: Tensor, i: Tensor, v: Tensor) -> Any:
     each, x, v = i[:, None].repeat(1, x.shape[1]), x.detach(), v.detach()
     return [x.scatter_reduce(0, each, v, how, include_self=keep) for how in ("sum", "mean", "amax") for keep in (True, False)]
 
 
-OF_PLACES = [asked, asked_in_a_table, last_wins, all_add, largest, by_elements, by_elements_reduced]
+INDEX_PROGRAMS = [
+    index_rows,
+    index_by_matrix,
+    overwrite_rows,
+    accumulate_rows,
+    reduce_rows_by_max,
+    gather_and_scatter_add,
+    scatter_reduce_by_all_reductions,
+]
 
 
 @pytest.fixture(params=["free to travel", pytest.param("as priced", marks=pytest.mark.slow)])
 def prices(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Under both, since what travels does not pay for tensors of this size."""
+    """Clear the plans, and make kernels free in one case: for tensors this small the cost model would not choose an exchange of
+    rows."""
     clear_plans()
     if request.param != "as priced":
         monkeypatch.setattr(cost_model, "kernel_seconds", lambda *_: -1e-4)
@@ -131,10 +151,12 @@ MANY = settings(max_examples=12, deadline=None, suppress_health_check=list(Healt
 
 
 @pytest.mark.filterwarnings("ignore:.*in beta.*:UserWarning")
-@pytest.mark.parametrize("fn", OF_MASKS, ids=lambda fn: fn.__name__)
+@pytest.mark.parametrize("fn", MASK_PROGRAMS, ids=lambda fn: fn.__name__)
 @given(st.data(), st.integers(0, 1000))
 @MANY
-def test_what_masks_pick(prices: None, fn: Callable[..., Any], data: st.DataObject, seed: int) -> None:
+def test_results_selected_by_sharded_masks_equal_plain_torch(
+    prices: None, fn: Callable[..., Any], data: st.DataObject, seed: int
+) -> None:
     mesh = data.draw(meshes())
     rows = data.draw(st.integers(0, 6))
     x = floats(rows, data.draw(st.integers(2, 3)), seed=seed)
@@ -144,10 +166,12 @@ def test_what_masks_pick(prices: None, fn: Callable[..., Any], data: st.DataObje
 
 
 @pytest.mark.filterwarnings("ignore:.*in beta.*:UserWarning")
-@pytest.mark.parametrize("fn", OF_PLACES, ids=lambda fn: fn.__name__)
+@pytest.mark.parametrize("fn", INDEX_PROGRAMS, ids=lambda fn: fn.__name__)
 @given(st.data(), st.integers(0, 1000))
 @MANY
-def test_what_cut_positions_name(prices: None, fn: Callable[..., Any], data: st.DataObject, seed: int) -> None:
+def test_indexing_with_sharded_indices_equals_plain_torch(
+    prices: None, fn: Callable[..., Any], data: st.DataObject, seed: int
+) -> None:
     mesh = data.draw(meshes())
     rows = data.draw(st.integers(1, 6))
     x, count = floats(rows, data.draw(st.integers(2, 3)), seed=seed), data.draw(st.integers(0, 7))
@@ -156,29 +180,29 @@ def test_what_cut_positions_name(prices: None, fn: Callable[..., Any], data: st.
     check(fn, x, i, v, mesh=mesh, placements=placements)
 
 
-TURNED, NESTED = [Shard(0, level=1), Shard(0, level=0)], [S0, S0]
+SWAPPED_NESTED, NESTED = [Shard(0, level=1), Shard(0, level=0)], [S0, S0]
 
 
 @pytest.mark.parametrize(
     ("rows", "named"),
     [
-        (TURNED, NESTED),
+        (SWAPPED_NESTED, NESTED),
         (NESTED, [S0, R]),
         *(
             pytest.param(*where, marks=pytest.mark.slow)
-            for where in ((NESTED, TURNED), ([S0, R], NESTED), (NESTED, [R, S0]), ([S0, S1], NESTED))
+            for where in ((NESTED, SWAPPED_NESTED), ([S0, R], NESTED), (NESTED, [R, S0]), ([S0, S1], NESTED))
         ),
         ([Shard(0, sizes=(0, 3, 0, 4))], [Shard(0, sizes=(4, 0, 4, 1))]),
     ],
     ids=str,
 )
-def test_rows_that_are_cut_otherwise_than_the_positions(prices: None, rows: list[Any], named: list[Any]) -> None:
+def test_indexing_when_tensor_and_indices_have_different_shardings(prices: None, rows: list[Any], named: list[Any]) -> None:
     x, i, v = floats(7, 3), integers(9, low=0, high=7), floats(9, 3, seed=1)
-    for fn in OF_PLACES:
+    for fn in INDEX_PROGRAMS:
         check(fn, x, i, v, mesh=dt.init_device_mesh("cpu", (2, 2) if rows[1:] else (4,)), placements=[rows, named, named])
 
 
-# --- what stays cut ---------------------------------------------------------------------------------------------------
+# --- placements of the results ----------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("shape", "mesh_shape", "where", "kept"),
     [
@@ -195,7 +219,7 @@ def test_rows_that_are_cut_otherwise_than_the_positions(prices: None, rows: list
     ],
     ids=str,
 )
-def test_places_are_cut_as_blocks_that_follow_each_other_are(
+def test_nonzero_of_sharded_tensor_keeps_the_sharding_that_preserves_row_order(
     shape: tuple[int, ...], mesh_shape: tuple[int, ...], where: list[Any], kept: list[Any]
 ) -> None:
     mesh = dt.init_device_mesh("cpu", mesh_shape)
@@ -208,25 +232,25 @@ def test_places_are_cut_as_blocks_that_follow_each_other_are(
     ]
 
 
-def test_a_block_has_as_many_places_as_it_has_elements_that_count() -> None:
+def test_nonzero_shard_sizes_are_the_counts_of_true_elements_per_rank() -> None:
     mesh = dt.init_device_mesh("cpu", (3,))
     mask = dt.distribute_tensor(torch.tensor([1, 1, 0, 0, 1, 0, 0], dtype=torch.bool), mesh, [Shard(0)])
     assert mask.nonzero().placements == (Shard(0, sizes=(2, 1, 0)),)
     assert mask.logical_and(mask.logical_not()).nonzero().shape == (0, 1)
 
 
-# --- what travels -----------------------------------------------------------------------------------------------------
+# --- bytes received ---------------------------------------------------------------------------------------------------
 MESH = dt.init_device_mesh("cpu", (4,))
 
 
-def moved(fn: Callable[[], Any]) -> tuple[Any, int, int]:
-    """What a program gives, the bytes that a rank receives meanwhile but for gradients of parameters, and its FLOPs."""
+def run_and_count_bytes(fn: Callable[[], Any]) -> tuple[Any, int, int]:
+    """Return the result of ``fn``, the bytes that a rank receives in it (without gradients of parameters), and its FLOPs."""
     told = dt.explain(fn)
     moves = [m for m in told.movements if "AccumulateGrad" not in str(m.operator)]
     return told.result, sum(m.bytes for m in moves), sum(o.flops for o in told.operations)
 
 
-def by_places(x: Tensor, chosen: Tensor, w: Tensor, experts: Any) -> Tensor:
+def experts_by_where(x: Tensor, chosen: Tensor, w: Tensor, experts: Any) -> Tensor:
     out = torch.zeros_like(x)
     for e, expert in enumerate(experts):
         rows, slot = torch.where(chosen == e)
@@ -234,7 +258,7 @@ def by_places(x: Tensor, chosen: Tensor, w: Tensor, experts: Any) -> Tensor:
     return out
 
 
-def by_masks(x: Tensor, chosen: Tensor, w: Tensor, experts: Any) -> Tensor:
+def experts_by_masks(x: Tensor, chosen: Tensor, w: Tensor, experts: Any) -> Tensor:
     out = torch.zeros_like(x)
     for e, expert in enumerate(experts):
         hit = chosen == e
@@ -243,7 +267,7 @@ def by_masks(x: Tensor, chosen: Tensor, w: Tensor, experts: Any) -> Tensor:
     return out
 
 
-def by_copies(x: Tensor, chosen: Tensor, w: Tensor, experts: Any) -> Tensor:
+def experts_by_repeated_tokens(x: Tensor, chosen: Tensor, w: Tensor, experts: Any) -> Tensor:
     flat, copies = chosen.view(-1), x.repeat_interleave(chosen.shape[1], dim=0)
     y = torch.empty_like(copies)
     for e, expert in enumerate(experts):
@@ -251,7 +275,7 @@ def by_copies(x: Tensor, chosen: Tensor, w: Tensor, experts: Any) -> Tensor:
     return (y.view(*w.shape, -1) * w.unsqueeze(-1)).sum(1)
 
 
-def by_slots(x: Tensor, chosen: Tensor, w: Tensor, experts: Any) -> Tensor:
+def experts_by_slots(x: Tensor, chosen: Tensor, w: Tensor, experts: Any) -> Tensor:
     out, masks = torch.zeros_like(x), torch.nn.functional.one_hot(chosen, len(experts)).permute(2, 1, 0)
     for e, expert in enumerate(experts):
         slot, rows = torch.where(masks[e])
@@ -262,14 +286,17 @@ def by_slots(x: Tensor, chosen: Tensor, w: Tensor, experts: Any) -> Tensor:
 @pytest.mark.parametrize(
     ("layer", "bytes_per_token", "flops"),
     [
-        (by_places, 100, 1.15),
-        (by_masks, 250, 1.15),
-        pytest.param(by_copies, 150, 1.15, marks=pytest.mark.slow),
-        pytest.param(by_slots, 16 * 128 * 8, 1.02),  # a list by slots is no blocks: rows travel there and back
+        (experts_by_where, 100, 1.15),
+        (experts_by_masks, 250, 1.15),
+        pytest.param(experts_by_repeated_tokens, 150, 1.15, marks=pytest.mark.slow),
+        # indices ordered by slot are not in blocks of rows: rows are sent there and back
+        pytest.param(experts_by_slots, 16 * 128 * 8, 1.02),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_each_rank_computes_the_experts_of_its_own_tokens(layer: Any, bytes_per_token: int, flops: float) -> None:
+def test_mixture_of_experts_layer_computes_experts_on_the_rank_of_each_token(
+    layer: Any, bytes_per_token: int, flops: float
+) -> None:
     torch.manual_seed(0)
     width, tokens, picks, count = 128, 256, 2, 4
     experts = torch.nn.ModuleList(torch.nn.Linear(width, width, bias=False) for _ in range(count)).double()
@@ -290,7 +317,7 @@ def test_each_rank_computes_the_experts_of_its_own_tokens(layer: Any, bytes_per_
     cut = dt.distribute_tensor(x, MESH, [S0]).requires_grad_()
     dt.distribute_module(gate, MESH)
     dt.distribute_module(experts, MESH)
-    found, nbytes, computed = moved(lambda: step(cut, gate, experts))
+    found, nbytes, computed = run_and_count_bytes(lambda: step(cut, gate, experts))
     torch.testing.assert_close(found.full_tensor(), expected)
     torch.testing.assert_close(cut.grad.full_tensor(), alone.grad)
     for p, gradient in zip((*gate.parameters(), *experts.parameters()), gradients, strict=True):
@@ -300,7 +327,7 @@ def test_each_rank_computes_the_experts_of_its_own_tokens(layer: Any, bytes_per_
     assert computed < flops * by_hand, computed / by_hand
 
 
-def test_a_loss_over_the_rows_that_a_mask_picks_moves_no_rows() -> None:
+def test_cross_entropy_of_masked_rows_sends_no_rows() -> None:
     width, rows = 512, 64
     logits, labels, mask = floats(rows, width), integers(rows, low=0, high=width), integers(rows, low=0, high=2).bool()
     given = [dt.distribute_tensor(x, MESH, [S0]) for x in (logits, labels, mask)]
@@ -311,28 +338,28 @@ def test_a_loss_over_the_rows_that_a_mask_picks_moves_no_rows() -> None:
         loss.backward()
         return loss
 
-    loss, nbytes, _ = moved(step)
+    loss, nbytes, _ = run_and_count_bytes(step)
     torch.testing.assert_close(loss.full_tensor(), torch.nn.functional.cross_entropy(logits[mask], labels[mask]))
     assert nbytes < rows * 8 * 4, nbytes
 
 
-def test_rows_that_change_places_travel_alone() -> None:
+def test_indexing_with_sharded_permutation_sends_only_rows_that_change_rank() -> None:
     x, places = floats(16, 8192), torch.tensor([3, 0, 1, 2, 4, 5, 6, 7, 8, 9, 10, 11, 15, 14, 13, 0])
     given = [dt.distribute_tensor(t, MESH, [S0]) for t in (x, places)]
-    found, nbytes, _ = moved(lambda: given[0][given[1]])
+    found, nbytes, _ = run_and_count_bytes(lambda: given[0][given[1]])
     assert torch.equal(found.full_tensor(), x[places])
     assert found.placements == (S0,)
-    assert nbytes == 12 * 8 + 8192 * 8, nbytes  # of all positions those of the others, and one row to the last rank
+    assert nbytes == 12 * 8 + 8192 * 8, nbytes  # the indices of the other ranks, and one row for the last rank
 
 
-@pytest.mark.parametrize("fn", [asked, all_add], ids=lambda fn: fn.__name__)
-def test_a_position_that_is_out_of_range_is_an_error_on_every_rank(prices: None, fn: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("fn", [index_rows, accumulate_rows], ids=lambda fn: fn.__name__)
+def test_sharded_index_out_of_range_raises_on_all_ranks(prices: None, fn: Callable[..., Any]) -> None:
     x, i, v = floats(5, 3), torch.tensor([0, 1, 4, 5]), floats(4, 3)
     outcome = check(fn, x, i, v, mesh=dt.init_device_mesh("cpu", (2,)), placements=[[S0], [S0], [S0]])
     assert outcome.same_error
 
 
-def test_places_that_were_written_to_name_anything() -> None:
+def test_indices_from_where_are_right_after_in_place_writes() -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
 
     def turned(x: Tensor) -> Any:
@@ -344,7 +371,7 @@ def test_places_that_were_written_to_name_anything() -> None:
     check(turned, floats(7, 3, low=-1.0), mesh=mesh, placements=[[S0]])
 
 
-def test_places_of_one_cut_name_rows_of_another() -> None:
+def test_indices_of_one_tensor_index_another_with_different_sharding() -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
 
     def both(x: Tensor, y: Tensor) -> Any:
@@ -355,7 +382,7 @@ def test_places_of_one_cut_name_rows_of_another() -> None:
         check(both, floats(7, 3), floats(7, 3, seed=1), mesh=mesh, placements=[[S0], where])
 
 
-def test_positions_of_two_dims_that_are_both_cut(prices: None) -> None:
+def test_index_tensors_sharded_along_two_dims(prices: None) -> None:
     mesh = dt.init_device_mesh("cpu", (2, 2))
     x, i, v = floats(7, 3), integers(4, 5, low=0, high=7), floats(4, 5, 3, seed=1)
     for rows in ([S0, R], [R, S0], [S0, S1], [S0, S0]):

@@ -1,4 +1,4 @@
-"""Terms whose rows are parted: each row is one rank's, zeros on the others. Owners compute, nothing moves, nothing is lost."""
+"""Disjoint partials: each row is non-zero on exactly one rank. Operators compute on the owner's rows without communication."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ from dtensor.ranks.per_rank import shards_of
 
 R, SUM = Replicate(), Partial()
 MESHES = {shape: dt.init_device_mesh("cpu", shape) for shape in ((2,), (3,), (2, 2))}
-ENDS = torch.tensor([2, 2, 7], dtype=torch.int32)  # an empty group; on three ranks each has one, on two a rank has two
+# one group is empty; on three ranks each rank has one group, on two ranks one rank has two
+ENDS = torch.tensor([2, 2, 7], dtype=torch.int32)
 
 
-def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
+def random_tensor(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-class Checked(TorchDispatchMode):
-    """Of every result that is said to be parted each row is zero on all ranks but one of those that part it."""
+class CheckForeignRowsAreZero(TorchDispatchMode):
+    """Mode that asserts, for each result that is marked as a disjoint partial, that rows of other ranks are zero."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +39,7 @@ class Checked(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        if func._schema.is_mutable:  # torch counts the write when all of this has ended
+        if func._schema.is_mutable:  # torch increments the version counter after this returns
             return made
         for x in made if isinstance(made, (list, tuple)) else (made,):
             fact = find_disjoint_rows(x) if isinstance(x, dt.DTensor) else None
@@ -50,16 +51,18 @@ class Checked(TorchDispatchMode):
         return made
 
 
-def product(mesh: Any, ends: torch.Tensor = ENDS, placements: Any = None, seed: int = 0) -> tuple[torch.Tensor, dt.DTensor]:
-    """Rows by three groups, the groups cut over the last mesh dim."""
-    x, w = numbers(7, 8, seed=seed), numbers(3, 8, 12, seed=seed + 1)
+def grouped_products(
+    mesh: Any, ends: torch.Tensor = ENDS, placements: Any = None, seed: int = 0
+) -> tuple[torch.Tensor, dt.DTensor]:
+    """Return a plain and a distributed grouped matmul of three groups, with the groups sharded along the last mesh dim."""
+    x, w = random_tensor(7, 8, seed=seed), random_tensor(3, 8, 12, seed=seed + 1)
     whole = [R] * mesh.ndim
     cut = placements or [*whole[1:], Shard(0)]
     a, b, offs = dt.distribute_tensor(x, mesh, whole), dt.distribute_tensor(w, mesh, cut), dt.distribute_tensor(ends, mesh, whole)
     return F.grouped_mm(x, w, offs=ends), F.grouped_mm(a, b, offs=offs)
 
 
-def same(got: dt.DTensor, expected: torch.Tensor) -> None:
+def assert_equals(got: dt.DTensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(got.full_tensor(), expected, equal_nan=True, atol=1e-5, rtol=1e-5)
 
 
@@ -73,30 +76,30 @@ LEAKY = 17  # the place of leaky_relu
 
 @pytest.mark.parametrize("number", needing_whole(range(len(ELEMENTWISE)), {LEAKY}))
 @pytest.mark.parametrize("shape", MESHES, ids=str)
-def test_owners_compute_element_by_element(shape: tuple[int, ...], number: int) -> None:
-    one, many = product(MESHES[shape])
-    with Checked(), CommDebugMode() as comm:
+def test_elementwise_operators_on_disjoint_partial_do_not_communicate(shape: tuple[int, ...], number: int) -> None:
+    one, many = grouped_products(MESHES[shape])
+    with CheckForeignRowsAreZero(), CommDebugMode() as comm:
         got = ELEMENTWISE[number](many)
     assert comm.get_total_counts() == 0
     assert got.placements[-1] == SUM
-    same(got, ELEMENTWISE[number](one))
+    assert_equals(got, ELEMENTWISE[number](one))
 
 
-def test_what_is_infinite_beside_other_ranks_zeros_stays_what_it_is() -> None:
-    one, many = product(MESHES[3,])
+def test_infinite_factor_times_disjoint_partial_equals_plain_torch() -> None:
+    one, many = grouped_products(MESHES[3,])
     beside = torch.tensor([1.0, torch.inf, -torch.inf, torch.nan, 0.0, 1.0, torch.inf]).unsqueeze(1)
     with CommDebugMode() as comm:
         got = many * dt.distribute_tensor(beside, MESHES[3,], [R])
     assert comm.get_total_counts() == 0
-    same(got, one * beside)
+    assert_equals(got, one * beside)
 
 
-def test_a_gated_expert_moves_nothing_before_the_sum_of_its_rows() -> None:
+def test_gated_expert_forward_on_disjoint_partial_does_not_communicate() -> None:
     for shape, mesh in MESHES.items():
         whole = [R] * len(shape)
-        x, ends = dt.distribute_tensor(numbers(7, 8), mesh, whole).requires_grad_(), dt.distribute_tensor(ENDS, mesh, whole)
+        x, ends = dt.distribute_tensor(random_tensor(7, 8), mesh, whole).requires_grad_(), dt.distribute_tensor(ENDS, mesh, whole)
         up, down = (
-            dt.distribute_tensor(numbers(3, *size, seed=1), mesh, [*whole[1:], Shard(0)]).requires_grad_()
+            dt.distribute_tensor(random_tensor(3, *size, seed=1), mesh, [*whole[1:], Shard(0)]).requires_grad_()
             for size in ((8, 16), (8, 8))
         )
 
@@ -104,7 +107,7 @@ def test_a_gated_expert_moves_nothing_before_the_sum_of_its_rows() -> None:
             gate, h = F.grouped_mm(x, up, offs=ends).chunk(2, dim=-1)
             return F.grouped_mm(F.silu(gate) * h, down, offs=ends)
 
-        with CommDebugMode() as comm, Checked() as checked:
+        with CommDebugMode() as comm, CheckForeignRowsAreZero() as checked:
             made = expert(x, up, down, ends)
             before = comm.get_total_counts()
             (made * made).sum().backward()
@@ -114,43 +117,43 @@ def test_a_gated_expert_moves_nothing_before_the_sum_of_its_rows() -> None:
         plain = [t.detach().full_tensor().requires_grad_() for t in (x, up, down)]
         expected = expert(*plain, ENDS)
         (expected * expected).sum().backward()
-        same(made.detach(), expected.detach())
+        assert_equals(made.detach(), expected.detach())
         for own, other in zip((x, up, down), plain, strict=True):
-            same(own.grad, other.grad)
+            assert_equals(own.grad, other.grad)
 
 
-def test_rows_of_different_owners_are_not_taken_for_the_same() -> None:
-    one, many = product(MESHES[2,])
-    other, others = product(MESHES[2,], torch.tensor([4, 6, 7], dtype=torch.int32), seed=5)
-    same(many * others, one * other)
-    same(many * many, one * one)  # the same plan's operands, otherwise known
-    same(others * many, one * other)
+def test_product_of_disjoint_partials_with_different_row_owners() -> None:
+    one, many = grouped_products(MESHES[2,])
+    other, others = grouped_products(MESHES[2,], torch.tensor([4, 6, 7], dtype=torch.int32), seed=5)
+    assert_equals(many * others, one * other)
+    assert_equals(many * many, one * one)  # operands of the same plan, but with another row ownership
+    assert_equals(others * many, one * other)
 
 
-def test_writes_end_what_is_known() -> None:
-    one, many = product(MESHES[2,])
+def test_write_of_partial_values_clears_row_ownership() -> None:
+    one, many = grouped_products(MESHES[2,])
     term = dt.DTensor.from_local(dt.per_rank([torch.ones(7, 12), torch.ones(7, 12)]), MESHES[2,], [SUM], shape=(7, 12))
     many.add_(term)
     assert find_disjoint_rows(many) is None
-    same(torch.exp(many), torch.exp(one + 2))
+    assert_equals(torch.exp(many), torch.exp(one + 2))
     many.add_(1).add_(term)
-    same(torch.exp(many), torch.exp(one + 5))
-    one, many = product(MESHES[2,])
+    assert_equals(torch.exp(many), torch.exp(one + 5))
+    one, many = grouped_products(MESHES[2,])
     view = many[1:3]
     many.add_(term)
-    same(torch.exp(view), torch.exp(one[1:3] + 2))
-    one, many = product(MESHES[2,])
-    for shard in many.to_local().shards:  # nobody counts
+    assert_equals(torch.exp(view), torch.exp(one[1:3] + 2))
+    one, many = grouped_products(MESHES[2,])
+    for shard in many.to_local().shards:  # no version counter sees this write
         shard.add_(1)
-    same(torch.exp(many), torch.exp(one + 2))
+    assert_equals(torch.exp(many), torch.exp(one + 2))
 
 
 @pytest.mark.parametrize("shape", MESHES, ids=str)
-def test_owners_write_to_their_rows(shape: tuple[int, ...]) -> None:
-    """As the bias of each row's expert is added."""
+def test_in_place_operators_on_disjoint_partial_do_not_communicate(shape: tuple[int, ...]) -> None:
+    """Check in-place operators such as the addition of an expert's bias."""
     mesh = MESHES[shape]
-    one, many = product(mesh)
-    bias = numbers(7, 12, seed=4)
+    one, many = grouped_products(mesh)
+    bias = random_tensor(7, 12, seed=4)
     own = dt.distribute_tensor(bias, mesh, [R] * mesh.ndim)
     with CommDebugMode() as comm:
         got = many.add_(own).clamp_(max=1).exp() * own
@@ -158,70 +161,72 @@ def test_owners_write_to_their_rows(shape: tuple[int, ...]) -> None:
         many[:, ::2].exp_()
     assert comm.get_total_counts() == 0
     one.add_(bias).clamp_(max=1)
-    same(got, one.exp() * bias)
+    assert_equals(got, one.exp() * bias)
     one[:, ::2].exp_()
-    same(many, one)
-    same(torch.exp(many), torch.exp(one))
-    own.add_(many)  # which is whole, and stays so
+    assert_equals(many, one)
+    assert_equals(torch.exp(many), torch.exp(one))
+    own.add_(many)  # ``own`` is replicated, and stays replicated
     assert own.placements == (R,) * mesh.ndim
-    same(own, bias + one)
+    assert_equals(own, bias + one)
 
 
-def test_gradients_pass_writes_of_owners() -> None:
+def test_gradients_through_in_place_writes_to_disjoint_partial() -> None:
     mesh = MESHES[2,]
-    leaves = [numbers(7, 8), numbers(3, 8, 12), numbers(7, 12, seed=4)]
+    leaves = [random_tensor(7, 8), random_tensor(3, 8, 12), random_tensor(7, 12, seed=4)]
     ours = [dt.distribute_tensor(t, mesh, [p]).requires_grad_() for t, p in zip(leaves, (R, Shard(0), R), strict=True)]
     plain = [t.clone().requires_grad_() for t in leaves]
     for (x, w, b), ends in ((ours, dt.distribute_tensor(ENDS, mesh, [R])), (plain, ENDS)):
         F.grouped_mm(x, w, offs=ends).add_(b).clamp(max=1).exp().sum().backward()
     for a, c in zip(ours, plain, strict=True):
-        same(a.grad, c.grad)
+        assert_equals(a.grad, c.grad)
 
 
-def test_a_write_to_the_ends_ends_what_is_known() -> None:
+def test_write_to_group_offsets_clears_row_ownership() -> None:
     mesh = MESHES[2,]
-    x, w, ends = (dt.distribute_tensor(t, mesh, [p]) for t, p in ((numbers(7, 8), R), (numbers(3, 8, 12), Shard(0)), (ENDS, R)))
-    many, one = F.grouped_mm(x, w, offs=ends), F.grouped_mm(numbers(7, 8), numbers(3, 8, 12), offs=ENDS)
+    x, w, ends = (
+        dt.distribute_tensor(t, mesh, [p]) for t, p in ((random_tensor(7, 8), R), (random_tensor(3, 8, 12), Shard(0)), (ENDS, R))
+    )
+    many, one = F.grouped_mm(x, w, offs=ends), F.grouped_mm(random_tensor(7, 8), random_tensor(3, 8, 12), offs=ENDS)
     ends.add_(0)
     assert find_disjoint_rows(many) is None
-    same(torch.exp(many), torch.exp(one))
+    assert_equals(torch.exp(many), torch.exp(one))
 
 
-def test_groups_that_are_cut_otherwise_have_other_owners() -> None:
-    mesh, w = MESHES[2,], numbers(3, 12, 8, seed=4)
-    x, ends = numbers(7, 8), dt.distribute_tensor(ENDS, mesh, [R])
-    a, b = dt.distribute_tensor(x, mesh, [R]), dt.distribute_tensor(numbers(3, 8, 12, seed=1), mesh, [Shard(0)])
+def test_grouped_matmuls_with_differently_sharded_groups() -> None:
+    mesh, w = MESHES[2,], random_tensor(3, 12, 8, seed=4)
+    x, ends = random_tensor(7, 8), dt.distribute_tensor(ENDS, mesh, [R])
+    a, b = dt.distribute_tensor(x, mesh, [R]), dt.distribute_tensor(random_tensor(3, 8, 12, seed=1), mesh, [Shard(0)])
     for cut in (Shard(0), Shard(0, sizes=(1, 2)), Shard(0, sizes=(0, 3)), Shard(1)):
         many = F.grouped_mm(a, b, offs=ends)
-        one = F.grouped_mm(x, numbers(3, 8, 12, seed=1), offs=ENDS)
+        one = F.grouped_mm(x, random_tensor(3, 8, 12, seed=1), offs=ENDS)
         got = F.grouped_mm(many, dt.distribute_tensor(w, mesh, [cut]), offs=ends)
-        same(torch.exp(got), torch.exp(F.grouped_mm(one, w, offs=ENDS)))
+        assert_equals(torch.exp(got), torch.exp(F.grouped_mm(one, w, offs=ENDS)))
 
 
-def test_copies_and_files_know_nothing() -> None:
-    one, many = product(MESHES[2,])
+def test_deepcopy_and_saved_file_drop_row_ownership() -> None:
+    one, many = grouped_products(MESHES[2,])
     assert find_disjoint_rows(many) is not None
     file = io.BytesIO()
     torch.save(many, file)
     file.seek(0)
     for other in (copy.deepcopy(many), torch.load(file, weights_only=False)):
         assert find_disjoint_rows(other) is None
-        same(torch.exp(other), torch.exp(one))
+        assert_equals(torch.exp(other), torch.exp(one))
 
 
-def test_rows_behind_the_last_group_are_zeros_like_on_one_rank() -> None:
+def test_rows_after_the_last_group_are_zero() -> None:
     ends = torch.tensor([2, 3, 5], dtype=torch.int32)
-    _, many = product(MESHES[3,], ends)
+    _, many = grouped_products(MESHES[3,], ends)
     assert torch.equal(torch.exp(many).full_tensor()[5:], torch.ones(2, 12))
 
 
-def test_a_recording_relies_on_nothing_that_it_has_not_seen() -> None:
+def test_captured_program_does_not_assume_row_ownership() -> None:
     captured = dt.capture(lambda h, g: torch.exp(h) * g)
     for seed in (0, 3):
-        one, many = product(MESHES[2,], seed=seed)
-        same(captured(many, many), torch.exp(one) * one)
+        one, many = grouped_products(MESHES[2,], seed=seed)
+        assert_equals(captured(many, many), torch.exp(one) * one)
     term = dt.DTensor.from_local(dt.per_rank([torch.ones(7, 12), torch.ones(7, 12)]), MESHES[2,], [SUM], shape=(7, 12))
-    same(captured(term, term), torch.full((7, 12), 2.0).exp() * 2)
+    assert_equals(captured(term, term), torch.full((7, 12), 2.0).exp() * 2)
 
 
 STEPS: list[Callable[..., Any]] = [
@@ -248,15 +253,15 @@ STEPS: list[Callable[..., Any]] = [
 
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("shape", MESHES, ids=str)
-def test_random_programs_are_those_of_one_device(shape: tuple[int, ...], seed: int) -> None:
+def test_random_programs_on_disjoint_partials_equal_plain_torch(shape: tuple[int, ...], seed: int) -> None:
     rng, mesh = random.Random(seed), MESHES[shape]
     cut = [Shard(0)] * mesh.ndim if seed % 3 == 0 else None
-    values = [product(mesh, placements=cut), product(mesh, torch.tensor([4, 6, 7], dtype=torch.int32), seed=5)]
-    whole = numbers(7, 12, seed=9)
+    values = [grouped_products(mesh, placements=cut), grouped_products(mesh, torch.tensor([4, 6, 7], dtype=torch.int32), seed=5)]
+    whole = random_tensor(7, 12, seed=9)
     values.append((whole, dt.distribute_tensor(whole, mesh, rng.choice([[R] * mesh.ndim, [Shard(0)] + [R] * (mesh.ndim - 1)]))))
-    with Checked():
+    with CheckForeignRowsAreZero():
         for _ in range(8):
             step, (a, b) = rng.choice(STEPS), rng.choices(values, k=2)
             expected, got = step(a[0], b[0]), step(a[1], b[1])
-            same(got, expected)
+            assert_equals(got, expected)
             values.append((expected, got))

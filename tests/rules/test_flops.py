@@ -1,4 +1,4 @@
-"""What operations compute and touch: FLOPs as torch counts them, bytes from shapes, and how rows divide both."""
+"""FLOPs and bytes of operators: FLOPs as torch counts them, bytes from shapes, and how strategies divide both among ranks."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ def call_of(op: Any, *args: Any, mesh: dt.DeviceMesh = MESH, placements: Any = N
     return call
 
 
-def work(call: Call) -> Work:
+def work_of_call(call: Call) -> Work:
     rule = lookup(call.func)
     return work_of(rule, None if rule is None else rule.factors(call), call)
 
 
-def convolution(x: torch.Tensor, weight: torch.Tensor, transposed: bool, groups: int) -> tuple[Any, ...]:
+def convolution_args(x: torch.Tensor, weight: torch.Tensor, transposed: bool, groups: int) -> tuple[Any, ...]:
     return (x, weight, None, [2, 1], [0, 1], [1, 1], transposed, [0, 0], groups)
 
 
-def gradients(x: torch.Tensor, weight: torch.Tensor, transposed: bool, mask: list[bool]) -> tuple[Any, ...]:
-    forward = convolution(x, weight, transposed, 1)
+def convolution_backward_args(x: torch.Tensor, weight: torch.Tensor, transposed: bool, mask: list[bool]) -> tuple[Any, ...]:
+    forward = convolution_args(x, weight, transposed, 1)
     return (aten.convolution.default(*forward), x, weight, None, *forward[3:], mask)
 
 
@@ -65,11 +65,11 @@ CALLS: list[tuple[Any, tuple[Any, ...]]] = [
     (aten.addmm.default, (f(7), f(5, 6), f(6, 7))),
     (aten.bmm.default, (f(3, 5, 6), f(3, 6, 7))),
     (aten.baddbmm.default, (f(3, 5, 7), f(3, 5, 6), f(3, 6, 7))),
-    (aten.convolution.default, convolution(f(2, 6, 9, 8), f(5, 6, 3, 2), False, 1)),
-    (aten.convolution.default, convolution(f(2, 6, 9, 8), f(4, 3, 3, 2), False, 2)),
-    (aten.convolution.default, convolution(f(2, 6, 9, 8), f(6, 5, 3, 2), True, 1)),
+    (aten.convolution.default, convolution_args(f(2, 6, 9, 8), f(5, 6, 3, 2), False, 1)),
+    (aten.convolution.default, convolution_args(f(2, 6, 9, 8), f(4, 3, 3, 2), False, 2)),
+    (aten.convolution.default, convolution_args(f(2, 6, 9, 8), f(6, 5, 3, 2), True, 1)),
     *(
-        (aten.convolution_backward.default, gradients(f(2, 6, 9, 8), weight, transposed, mask))
+        (aten.convolution_backward.default, convolution_backward_args(f(2, 6, 9, 8), weight, transposed, mask))
         for transposed, weight in ((False, f(5, 6, 3, 2)), (True, f(6, 5, 3, 2)))
         for mask in ([True, True, False], [False, True, False], [True, False, False])
     ),
@@ -99,12 +99,12 @@ CALLS += [
 
 
 @pytest.mark.parametrize(("op", "args"), CALLS, ids=lambda value: str(value) if not isinstance(value, tuple) else "")
-def test_flops_are_those_that_torch_counts(op: Any, args: tuple[Any, ...]) -> None:
+def test_flops_equal_those_of_torch_flop_counter(op: Any, args: tuple[Any, ...]) -> None:
     made = op(*args)
-    assert work(call_of(op, *args)).flops == flop_registry[op.overloadpacket](*args, out_val=made) > 0
+    assert work_of_call(call_of(op, *args)).flops == flop_registry[op.overloadpacket](*args, out_val=made) > 0
 
 
-def test_every_operator_that_torch_counts_is_tried() -> None:
+def test_every_operator_of_torch_flop_registry_is_tested() -> None:
     counted = {packet.__name__ for packet in flop_registry if hasattr(packet, "overloads") and lookup_of(packet) is not None}
     tried = {op.overloadpacket.__name__ for op, _ in CALLS}
     assert tried == counted
@@ -114,18 +114,18 @@ def lookup_of(packet: Any) -> Any:
     return lookup(getattr(packet, packet.overloads()[0]))
 
 
-def test_flops_that_torch_does_not_count() -> None:
+def test_flops_of_products_that_torch_does_not_count() -> None:
     x, weight, grad = f(3, 5, 6), f(7, 6), f(3, 5, 7)
-    assert work(call_of(aten.linear.default, x, weight, f(7))).flops == 2 * 15 * 6 * 7
-    assert work(call_of(aten.matmul.default, f(4, 1, 5, 6), f(3, 6, 7))).flops == 2 * 12 * 5 * 6 * 7
-    assert work(call_of(aten.einsum.default, "bik,bkj->bij", [f(2, 3, 4), f(2, 4, 5)])).flops == 2 * 2 * 3 * 4 * 5
+    assert work_of_call(call_of(aten.linear.default, x, weight, f(7))).flops == 2 * 15 * 6 * 7
+    assert work_of_call(call_of(aten.matmul.default, f(4, 1, 5, 6), f(3, 6, 7))).flops == 2 * 12 * 5 * 6 * 7
+    assert work_of_call(call_of(aten.einsum.default, "bik,bkj->bij", [f(2, 3, 4), f(2, 4, 5)])).flops == 2 * 2 * 3 * 4 * 5
     query = f(2, 6, 5, 8)
     call = call_of(aten._scaled_dot_product_flash_attention_for_cpu.default, query, f(2, 3, 7, 8), f(2, 3, 7, 8))
-    assert work(call).flops == 2 * 2 * 6 * 5 * 7 * 16
+    assert work_of_call(call).flops == 2 * 2 * 6 * 5 * 7 * 16
     assert grad.shape[-1] == 7
 
 
-NOT_PRODUCTS: list[tuple[Any, tuple[Any, ...]]] = [
+CALLS_WITHOUT_CONTRACTION: list[tuple[Any, tuple[Any, ...]]] = [
     (aten.mul.Tensor, (f(5, 6), f(5, 6))),
     (aten.sum.dim_IntList, (f(5, 6), [0])),
     (aten.native_layer_norm_backward.default, (f(5, 6), f(5, 6), [6], f(5, 1), f(5, 1), f(6), f(6), [True] * 3)),
@@ -137,32 +137,34 @@ NOT_PRODUCTS: list[tuple[Any, tuple[Any, ...]]] = [
 ]
 
 
-@pytest.mark.parametrize(("op", "args"), NOT_PRODUCTS, ids=lambda value: str(value) if not isinstance(value, tuple) else "")
-def test_what_is_no_contraction_is_a_matter_of_memory(op: Any, args: tuple[Any, ...]) -> None:
-    found = work(call_of(op, *args))
+@pytest.mark.parametrize(
+    ("op", "args"), CALLS_WITHOUT_CONTRACTION, ids=lambda value: str(value) if not isinstance(value, tuple) else ""
+)
+def test_operators_without_contraction_have_few_flops_and_some_bytes(op: Any, args: tuple[Any, ...]) -> None:
+    found = work_of_call(call_of(op, *args))
     assert found.flops <= 2 * max(x.numel() for x in args if isinstance(x, torch.Tensor))
     assert found.nbytes > 0
 
 
-def test_bytes_are_read_and_written_once_and_views_are_free() -> None:
+def test_operators_read_and_write_each_byte_once_and_views_are_free() -> None:
     x, half = f(5, 6), f(6, 7).to(torch.bfloat16)
-    assert work(call_of(aten.add.Tensor, x, x)).nbytes == 3 * 30 * 4
-    assert work(call_of(aten._to_copy.default, half, dtype=torch.float32)).nbytes == 42 * (2 + 4)
-    assert work(call_of(aten.mm.default, half.t().contiguous(), half)).nbytes == 2 * (42 + 42 + 49)
-    assert not work(call_of(aten.cat.default, [x, x])).free
+    assert work_of_call(call_of(aten.add.Tensor, x, x)).nbytes == 3 * 30 * 4
+    assert work_of_call(call_of(aten._to_copy.default, half, dtype=torch.float32)).nbytes == 42 * (2 + 4)
+    assert work_of_call(call_of(aten.mm.default, half.t().contiguous(), half)).nbytes == 2 * (42 + 42 + 49)
+    assert not work_of_call(call_of(aten.cat.default, [x, x])).free
     for op, args in (
         (aten.t.default, (x,)),
         (aten.view.default, (x, [30])),
         (aten._unsafe_view.default, (x, [30])),
         (aten.t_.default, (x,)),
     ):
-        found = work(call_of(op, *args))
+        found = work_of_call(call_of(op, *args))
         assert found.free
         assert strategy_seconds(DEVICES["CPU"], found, Strategy((R,), (R,)), 4, {}) == 0
 
 
-def rows_of(call: Call) -> dict[str, float]:
-    """What part of the FLOPs each row of a call leaves to a rank, by the factor that it cuts or by how it is written."""
+def flop_shares_by_strategy(call: Call) -> dict[str, float]:
+    """Return the share of the FLOPs that one rank computes, by strategy (named by its factor, or else by its operands)."""
     rule = lookup(call.func)
     factors = rule.factors(call)
     assert factors is not None
@@ -177,39 +179,41 @@ def rows_of(call: Call) -> dict[str, float]:
     }
 
 
-def test_a_cut_factor_divides_the_flops_and_terms_do_not() -> None:
-    found = rows_of(call_of(aten.mm.default, f(16, 8), f(8, 6)))
+def test_sharded_factor_divides_flops_and_partial_strategy_does_not() -> None:
+    found = flop_shares_by_strategy(call_of(aten.mm.default, f(16, 8), f(8, 6)))
     assert (found["m"], found["k"]) == (1 / 4, 1 / 4)
     assert found["n"] == 1 / 3  # 6 over 4 ranks: the busiest has 2
     assert {share for name, share in found.items() if len(name) > 1} == {1}
 
 
-def test_more_ranks_than_heads_do_not_help() -> None:
+def test_attention_flops_are_divided_by_at_most_the_number_of_heads() -> None:
     mesh = dt.init_device_mesh("meta", (512,))
     q, k = f(2, 64, 16, 8), f(2, 8, 16, 8)
-    found = rows_of(call_of(aten._scaled_dot_product_flash_attention_for_cpu.default, q, k, k, mesh=mesh))
+    found = flop_shares_by_strategy(call_of(aten._scaled_dot_product_flash_attention_for_cpu.default, q, k, k, mesh=mesh))
     assert found["h"] == 1 / 8
 
 
-def test_what_other_mesh_dims_cut_is_not_divided_again() -> None:
+def test_flops_divided_by_another_mesh_dim_are_not_divided_again() -> None:
     mesh = dt.init_device_mesh("meta", (4, 8))
     x, weight = f(64, 16), f(16, 16)
     whole = call_of(aten.mm.default, x, weight, mesh=mesh)
     cut = call_of(aten.mm.default, x, weight, mesh=mesh)
     cut.operands = (Layout.of(mesh, [R, dt.Shard(0)], (64, 16)), cut.operands[1])
-    assert divide_by_other_mesh_dims(work(whole), whole, 0) == work(whole)
-    assert divide_by_other_mesh_dims(work(cut), cut, 0).flops == work(cut).flops / 8
-    assert divide_by_other_mesh_dims(work(cut), cut, 1) == work(cut)
+    assert divide_by_other_mesh_dims(work_of_call(whole), whole, 0) == work_of_call(whole)
+    assert divide_by_other_mesh_dims(work_of_call(cut), cut, 0).flops == work_of_call(cut).flops / 8
+    assert divide_by_other_mesh_dims(work_of_call(cut), cut, 1) == work_of_call(cut)
 
 
-def test_bytes_of_the_tensors_that_have_the_factor_are_divided() -> None:
+def test_only_bytes_of_tensors_with_the_sharded_factor_are_divided() -> None:
     call = call_of(aten.mm.default, f(16, 8), f(8, 4))
     row = Strategy((Along("m"), R), (Along("m"),), "m")
-    assert strategy_seconds(MEMORY, work(call), row, 4, {"m": 16, "k": 8, "n": 4}) == 4 * (16 * 8 / 4 + 8 * 4 + 16 * 4 / 4)
+    assert strategy_seconds(MEMORY, work_of_call(call), row, 4, {"m": 16, "k": 8, "n": 4}) == 4 * (
+        16 * 8 / 4 + 8 * 4 + 16 * 4 / 4
+    )
 
 
 @pytest.mark.parametrize("device", DEVICES.values(), ids=lambda device: device.name)
-def test_an_operation_takes_as_long_as_its_arithmetic_or_its_memory(device: Device) -> None:
+def test_operation_time_is_the_larger_of_arithmetic_and_memory_time(device: Device) -> None:
     assert device.seconds(0, 0, torch.float32) == device.launch
     assert device.seconds(1e15, 1, torch.float32) == 1e15 / device.flops["float32"] + device.launch
     assert device.seconds(1, 1e12, torch.float32) == 1e12 / device.memory + device.launch

@@ -1,5 +1,5 @@
-"""``torch.autograd.gradcheck`` and ``gradgradcheck`` on functions of DTensors, and what they rely on: ``x.data`` apart from
-``x``, forward mode through layouts, and gradients that are plain tensors."""
+"""``torch.autograd.gradcheck`` and ``gradgradcheck`` of DTensor functions, and the features that they need: writes through
+``x.data``, forward-mode derivatives through redistributions, and plain gradients."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def leaf(*shape: int, where: Any, dtype: torch.dtype = torch.float64, seed: int 
     return dt.distribute_tensor(value, MESH, where).requires_grad_()
 
 
-def relaid(x: DTensor, y: DTensor) -> torch.Tensor:
+def redistribute_and_combine(x: DTensor, y: DTensor) -> torch.Tensor:
     moved, own = dt.redistribute_many([x.redistribute(placements=[Shard(1), Replicate()]), y], [[Shard(1), Shard(0)]] * 2)
     return (moved * 2).sin().sum(0) + own.exp().sum(0)
 
@@ -36,34 +36,36 @@ FUNCTIONS: list[tuple[Callable[..., Any], tuple[DTensor, ...]]] = [
     (lambda x: x.softmax(0), (leaf(3, 3, where=[Shard(0), Shard(0)]),)),
     (lambda x: x[1:] * x[0], (leaf(3, 2, where=[Shard(0), Replicate()]),)),
     (lambda x: x.prod(1), (leaf(3, 2, where=[Replicate(), Shard(1)]),)),
-    (relaid, (leaf(2, 3, where=[Shard(0), Shard(1)]), leaf(2, 3, where=[Replicate(), Shard(0)], seed=1))),
+    (redistribute_and_combine, (leaf(2, 3, where=[Shard(0), Shard(1)]), leaf(2, 3, where=[Replicate(), Shard(0)], seed=1))),
     (lambda x: x.full_tensor().cos(), (leaf(3, where=[Shard(0), Shard(0)]),)),
     (lambda x: x * x.conj(), (leaf(3, where=[Shard(0), Replicate()], dtype=torch.complex128),)),
 ]
 
 
 @pytest.fixture(autouse=True)
-def _with_constants_of_torchs() -> Iterator[None]:
-    """The checks compare with plain tensors of their own."""
+def _allow_plain_operands() -> Iterator[None]:
+    """Allow plain operands, because ``gradcheck`` creates plain tensors."""
     with dt.implicit_replication():
         yield
 
 
 @pytest.mark.parametrize(("function", "inputs"), FUNCTIONS)
-def test_gradients_are_those_of_differences(function: Callable[..., Any], inputs: tuple[DTensor, ...]) -> None:
+def test_gradcheck_and_gradgradcheck_pass_for_dtensor_functions(
+    function: Callable[..., Any], inputs: tuple[DTensor, ...]
+) -> None:
     assert gradcheck(function, inputs, fast_mode=True, check_forward_ad=True)
     assert gradcheck(function, inputs)
     assert gradgradcheck(function, inputs, fast_mode=True)
 
 
-def test_second_derivatives_forward_over_reverse_and_by_elements() -> None:
+def test_gradgradcheck_forward_over_reverse_and_batched_gradcheck() -> None:
     function, inputs = FUNCTIONS[0]
     assert gradgradcheck(function, inputs, check_fwd_over_rev=True)
     assert gradcheck(function, inputs, check_batched_grad=True)
 
 
 @pytest.mark.parametrize("zeros", [(), (1,), (0, 2), (0, 1, 3)], ids=str)
-def test_second_derivatives_of_products_that_are_zero(zeros: tuple[int, ...]) -> None:
+def test_second_derivatives_of_prod_with_zero_factors(zeros: tuple[int, ...]) -> None:
     value = torch.tensor([2.0, 3, 5, 7], dtype=torch.float64)
     value[list(zeros)] = 0
     found = []
@@ -76,7 +78,7 @@ def test_second_derivatives_of_products_that_are_zero(zeros: tuple[int, ...]) ->
         torch.testing.assert_close(mine.full_tensor(), right)
 
 
-def test_a_wrong_gradient_is_found() -> None:
+def test_gradcheck_finds_wrong_gradient() -> None:
     class Wrong(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Any) -> Any:
@@ -90,7 +92,7 @@ def test_a_wrong_gradient_is_found() -> None:
         gradcheck(Wrong.apply, (leaf(3, 2, where=[Shard(0), Replicate()]),))
 
 
-def test_writes_to_data_are_not_counted_and_are_seen_by_views() -> None:
+def test_writes_to_data_keep_the_version_and_are_visible_in_views() -> None:
     x = dt.distribute_tensor(torch.arange(6.0).reshape(3, 2), PAIR, [Shard(0)])
     row = x[2]
     assert (row + 1).full_tensor().tolist() == [5, 6]
@@ -109,7 +111,7 @@ def test_writes_to_data_are_not_counted_and_are_seen_by_views() -> None:
         assert x.data.full_tensor().tolist() == [[2, 2]] * 3
 
 
-def test_a_saved_tensor_written_through_data_gives_its_gradient_with_the_new_value() -> None:
+def test_backward_uses_the_value_written_through_data_after_forward() -> None:
     x = leaf(3, 2, where=[Shard(0), Replicate()])
     y = x * x
     x.data.fill_(1)
@@ -119,8 +121,8 @@ def test_a_saved_tensor_written_through_data_gives_its_gradient_with_the_new_val
 
 
 @pytest.mark.parametrize("where", [[Replicate()], [Shard(0)], [Partial()]])
-def test_plain_gradients_of_moved_tensors(where: Any) -> None:
-    """``y.backward(plain)`` where ``y`` comes from another layout: all ranks hold the gradient."""
+def test_backward_with_plain_gradient_of_redistributed_tensor(where: Any) -> None:
+    """Check ``y.backward(plain)``, where ``y`` is the result of a redistribution."""
     ones = torch.ones(3)
     x = dt.distribute_tensor(torch.arange(3.0), PAIR, [Shard(0)]).requires_grad_()
     x.redistribute(placements=where).backward(ones)
@@ -130,7 +132,7 @@ def test_plain_gradients_of_moved_tensors(where: Any) -> None:
     assert (x.grad.full_tensor().tolist(), ones.tolist()) == ([3] * 3, [1] * 3)
 
 
-def test_tangents_go_through_layouts() -> None:
+def test_forward_mode_tangents_pass_redistribute_to_local_and_from_local() -> None:
     x, t = torch.arange(4.0), torch.tensor([1.0, -2, 3, 5])
     primal, tangent = (dt.distribute_tensor(v, PAIR, [where]) for v, where in ((x, Shard(0)), (t, Replicate())))
     with forward_ad.dual_level():
@@ -144,7 +146,7 @@ def test_tangents_go_through_layouts() -> None:
 
 
 @pytest.mark.parametrize("where", [[Replicate(), Replicate()], [Shard(0), Replicate()], [Partial("avg"), Partial()]])
-def test_a_plain_tensor_that_is_the_piece_of_every_rank_has_the_gradient_of_its_replicas_once(where: Any) -> None:
+def test_gradcheck_of_from_local_of_one_plain_tensor_on_all_ranks(where: Any) -> None:
     plain = torch.randn(3, dtype=torch.float64, requires_grad=True)
 
     def function(x: torch.Tensor) -> torch.Tensor:

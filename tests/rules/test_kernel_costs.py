@@ -1,7 +1,6 @@
-"""What kernels declare of their communication is what they issue: choices between rows are made by it.
-
-Every shipped sample of every rule runs on two ranks with its dims sharded, one by one and together; each kernel's collectives are
-counted and compared. On two ranks a rank receives as many bytes as it gives, so the declared bytes are those of the events.
+"""Communication costs of kernels: each kernel issues the collectives and bytes that it declares, which the choice of a strategy
+depends on. Every shipped sample of every rule runs on two ranks with its dims sharded, one by one and together. On two ranks a
+rank receives as many bytes as it sends, so the declared bytes are those of the events.
 """
 
 from __future__ import annotations
@@ -30,18 +29,19 @@ from dtensor.testing.samples import Sample, samples_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning")
 
-# operator -> the law of those whose data decide: (declared, issued) -> whether it is kept; of collectives, then of bytes
-Law = Callable[[int, int], bool]
-AT_MOST: Law = lambda declared, issued: issued <= declared  # noqa: E731
-AT_LEAST: Law = lambda declared, issued: issued >= declared  # noqa: E731
-EXACTLY: Law = lambda declared, issued: issued == declared  # noqa: E731
-ANY: Law = lambda declared, issued: True  # noqa: E731
-DATA_DECIDE: dict[str, tuple[Law, Law]] = {
-    "aten::sort": (AT_MOST, ANY),  # of equal elements and of what belongs elsewhere; priced as half of the block moved
-    "aten::topk": (AT_MOST, ANY),  # the last one only where equal elements leave the choice open
-    "aten::bincount": (EXACTLY, AT_LEAST),  # as many bins as the largest number asks for
-    "aten::nonzero": (AT_LEAST, ANY),  # lengths; rows where blocks do not follow each other, as many as there are
-    **dict.fromkeys(("aten::index", "aten::_unsafe_index", "aten::index_select"), (AT_MOST, ANY)),  # what is another's travels
+# operator with data-dependent communication -> bounds on the issued collectives, then on the received bytes
+Bound = Callable[[int, int], bool]
+AT_MOST: Bound = lambda declared, issued: issued <= declared  # noqa: E731
+AT_LEAST: Bound = lambda declared, issued: issued >= declared  # noqa: E731
+EXACTLY: Bound = lambda declared, issued: issued == declared  # noqa: E731
+ANY: Bound = lambda declared, issued: True  # noqa: E731
+DATA_DEPENDENT_BOUNDS: dict[str, tuple[Bound, Bound]] = {
+    "aten::sort": (AT_MOST, ANY),  # extra rounds for equal elements and misplaced ones; the declared cost is half of the block
+    "aten::topk": (AT_MOST, ANY),  # the last collective runs only if equal elements leave the choice open
+    "aten::bincount": (EXACTLY, AT_LEAST),  # the largest value decides the number of bins
+    "aten::nonzero": (AT_LEAST, ANY),  # lengths; and rows if the local blocks are not in row-major order
+    # only rows of other ranks are sent
+    **dict.fromkeys(("aten::index", "aten::_unsafe_index", "aten::index_select"), (AT_MOST, ANY)),
     **dict.fromkeys(("aten::index_add", "aten::index_copy", "aten::index_reduce"), (AT_MOST, ANY)),
     **dict.fromkeys(("aten::index_put", "aten::_index_put_impl", "aten::_unsafe_index_put"), (AT_MOST, ANY)),
     **dict.fromkeys(("aten::gather", "aten::scatter", "aten::scatter_add", "aten::scatter_reduce"), (AT_MOST, ANY)),
@@ -54,8 +54,8 @@ DATA_DECIDE: dict[str, tuple[Law, Law]] = {
 RANKS = 2
 
 
-class Seen:
-    """Wraps the kernels of plans: what each issued, beside what it declares."""
+class RecordKernelRuns:
+    """Wrapper of the kernels of plans that records the events of each kernel run."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.runs: list[tuple[CallPlan, Kernel, list[events.Event]]] = []
@@ -78,8 +78,9 @@ class Seen:
         return watched
 
 
-def _placed(sample: Sample) -> Iterator[list[Any]]:
-    """Each tensor's dims sharded alone, then all tensors' alike, counted from either end."""
+def _placements_of_sample(sample: Sample) -> Iterator[list[Any]]:
+    """Yield placements: each dim of each tensor sharded alone, then dim ``d`` of all tensors, counted from the start and from the
+    end."""
     xs = tensor_leaves(sample.arguments)
     seen: list[list[Any]] = []
     for d in range(max((x.ndim for x in xs), default=0)):
@@ -91,8 +92,8 @@ def _placed(sample: Sample) -> Iterator[list[Any]]:
                 yield placements
 
 
-def _run(name: str, sample: Sample, placements: list[Any]) -> None:
-    """The operator, if it runs at all."""
+def _run_sample(name: str, sample: Sample, placements: list[Any]) -> None:
+    """Run the operator on distributed copies of a sample, and ignore its errors."""
     mesh = get_or_make_mesh((RANKS,))
     given = zip(tensor_leaves(sample.arguments), placements, strict=True)
     try:
@@ -101,36 +102,38 @@ def _run(name: str, sample: Sample, placements: list[Any]) -> None:
         with torch.no_grad():
             Variant(name.replace("::", "."), sample, False).call(*args, **kwargs)
     except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError):
-        pass  # samples of errors, and partial kinds that a dtype lacks: test_verify_rules.py compares them
+        pass  # samples that raise, and reductions that a dtype lacks: test_verify_rules.py covers them
 
 
-WITHOUT = {"pointwise", "random", "decomposition", "answer"}
-WITH_KERNELS = [
-    name for name, rule in sorted(rules().items()) if rule.kind not in WITHOUT and operator_exists(name.replace("::", "."))
+KINDS_WITHOUT_KERNEL = {"pointwise", "random", "decomposition", "answer"}
+RULES_WITH_KERNELS = [
+    name
+    for name, rule in sorted(rules().items())
+    if rule.kind not in KINDS_WITHOUT_KERNEL and operator_exists(name.replace("::", "."))
 ]
 
 
 @pytest.mark.slow
-def test_kernels_issue_what_they_declare(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_issue_the_collectives_and_bytes_that_they_declare(monkeypatch: pytest.MonkeyPatch) -> None:
     dt.dispatch.dispatcher.clear_plans()
-    seen, wrong, counted = Seen(monkeypatch), [], set()
-    for name in WITH_KERNELS:
+    seen, wrong, counted = RecordKernelRuns(monkeypatch), [], set()
+    for name in RULES_WITH_KERNELS:
         given = samples_of(name)
         for sample in given[:: max(1, len(given) // 100)]:
-            for placements in _placed(sample):
-                _run(name, sample, placements)
+            for placements in _placements_of_sample(sample):
+                _run_sample(name, sample, placements)
         for plan, kernel, issued in seen.runs:
             counted.add(kernel.run)
-            wrong += _problems(plan, kernel, issued)
+            wrong += _find_cost_mismatches(plan, kernel, issued)
         seen.runs.clear()
     dt.dispatch.dispatcher.clear_plans()
     assert wrong == []
     assert len(counted) > 50, len(counted)
 
 
-def _problems(plan: CallPlan, kernel: Kernel, issued: list[events.Event]) -> Iterator[str]:
+def _find_cost_mismatches(plan: CallPlan, kernel: Kernel, issued: list[events.Event]) -> Iterator[str]:
     name = plan.call.func._schema.name
-    of_count, of_bytes = DATA_DECIDE.get(name, (EXACTLY, EXACTLY))
+    of_count, of_bytes = DATA_DEPENDENT_BOUNDS.get(name, (EXACTLY, EXACTLY))
     declared, received = kernel.nbytes(plan.call), sum(event.bytes for event in issued)
     told = [(event.kind, event.bytes) for event in issued]
     if not of_count(kernel.collectives, len(issued)):
@@ -139,8 +142,8 @@ def _problems(plan: CallPlan, kernel: Kernel, issued: list[events.Event]) -> Ite
         yield f"{plan.call}: {declared} bytes declared, issued {told}"
 
 
-def test_the_call_that_a_kernel_sees_tells_no_number_of_another_call() -> None:
-    """A plan serves calls that differ in their numbers: the kernel's arguments are this call's, ``at.call`` the first one's."""
+def test_kernel_that_reads_numbers_of_its_first_call_raises() -> None:
+    """Check that ``at.call`` refuses to give numbers: calls with other numbers run the same plan."""
 
     @torch.library.custom_op("kernelcosts::scaled", mutates_args=())
     def scaled(x: torch.Tensor, by: float, rounds: int) -> torch.Tensor:

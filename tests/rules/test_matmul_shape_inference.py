@@ -1,4 +1,4 @@
-"""Results of products: once an operator has been asked, what it would say of other sizes is known by its rule."""
+"""Shape inference of matrix products: after one call of the operator, the rule infers the results of other sizes."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ SIZES = [dict(zip("bmkn", found, strict=True)) for found in ((2, 3, 4, 5), (7, 5
 MATRICES = [("mk", "kn"), ("bmk", "kn"), ("mk", "bkn"), ("bmk", "bkn")]
 
 
-def _orders(letters: str, sizes: dict[str, int]) -> Iterator[Layout]:
-    """Layouts of these sizes, dims in each order in memory."""
+def _layouts_of_memory_orders(letters: str, sizes: dict[str, int]) -> Iterator[Layout]:
+    """Yield replicated layouts of these sizes, one for each order of the dims in memory."""
     for order in itertools.permutations(range(len(letters))):
         stride = torch.empty([sizes[letters[d]] for d in order]).permute(*map(order.index, range(len(letters)))).stride()
         yield Layout.replicated(MESH, tuple(sizes[letter] for letter in letters), stride, torch.float32)
 
 
 def _calls(op: Any, operands: dict[str, str], **others: Any) -> Iterator[Call]:
-    """For every order in memory a call of each of the sizes."""
+    """Yield a call for each of ``SIZES`` and each memory order of the operands."""
     operator = operator_schema_of(op)
     for sizes in SIZES:
-        for layouts in itertools.product(*(_orders(letters, sizes) for letters in operands.values())):
+        for layouts in itertools.product(*(_layouts_of_memory_orders(letters, sizes) for letters in operands.values())):
             yield make_call(operator, MESH, dict(zip(operands, layouts, strict=True)) | others)[0]
 
 
-def _as_it_says(op: Any, operands: dict[str, str], **others: Any) -> bool:
+def _inference_equals_operator(op: Any, operands: dict[str, str], **others: Any) -> bool:
     operator, rule = operator_schema_of(op), lookup(op)
     return all(
         infer_results(operator, rule, call) == infer_from_operator(operator, call.arguments)
@@ -47,21 +47,23 @@ def _as_it_says(op: Any, operands: dict[str, str], **others: Any) -> bool:
 
 
 @pytest.mark.parametrize("shapes", [("k", "k"), ("mk", "k"), ("k", "bkn"), *MATRICES])
-def test_products(shapes: tuple[str, str]) -> None:
-    assert _as_it_says(aten.matmul.default, dict(zip(("self", "other"), shapes, strict=True)))
+def test_matmul_results_inferred_by_rule_equal_those_of_operator(shapes: tuple[str, str]) -> None:
+    assert _inference_equals_operator(aten.matmul.default, dict(zip(("self", "other"), shapes, strict=True)))
 
 
 @pytest.mark.parametrize("mask", [[True, True], [True, False], [False, True]])
 @pytest.mark.parametrize("shapes", MATRICES)
-def test_gradients_that_are_asked_for(shapes: tuple[str, str], mask: list[bool]) -> None:
+def test_matmul_backward_results_inferred_by_rule_equal_those_of_operator(shapes: tuple[str, str], mask: list[bool]) -> None:
     out = ("b" if "b" in "".join(shapes) else "") + "mn"
-    assert _as_it_says(aten.matmul_backward.default, {"grad": out, "self": shapes[0], "other": shapes[1]}, mask=mask)
+    assert _inference_equals_operator(
+        aten.matmul_backward.default, {"grad": out, "self": shapes[0], "other": shapes[1]}, mask=mask
+    )
     if shapes[1] == "kn":
         weight = {"self": shapes[0], "grad_output": out, "weight": "nk"}
-        assert _as_it_says(aten.linear_backward.default, weight, output_mask=[*mask, True])
+        assert _inference_equals_operator(aten.linear_backward.default, weight, output_mask=[*mask, True])
 
 
-def test_sizes_that_do_not_fit_are_refused_as_ever() -> None:
+def test_matmul_of_mismatched_sizes_raises_after_shape_inference() -> None:
     operator, rule = operator_schema_of(aten.matmul.default), lookup(aten.matmul.default)
     for k in (4, 3):
         x, y = Layout.replicated(MESH, (2, 4), None, torch.float32), Layout.replicated(MESH, (k, 5), None, torch.float32)

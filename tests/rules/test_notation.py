@@ -1,4 +1,4 @@
-"""The language of rules: what each word of the notation binds to, and what the words for rows and reductions say."""
+"""Notation of rules: how patterns bind to calls, and which partial strategies its functions give."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ aten = torch.ops.aten
 
 
 def call_of(op: Any, results: list[tuple[int, ...]], **arguments: Any) -> Call:
-    """A call on one mesh dim of two ranks, shapes in the place of tensors."""
+    """Return a call on one mesh dim of two ranks, in which ``torch.Size`` arguments stand for tensors."""
     operator, mesh = operator_schema_of(op), dt.init_device_mesh("cpu", (2,))
 
     def layout(value: Any) -> Any:
@@ -44,8 +44,8 @@ def size(*shape: int) -> torch.Size:
     return torch.Size(shape)
 
 
-def read(text: str, call: Call, **options: Any) -> str:
-    """Factors as text, dims joined by spaces."""
+def bind_to_text(text: str, call: Call, **options: Any) -> str:
+    """Bind a notation to a call and return its factors as text."""
     factors = bind(parse_notation(text), call, **options)
     if factors is None:
         return "none"
@@ -70,28 +70,28 @@ REDUCTIONS: dict[str, tuple[Any, Any, Any, str]] = {
 
 
 @pytest.mark.parametrize("what", REDUCTIONS)
-def test_picked_dims_vanish_wherever_they_stand(what: str) -> None:
+def test_selected_dims_are_removed_from_the_result(what: str) -> None:
     shape, arguments, result, expected = REDUCTIONS[what]
     call = call_of(aten.sum.dim_IntList, [result], self=size(*shape), **arguments)
-    assert read("a* @dim b* -> each: a* b*", call) == expected
+    assert bind_to_text("a* @dim b* -> each: a* b*", call) == expected
 
 
-def test_an_empty_list_picks_none_where_the_pattern_says_so() -> None:
+def test_empty_dim_list_selects_no_dim_with_exclamation_mark() -> None:
     call = call_of(aten.any.dims, [(5, 6)], self=size(5, 6), dim=[])
-    assert read("a* @dim! b* -> a* b*", call) == "a.0 a.1 -> a.0 a.1"
+    assert bind_to_text("a* @dim! b* -> a* b*", call) == "a.0 a.1 -> a.0 a.1"
     some = call_of(aten.any.dims, [(5, 1)], self=size(5, 6), dim=[1], keepdim=True)
-    assert read("a* [@dim!] b* -> a* b*", some) == "a.0 dim.0 -> a.0 1 whole dim.0"
+    assert bind_to_text("a* [@dim!] b* -> a* b*", some) == "a.0 dim.0 -> a.0 1 whole dim.0"
     all_of = call_of(aten.any.dims, [()], self=size(5, 6), dim=None)
-    assert read("a* @dim! b* -> a* b*", all_of) == "dim.0 dim.1 -> ."
+    assert bind_to_text("a* @dim! b* -> a* b*", all_of) == "dim.0 dim.1 -> ."
 
 
-def test_what_is_picked_so_is_whole_in_brackets() -> None:
+def test_selected_dims_in_brackets_must_be_unsharded() -> None:
     call = call_of(aten.flip.default, [(5, 6)], self=size(5, 6), dims=[1])
-    assert read("a* [@dims!] b* -> a* [@dims!] b*", call) == "a.0 dims.0 -> a.0 dims.0 whole dims.0"
+    assert bind_to_text("a* [@dims!] b* -> a* [@dims!] b*", call) == "a.0 dims.0 -> a.0 dims.0 whole dims.0"
 
 
 @pytest.mark.parametrize(("shape", "expected"), [((5, 6), "m n -> n m"), ((5,), "s* -> s*"), ((5, 6, 7), "s* -> s*")])
-def test_of_several_patterns_the_first_that_fits_holds(shape: tuple[int, ...], expected: str) -> None:
+def test_first_pattern_that_fits_the_call_is_chosen(shape: tuple[int, ...], expected: str) -> None:
     chosen = fitting((parse_notation("m n -> n m"), parse_notation("s* -> s*")))(
         call_of(aten.neg.default, [shape[::-1]], self=size(*shape))
     )
@@ -140,13 +140,13 @@ PATTERNS = {
 
 
 @pytest.mark.parametrize("what", PATTERNS)
-def test_a_pattern_binds_to_a_call(what: str) -> None:
+def test_pattern_binds_to_call(what: str) -> None:
     text, call, expected = PATTERNS[what]
     sizes = {"g": lambda call: 2} if "(g" in text else None
-    assert read(text, call, sizes=sizes) == expected
+    assert bind_to_text(text, call, sizes=sizes) == expected
 
 
-def test_sizes_inside_of_a_product_come_from_an_argument_or_from_what_is_left() -> None:
+def test_sizes_of_factors_in_a_product_come_from_arguments_or_division() -> None:
     call = call_of(aten.pixel_shuffle.default, [(5, 6, 8)], self=size(20, 3, 4), upscale_factor=2)
     factors = bind(parse_notation("(c r s) h w -> c (h r) (w s)"), call, None, {"r": "upscale_factor", "s": "upscale_factor"})
     assert dict(factors.sizes) == {"h": 3, "w": 4, "r": 2, "s": 2, "c": 5}
@@ -164,12 +164,12 @@ def test_sizes_inside_of_a_product_come_from_an_argument_or_from_what_is_left() 
         ("@a s* @b -> s*", "at most one argument"),
     ],
 )
-def test_what_is_no_pattern_is_refused(text: str, message: str) -> None:
+def test_invalid_notation_raises(text: str, message: str) -> None:
     with pytest.raises(RuleError, match=message):
         parse_notation(text)
 
 
-def test_rows_in_words() -> None:
+def test_linear_one_of_and_forgets_give_their_partial_strategies() -> None:
     call = call_of(aten.addmm.default, [(5, 7)], self=size(7), mat1=size(5, 6), mat2=size(6, 7))
     assert linear("mat1")(call) == ("R,sum,R -> sum", "R,avg,R -> avg")
     assert linear("mat1", "mat2")(call)[::2] == ("R,sum,finite -> sum", "R,finite,sum -> sum")
@@ -177,27 +177,27 @@ def test_rows_in_words() -> None:
     assert one_of("self", "mat2")(call)[:2] == ("sum,R,sum -> sum", "avg,R,avg -> avg")
     assert "R,R,max -> max" in one_of("self", "mat2")(call)
     assert "R,R,sum -> sum" not in one_of("self", "mat2")(call)
-    assert one_of("other")(call) == ()  # all of none would be whole ones, whose copies are no terms
+    assert one_of("other")(call) == ()  # without partial operands the result would be replicated, and copies are not addends
     assert forgets(call)[0] == "sum,R,R -> R"
     assert rows_of(monotone, copies, "sum -> R") == (*monotone, *copies, "sum -> R")
     assert rows_of(linear("mat1"), monotone)(call) == (*linear("mat1")(call), *monotone)
 
 
-def test_a_table_chooses_by_the_value_of_an_argument() -> None:
+def test_by_chooses_by_the_value_of_an_argument() -> None:
     call = call_of(aten.mse_loss.default, [()], self=size(5), target=size(5), reduction=1)
     assert by("reduction", {1: "avg", 2: "sum"})(call) == "avg"
     assert by("reduction", {2: "sum"})(call) is None
 
 
-def _words_in(word: Any) -> list[set[str]]:
-    """For each word of a rule the arguments that it names."""
+def _argument_names_in(word: Any) -> list[set[str]]:
+    """Return the argument names that each part of a rule's declaration uses."""
     match word:
         case linear() | one_of():
             return [set(word.given)]
         case CombinedPartials():
-            return [names for part in word.parts for names in _words_in(part)]
+            return [names for part in word.parts for names in _argument_names_in(part)]
         case by():
-            return [{word.argument}, *(names for part in word.table.values() for names in _words_in(part))]
+            return [{word.argument}, *(names for part in word.table.values() for names in _argument_names_in(part))]
         case Notation():
             several = isinstance(word.pattern, (by, fitting))
             patterns = [*word.pattern.table.values()] if several else [word.pattern]
@@ -205,26 +205,30 @@ def _words_in(word: Any) -> list[set[str]]:
             picked = [{dim[0].strip("@!")} for term in terms for dim in term.dims if is_selected(dim)]
             sizes = [{size} for size in word.sizes.values() if isinstance(size, str)]
             named = {term.name for term in terms} - {"", "each"}
-            return [named, *picked, *sizes, *(names for left in word.left.values() for names in _words_in(left))]
+            return [named, *picked, *sizes, *(names for left in word.left.values() for names in _argument_names_in(left))]
     return []
 
 
 @pytest.mark.parametrize("name", sorted(rules()))
-def test_words_name_arguments_that_the_operator_has(name: str) -> None:
-    """A word that names none says nothing."""
-    rule, known = rules()[name], {"dim"}  # what an operator lacks picks all: `_is_any_true` has no dims to choose
+def test_rule_declarations_name_only_arguments_of_the_operator(name: str) -> None:
+    """Check all argument names: a name that the operator lacks has no effect."""
+    rule, known = rules()[name], {"dim"}  # a missing "dim" selects all dims: `_is_any_true` has no such argument
     for shared in (other for other, own in rules().items() if own is rule):
         namespace, _, base = shared.partition("::")
         packet = getattr(getattr(torch.ops, namespace), base.partition(".")[0], None)
-        for overload in packet.overloads() if packet is not None else ():  # some are in other builds of torch
+        for overload in packet.overloads() if packet is not None else ():  # some operators exist in other builds of torch only
             known |= {argument.name for argument in getattr(packet, overload)._schema.arguments}
     if len(known) > 1:
-        silent = [names for names in (*_words_in(rule.factors), *_words_in(rule.partials)) if names and not names & known]
+        silent = [
+            names
+            for names in (*_argument_names_in(rule.factors), *_argument_names_in(rule.partials))
+            if names and not names & known
+        ]
         assert silent == []
 
 
-# --- how rules are served -----------------------------------------------------------------------------------------------
-def test_how_a_rule_is_served_follows_from_what_was_handed_to_its_words() -> None:
+# --- classification of rules --------------------------------------------------------------------------------------------
+def test_classify_rule_gives_notation_combinators_functions_or_decompositions() -> None:
     known = {
         "mm": "notation",
         "_softmax": "combinators",
@@ -247,6 +251,6 @@ def test_how_a_rule_is_served_follows_from_what_was_handed_to_its_words() -> Non
         assert classify_rule(own) == "functions"
 
 
-def test_most_operators_are_served_by_the_language_alone() -> None:
+def test_at_least_400_rules_are_declared_by_notation_or_combinators() -> None:
     library = [rule for name, rule in rules().items() if name.startswith("aten::")]
     assert sum(classify_rule(rule) in ("notation", "combinators") for rule in library) >= 400

@@ -1,4 +1,4 @@
-"""What is known of operators beside their rules: by overload, operator and in-place form; said once; unknown to the engine."""
+"""Traits of operators: facts beside their rules, by overload, operator and in-place variant. The engine names no operator."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PACKAGE = Path(dtensor.__file__).parent
 ENGINE = ("base", "comm", "cost", "layout", "mesh", "propagation", "dispatch", "random", "ranks", "redistribute")
 
 
-def test_an_overload_adds_to_what_is_known_of_its_operator() -> None:
+def test_traits_of_an_overload_extend_those_of_its_operator() -> None:
     assert traits_of(aten.normal.Tensor_Tensor).strides is not None
     assert traits_of(aten.normal.Tensor_Tensor).spelled is None
     assert traits_of(aten.div.Tensor_mode).strides is not None
@@ -31,17 +31,17 @@ def test_an_overload_adds_to_what_is_known_of_its_operator() -> None:
     assert traits_of(aten.view.dtype).needs_strides
 
 
-def test_a_form_in_place_refuses_what_its_operator_does() -> None:
+def test_in_place_variant_has_the_refusals_of_its_operator() -> None:
     assert traits_of(aten.index_fill_.int_Scalar).refuses == traits_of(aten.index_fill.int_Scalar).refuses != ()
 
 
-def test_a_fact_stands_in_one_place() -> None:
+def test_declaring_traits_twice_raises() -> None:
     with pytest.raises(RuleError, match="declared twice"):
         declare_traits("heaviside", by_device=True)
 
 
 def strings(tree: ast.AST) -> Iterator[str]:
-    """All but docstrings."""
+    """Yield all string constants except docstrings."""
     said = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in said:
@@ -49,14 +49,14 @@ def strings(tree: ast.AST) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("folder", ENGINE)
-def test_the_engine_knows_no_operator_by_name(folder: str) -> None:
+def test_engine_source_names_no_aten_operator(folder: str) -> None:
     for path in (PACKAGE / folder).rglob("*.py"):
         found = [text for text in strings(ast.parse(path.read_text())) if re.search(r"\baten::\w", text)]
-        assert not found, f"{path}: {found}: facts about operators stand in rules/aten/"
+        assert not found, f"{path}: {found}: facts about operators belong in rules/aten/"
 
 
 @pytest.mark.parametrize("placement", [dtensor.Replicate(), dtensor.Shard(0), dtensor.Shard(1)], ids=str)
-def test_a_running_sum_of_bools_in_place_is_refused_as_torch_does(placement: dtensor.Placement) -> None:
+def test_in_place_cumsum_of_bools_raises_as_in_torch(placement: dtensor.Placement) -> None:
     x = torch.ones(5, 7, dtype=torch.bool)
     with pytest.raises(NotImplementedError):
         x.clone().cumsum_(0)
@@ -97,13 +97,13 @@ REFUSED: dict[str, Callable[[Any, Any], Any]] = {
 
 @pytest.mark.parametrize("where", [dtensor.Replicate(), dtensor.Shard(0), dtensor.Shard(-1)], ids=str)
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_kernels_refuse_is_refused_under_every_layout(name: str, where: dtensor.Placement) -> None:
+def test_calls_that_torch_kernels_refuse_raise_under_every_placement(name: str, where: dtensor.Placement) -> None:
     mesh = dtensor.init_device_mesh("cpu", (3,))
     outcome = compare(REFUSED[name], [X, ROW], mesh, [[where], [dtensor.Replicate()]], gradients=False)
     assert outcome.same_error, outcome.problems
 
 
-TAKEN: dict[str, Callable[[Any, Any], Any]] = {  # by kernels, but not without data
+ACCEPTED: dict[str, Callable[[Any, Any], Any]] = {  # accepted by torch's kernels, but not by its meta functions
     "powers of bools in place": lambda x, w: (x > 1).pow_(True),
     "a gradient that expands to a position": lambda x, w: aten.select_backward(x[:, :1].sum(0), list(x.shape), 0, 1),
     "a gradient that expands to a column": lambda x, w: aten.select_backward(x[:1].sum(1), list(x.shape), 1, 1),
@@ -114,20 +114,20 @@ TAKEN: dict[str, Callable[[Any, Any], Any]] = {  # by kernels, but not without d
 }
 
 
-def test_a_gradient_of_log_softmax_that_is_smaller_is_not_read_beyond_its_memory() -> None:
+def test_log_softmax_backward_with_too_small_gradient_raises() -> None:
     x = dtensor.distribute_tensor(X, dtensor.init_device_mesh("cpu", (3,)), [dtensor.Replicate()])
     with pytest.raises(RuntimeError, match="the gradient has shape"):
         aten._log_softmax_backward_data(x[:, :1], x, 1, x.dtype)
 
 
 @pytest.mark.parametrize("where", [dtensor.Replicate(), dtensor.Shard(0), dtensor.Shard(-1), dtensor.Partial()], ids=str)
-@pytest.mark.parametrize("name", TAKEN)
-def test_what_kernels_take_is_taken(name: str, where: dtensor.Placement) -> None:
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_calls_that_torch_kernels_accept_run_under_every_placement(name: str, where: dtensor.Placement) -> None:
     mesh = dtensor.init_device_mesh("cpu", (3,))
-    check(TAKEN[name], X, ROW, mesh=mesh, placements=[[where], [dtensor.Replicate()]], gradients=False)
+    check(ACCEPTED[name], X, ROW, mesh=mesh, placements=[[where], [dtensor.Replicate()]], gradients=False)
 
 
-def test_closeness_to_a_tensor_that_is_as_large_as_a_block_is_refused() -> None:
+def test_allclose_with_tensor_of_local_shape_raises() -> None:
     mesh = dtensor.init_device_mesh("cpu", (2,))
     outcome = compare(torch.allclose, [X[:4], X[:2]], mesh, [[dtensor.Shard(0)], [dtensor.Replicate()]], gradients=False)
     assert outcome.same_error, outcome.problems

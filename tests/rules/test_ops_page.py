@@ -1,4 +1,4 @@
-"""docs/ops.md says what the registry says."""
+"""Operator page: docs/ops.md agrees with the registry of rules."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PAGE = (ROOT / "docs" / "ops.md").read_text()
 SAME_TORCH = f"for torch {torch.__version__.partition('+')[0]}; " in PAGE
 
 
-def test_every_rule_is_on_the_page() -> None:
+def test_operator_page_lists_every_rule() -> None:
     table = PAGE.partition("## Rules")[2].partition("## Decompositions")[0]
     listed = {
         name for line in table.splitlines() if line.startswith("| `") for name in re.findall(r"`([\w.]+)`", line.split("|")[1])
@@ -34,7 +34,7 @@ def test_every_family_of_rules_has_a_heading() -> None:
 @pytest.mark.parametrize(
     "name", ["mm", "_softmax", "add", "addmm", "cumsum", "native_layer_norm", "sum", "max.dim", "convolution", "cat"]
 )
-def test_what_the_page_says_of_an_operator_holds(name: str) -> None:
+def test_row_of_an_operator_equals_the_generated_row(name: str) -> None:
     (line,) = [line for line in PAGE.splitlines() if line.startswith("|") and f"`{name}`" in line.split("|")[1]]
     entry = entry_of(f"aten::{name}", rules()[f"aten::{name}"])
     assert tuple(cell.strip() for cell in line.split("|")[2:-1]) == entry.cells
@@ -42,5 +42,5 @@ def test_what_the_page_says_of_an_operator_holds(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not SAME_TORCH, reason="the page is for one version of torch")
-def test_the_page_is_up_to_date() -> None:
+def test_operator_page_equals_the_generated_page() -> None:
     assert make_page() == PAGE, "run `make docs`"

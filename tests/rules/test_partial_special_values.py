@@ -1,5 +1,5 @@
-"""The law of partial rows: terms that meet zeros, infinities and NaN, in terms, other operands and numbers, give what one device
-gives. Whatever row is free is taken, so that every row of every rule is tried."""
+"""Partial values with special values: partial strategies with zeros, infinities and NaN in addends, other operands and numbers
+give the result of plain torch. All partial strategies of all rules are tried."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ NUMBERS = (0.0, -0.0, INF, -INF, NAN, 1e-320, 1e300)
 OPS = ("sum", "avg", "max", "min", "product")
 RANKS = 3
 CASES_PER_RULE = 4
-WITH_ROWS = sorted(name for name, rule in rules().items() if rule.partials)
+RULES_WITH_PARTIALS = sorted(name for name, rule in rules().items() if rule.partials)
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def drawn(like: Tensor, share: float, generator: torch.Generator) -> Tensor:
-    """Of the shape of ``like``: ``share`` of the elements special."""
+def random_with_special_values(like: Tensor, share: float, generator: torch.Generator) -> Tensor:
+    """Return a random tensor with the shape of ``like``, in which ``share`` of the elements are special values."""
     if not like.is_floating_point() or like.itemsize < 2:
         return like.clone()
     pick = torch.randint(0, len(SPECIAL), like.shape, generator=generator)
@@ -47,25 +47,25 @@ def drawn(like: Tensor, share: float, generator: torch.Generator) -> Tensor:
     return torch.empty_like(like).copy_(made)
 
 
-def in_terms(like: Tensor, op: str, share: float, generator: torch.Generator) -> DTensor:
-    """A value whose terms, one on each rank, are drawn."""
-    terms = per_rank([drawn(like, share, generator) for _ in range(RANKS)])
+def random_partial(like: Tensor, op: str, share: float, generator: torch.Generator) -> DTensor:
+    """Return a partial DTensor with a random addend on each rank."""
+    terms = per_rank([random_with_special_values(like, share, generator) for _ in range(RANKS)])
     return DTensor.from_local(terms, get_or_make_mesh((RANKS,)), [Partial(op)])
 
 
-def whole(like: Tensor, share: float, generator: torch.Generator) -> DTensor:
-    return dt.distribute_tensor(drawn(like, share, generator), get_or_make_mesh((RANKS,)), [Replicate()])
+def random_replicated(like: Tensor, share: float, generator: torch.Generator) -> DTensor:
+    return dt.distribute_tensor(random_with_special_values(like, share, generator), get_or_make_mesh((RANKS,)), [Replicate()])
 
 
-def choices(xs: list[Tensor]) -> list[tuple[str | None, ...]]:
-    """Each floating operand in terms by itself, two by two, and all."""
+def choose_partial_operands(xs: list[Tensor]) -> list[tuple[str | None, ...]]:
+    """Return the reductions of the operands of each case: one, two or all floating-point operands are partial."""
     floating = [i for i, x in enumerate(xs) if x.is_floating_point() and x.itemsize > 1]
     picks = [{i} for i in floating] + [{i, j} for i in floating for j in floating if i < j] + [set(floating)]
     return [tuple(op if i in pick else None for i in range(len(xs))) for op in OPS for pick in picks if pick]
 
 
-def same_outcome(call: Callable[..., Any], args: Any, kwargs: Any, written: bool) -> str | None:
-    """What differs between ``call`` on DTensors and on their values; None where plain torch refuses them."""
+def find_difference(call: Callable[..., Any], args: Any, kwargs: Any, written: bool) -> str | None:
+    """Return the difference between ``call`` on DTensors and on their values; None if there is none, or if plain torch raises."""
     plain_args, plain_kwargs = map_tensors(lambda x: x.full_tensor().clone() if isinstance(x, DTensor) else x, (args, kwargs))
     torch.default_generator.manual_seed(0)
     try:
@@ -83,21 +83,22 @@ def same_outcome(call: Callable[..., Any], args: Any, kwargs: Any, written: bool
     )
     for mine, right in pairs:
         value = mine.full_tensor() if isinstance(mine, DTensor) else mine
-        parts = [torch.view_as_real(x.resolve_conj()) if x.is_complex() else x for x in (value, right)]  # inf + 0j is no number
+        # complex comparisons of inf + 0j fail
+        parts = [torch.view_as_real(x.resolve_conj()) if x.is_complex() else x for x in (value, right)]
         if not is_close(*parts):
             return f"{value.tolist()}, not {right.tolist()}"
     return None
 
 
-def report(variant: Variant, ops: tuple[str | None, ...], share: float, seed: int) -> str | None:
+def run_case(variant: Variant, ops: tuple[str | None, ...], share: float, seed: int) -> str | None:
     generator = torch.Generator().manual_seed(seed)
 
     def place(x: Tensor, op: str | None) -> DTensor:
-        return whole(x, share, generator) if op is None else in_terms(x, op, share, generator)
+        return random_replicated(x, share, generator) if op is None else random_partial(x, op, share, generator)
 
     given = variant.sample.arguments
     args, kwargs = fill_tensors(given, map(place, tensor_leaves(given), ops))
-    found = same_outcome(variant.call, args, kwargs, variant.writes)
+    found = find_difference(variant.call, args, kwargs, variant.writes)
     return found and f"{variant.name} {variant.sample.note} under {ops}, {args}, {kwargs} seed {seed}: {found}"
 
 
@@ -108,22 +109,22 @@ def cases(name: str, limit: int) -> Iterator[tuple[Variant, tuple[str | None, ..
         for sample in samples_of(name)
         if sample.values
         for variant in make_variants(name, sample)
-        for ops in choices(tensor_leaves(variant.sample.arguments))
+        for ops in choose_partial_operands(tensor_leaves(variant.sample.arguments))
         for share in (0.05, 0.4)
     ]
     for variant, ops, share in rng.sample(every, min(limit, len(every))):
         yield variant, ops, share, rng.randrange(1 << 30)
 
 
-@pytest.mark.parametrize("name", some(WITH_ROWS, every=4))
-def test_special_values_pass_terms_as_they_pass_one_device(name: str) -> None:
+@pytest.mark.parametrize("name", some(RULES_WITH_PARTIALS, every=4))
+def test_partial_strategies_with_special_values_equal_plain_torch(name: str) -> None:
     for variant, ops, share, seed in cases(name, CASES_PER_RULE):
-        assert (found := report(variant, ops, share, seed)) is None, found
+        assert (found := run_case(variant, ops, share, seed)) is None, found
 
 
-# --- numbers: what a plan makes of them does not outlast their kind ------------------------------------------------------------
-TERMS = [torch.tensor([3.0, 0.0, -1.0, INF]), torch.tensor([-1.0, 0.0, 1.0, 1.0]), torch.tensor([1.0, 2.0, 0.0, 0.0])]
-BY_NUMBERS: dict[str, Callable[[Any, float], Any]] = {
+# --- numbers: a plan for usual numbers is not reused for special ones ---------------------------------------------------
+ADDENDS = [torch.tensor([3.0, 0.0, -1.0, INF]), torch.tensor([-1.0, 0.0, 1.0, 1.0]), torch.tensor([1.0, 2.0, 0.0, 0.0])]
+NUMBER_CALLS: dict[str, Callable[[Any, float], Any]] = {
     "mul": lambda x, n: x * n,
     "rmul": lambda x, n: n * x,
     "div": lambda x, n: x / n,
@@ -144,22 +145,22 @@ BY_NUMBERS: dict[str, Callable[[Any, float], Any]] = {
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
-@pytest.mark.parametrize("name", BY_NUMBERS)
-def test_numbers_are_looked_at_again(name: str, dtype: torch.dtype) -> None:
-    call = BY_NUMBERS[name]
+@pytest.mark.parametrize("name", NUMBER_CALLS)
+def test_cached_plan_is_not_reused_for_special_numbers(name: str, dtype: torch.dtype) -> None:
+    call = NUMBER_CALLS[name]
     if name == "mul complex" and dtype is torch.float16:
         dtype = torch.float64
     for op in OPS:
-        x = DTensor.from_local(per_rank([term.to(dtype) for term in TERMS]), get_or_make_mesh((3,)), [Partial(op)])
+        x = DTensor.from_local(per_rank([term.to(dtype) for term in ADDENDS]), get_or_make_mesh((3,)), [Partial(op)])
         for number in (2.0, *NUMBERS, 1e5, 0.5, 1e-6, 2.0, INF):
             if dtype is torch.float16 and number in (1e300, 1e5) and name in ("addcmul", "lerp", "add", "sub", "rsub"):
                 continue  # torch refuses numbers that the dtype does not have
-            found = same_outcome(call, (x, number), {}, False)
+            found = find_difference(call, (x, number), {}, False)
             assert found is None, (op, number, found)
 
 
-def test_terms_pass_usual_numbers_and_no_others() -> None:
-    x = DTensor.from_local(per_rank(TERMS), get_or_make_mesh((3,)), [Partial()])
+def test_result_of_partial_times_number_is_partial_only_for_usual_numbers() -> None:
+    x = DTensor.from_local(per_rank(ADDENDS), get_or_make_mesh((3,)), [Partial()])
     for number, placement in ((2.0, Partial()), (INF, Replicate()), (0.5, Partial()), (0.0, Partial()), (1e39, Replicate())):
         assert (x * number).placements == (placement,)
     for number, placement in ((0.0, Replicate()), (2.0, Partial()), (-0.0, Replicate()), (1e-40, Replicate())):
@@ -169,9 +170,9 @@ def test_terms_pass_usual_numbers_and_no_others() -> None:
     assert (x * mask).placements == (Partial(),)
 
 
-def test_the_issue() -> None:
-    """A mean over counts of which some are zero."""
-    x = DTensor.from_local(per_rank(TERMS), get_or_make_mesh((3,)), [Partial()])
+def test_partial_divided_by_zero_counts_and_times_infinite_weights() -> None:
+    """Divide a partial tensor by counts of which some are zero."""
+    x = DTensor.from_local(per_rank(ADDENDS), get_or_make_mesh((3,)), [Partial()])
     counts = dt.distribute_tensor(torch.tensor([0.0, 0.0, 0.0, 1.0]), get_or_make_mesh((3,)), [Replicate()])
     assert (x / counts).full_tensor().tolist() == [INF, INF, pytest.approx(NAN, nan_ok=True), INF]
     weights = dt.distribute_tensor(torch.tensor([[INF], [1.0], [1.0], [1.0]]), get_or_make_mesh((3,)), [Replicate()])
@@ -179,7 +180,7 @@ def test_the_issue() -> None:
 
 
 # --- gradients: functions whose derivative is infinite somewhere ---------------------------------------------------------------
-STEEP: dict[str, Callable[[Any], Any]] = {
+FUNCTIONS_WITH_INFINITE_DERIVATIVES: dict[str, Callable[[Any], Any]] = {
     "sqrt": torch.sqrt,
     "rsqrt": torch.rsqrt,
     "log": torch.log,
@@ -215,11 +216,11 @@ STEEP: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", needing_whole(STEEP, ("cumprod", "prod")))
-def test_gradients_in_terms_meet_infinite_derivatives(name: str) -> None:
+@pytest.mark.parametrize("name", needing_whole(FUNCTIONS_WITH_INFINITE_DERIVATIVES, ("cumprod", "prod")))
+def test_partial_gradients_times_infinite_derivatives_equal_plain_torch(name: str) -> None:
     def pulled(x: Any, cotangent: Any) -> Any:
         leaf = x.detach().requires_grad_()
-        y = STEEP[name](leaf)
+        y = FUNCTIONS_WITH_INFINITE_DERIVATIVES[name](leaf)
         (grad,) = torch.autograd.grad(y, leaf, cotangent if y.ndim else cotangent.sum())
         return grad
 
@@ -233,8 +234,8 @@ def test_gradients_in_terms_meet_infinite_derivatives(name: str) -> None:
         x = torch.tensor(values, dtype=torch.float64)
         for seed in range(3):
             generator = torch.Generator().manual_seed(seed)
-            terms = in_terms(x, "sum" if seed else "avg", 0.2, generator)
-            terms = terms if STEEP[name](x).shape == x.shape else terms.sum()
+            terms = random_partial(x, "sum" if seed else "avg", 0.2, generator)
+            terms = terms if FUNCTIONS_WITH_INFINITE_DERIVATIVES[name](x).shape == x.shape else terms.sum()
             placed = dt.distribute_tensor(x, get_or_make_mesh((RANKS,)), [Replicate()])
-            found = same_outcome(pulled, (placed, terms), {}, False)
+            found = find_difference(pulled, (placed, terms), {}, False)
             assert found is None, (values, seed, found)

@@ -1,4 +1,4 @@
-"""Random small programs give on distributed tensors what they give on plain ones: values, strides, errors and gradients."""
+"""Random programs: distributed tensors give the values, strides, errors and gradients of plain tensors."""
 
 from __future__ import annotations
 
@@ -22,57 +22,57 @@ START = int(os.environ.get("DTENSOR_SEED", "0"))
 BLOCK = 20
 
 
-def agree(first: int, **options: Any) -> None:
-    """The programs of one block of seeds."""
+def assert_programs_equal_plain_torch(first: int, **options: Any) -> None:
+    """Run the programs of one block of seeds, and fail with the first one that differs from plain torch."""
     for failure in failures(range(first + START, first + START + BLOCK), **options):
         pytest.fail(str(failure))
 
 
 @pytest.mark.parametrize("block", some(range(6), 3))
-def test_programs(block: int) -> None:
-    agree(block * BLOCK)
+def test_random_programs_equal_plain_torch(block: int) -> None:
+    assert_programs_equal_plain_torch(block * BLOCK)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("block", range(50))
-def test_longer_programs(block: int) -> None:
-    agree(100_000 + block * BLOCK, length=10)
+def test_longer_random_programs_equal_plain_torch(block: int) -> None:
+    assert_programs_equal_plain_torch(100_000 + block * BLOCK, length=10)
 
 
 @pytest.mark.parametrize("block", some(range(5), 3))
-def test_programs_of_views_and_writes(block: int) -> None:
-    agree(block * BLOCK, length=8, make=random_view_program)
+def test_random_programs_of_views_and_writes_equal_plain_torch(block: int) -> None:
+    assert_programs_equal_plain_torch(block * BLOCK, length=8, make=random_view_program)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("block", range(100))
-def test_longer_programs_of_views_and_writes(block: int) -> None:
-    agree(100_000 + block * BLOCK, length=12, make=random_view_program)
+def test_longer_random_programs_of_views_and_writes_equal_plain_torch(block: int) -> None:
+    assert_programs_equal_plain_torch(100_000 + block * BLOCK, length=12, make=random_view_program)
 
 
 @pytest.mark.parametrize("block", some(range(4), 4))
-def test_programs_whose_values_are_read_before_they_are_written_to(block: int) -> None:
-    agree(50_000 + block * BLOCK, length=8, make=random_read_program)
+def test_random_programs_that_read_before_writing_equal_plain_torch(block: int) -> None:
+    assert_programs_equal_plain_torch(50_000 + block * BLOCK, length=8, make=random_read_program)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("block", range(100))
-def test_longer_programs_whose_values_are_read(block: int) -> None:
-    agree(200_000 + block * BLOCK, length=12, make=random_read_program)
+def test_longer_random_programs_that_read_before_writing_equal_plain_torch(block: int) -> None:
+    assert_programs_equal_plain_torch(200_000 + block * BLOCK, length=12, make=random_read_program)
 
 
-def test_a_program_is_a_function_of_its_seed() -> None:
+def test_random_program_is_a_function_of_its_seed() -> None:
     assert random_program(7) == random_program(7)
     assert len({random_program(seed).lines for seed in range(20)}) == 20
 
 
-def test_programs_use_many_operations() -> None:
+def test_random_programs_use_many_operators() -> None:
     lines = [line for seed in range(60) for line in random_program(seed).lines]
     for part in ("@", ".sum(", "reshape", "[", "softmax", "cat", "add_(", ".to(", "where"):
         assert any(part in line for line in lines), part
 
 
-def test_programs_of_views_write_through_all_kinds_of_them() -> None:
+def test_random_view_programs_write_through_all_kinds_of_views() -> None:
     lines = [line for seed in range(90) for line in random_view_program(seed).lines]
     for part in (
         ".t_()",
@@ -90,7 +90,7 @@ def test_programs_of_views_write_through_all_kinds_of_them() -> None:
         assert any(part in line for line in lines), part
 
 
-def test_a_failing_program_is_made_small(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_minimize_reduces_a_failing_program(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = lambda x, y: x * 1.5 if type(x) is torch.Tensor else x  # noqa: E731  a bug to find
     monkeypatch.setattr(torch.Tensor, "hypot", wrong)
     program = Program(("a", "e"), ("v0 = a + 1", "v1 = torch.relu(a)", "v2 = v1.hypot(v1)", "v3 = e * 2"))
@@ -100,13 +100,13 @@ def test_a_failing_program_is_made_small(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "Program(('a', 'e')" in failure.reproduction
 
 
-def test_their_examples_run() -> None:
+def test_docstring_examples_of_random_programs_runner_run() -> None:
     failed, tried = doctest.testmod(random_programs_runner)
     assert tried
     assert not failed
 
 
-def test_lines_run_in_order() -> None:
+def test_run_executes_lines_in_order() -> None:
     assert run(["y = x + 1", "y.mul_(2)"], {"x": torch.tensor(1)})["y"] == 4
 
 
@@ -125,7 +125,9 @@ FUNCTIONS = {
 
 @settings(max_examples=60)
 @given(data=st.data(), name=st.sampled_from(sorted(FUNCTIONS)), mesh=strategies.meshes(max_ndim=2, max_ranks=6))
-def test_functions_of_two_tensors_under_all_layouts(data: st.DataObject, name: str, mesh: DeviceMesh) -> None:
+def test_functions_of_two_tensors_under_random_layouts_equal_plain_torch(
+    data: st.DataObject, name: str, mesh: DeviceMesh
+) -> None:
     shape = data.draw(strategies.shapes(min_ndim=2, max_ndim=3, min_size=1, max_size=6))
     where = [data.draw(strategies.placements(mesh, shape, partials=("sum", "avg", "max"))) for _ in range(2)]
     values = [data.draw(strategies.plain_tensors(shape)) for _ in range(2)]
@@ -134,6 +136,6 @@ def test_functions_of_two_tensors_under_all_layouts(data: st.DataObject, name: s
 
 @settings(max_examples=60)
 @given(pair=strategies.dtensors())
-def test_full_tensor_is_the_value_under_every_layout(pair: tuple[torch.Tensor, torch.Tensor]) -> None:
+def test_full_tensor_equals_the_distributed_value_under_random_layouts(pair: tuple[torch.Tensor, torch.Tensor]) -> None:
     distributed, value = pair
     assert torch.allclose(distributed.full_tensor(), value)

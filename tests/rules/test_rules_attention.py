@@ -1,4 +1,5 @@
-"""Attention: every way to shard it gives what one device gives, and batch and heads need no communication."""
+"""Rules of attention: all shardings give the values and gradients of plain torch, and sharded batch or heads need no
+communication."""
 
 from __future__ import annotations
 
@@ -56,7 +57,9 @@ COSTS: list[tuple[str, Any, list[torch.Tensor], Any, Any, Any, int]] = [
 @pytest.mark.parametrize(
     ("name", "fn", "tensors", "queries", "keys", "result", "collectives"), COSTS, ids=[case[0] for case in COSTS]
 )
-def test_communication(name: str, fn: Any, tensors: Any, queries: Any, keys: Any, result: Any, collectives: int) -> None:
+def test_attention_communicates_only_for_sharded_keys(
+    name: str, fn: Any, tensors: Any, queries: Any, keys: Any, result: Any, collectives: int
+) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("error", ".*has no sharding rule.*")
         outcome = check(fn, *tensors, mesh=MESHES[2,], placements=[[queries], [keys], [keys]])
@@ -77,7 +80,7 @@ PAIRS = ([S0, S1], [S1, S1], [S2, S1], [S0, S2], [S2, S2], [SUM, S2])
 
 
 @pytest.mark.parametrize(("name", "fn", "tensors"), FUNCTIONS, ids=[case[0] for case in FUNCTIONS])
-def test_values_and_gradients_however_sharded(name: str, fn: Any, tensors: Any) -> None:
+def test_attention_values_and_gradients_under_all_placements(name: str, fn: Any, tensors: Any) -> None:
     for placements in PLACED:
         for shape in ((2,), (3,)):
             check(fn, *tensors, mesh=MESHES[shape], placements=[placements] * 3)
@@ -92,22 +95,20 @@ def test_values_and_gradients_however_sharded(name: str, fn: Any, tensors: Any) 
     [[t[0] for t in qkv()], [x(2, 4, 5, 3), x(2, 4, 7, 3, seed=1), x(2, 4, 7, 6, seed=2)]],
     ids=["three dims", "value size"],
 )
-def test_what_the_fused_operator_does_not_take_decomposes(tensors: Any) -> None:
+def test_attention_shapes_that_the_fused_operator_refuses_decompose(tensors: Any) -> None:
     for placements in ([S0], [S1], [SUM]):
         check(sdpa, *tensors, mesh=MESHES[2,], placements=[placements] * 3)
     check(sdpa, *tensors, mesh=MESHES[2, 2], placements=[[S0, S1]] * 3)
 
 
 @pytest.mark.parametrize(("name", "fn", "tensors"), FUNCTIONS, ids=[case[0] for case in FUNCTIONS])
-def test_blocks_written_out_where_no_operator_computes_them(
-    name: str, fn: Any, tensors: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on accelerators, here under all ways to cut."""
+def test_attention_blocks_without_a_fused_kernel(name: str, fn: Any, tensors: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check the implementation that accelerators use, under all placements."""
     monkeypatch.setattr(blocks, "has_fused_kernel", lambda query: False)
-    test_values_and_gradients_however_sharded(name, fn, tensors)
+    test_attention_values_and_gradients_under_all_placements(name, fn, tensors)
 
 
-def test_a_row_that_is_no_number_is_none_in_blocks_written_out_either() -> None:
+def test_reference_attention_keeps_nan_rows_and_gives_zero_for_masked_rows() -> None:
     q, k, v = qkv()
     q[0, 1, 2] = torch.nan
     hidden = torch.zeros(5, 7, dtype=torch.bool)
@@ -115,13 +116,13 @@ def test_a_row_that_is_no_number_is_none_in_blocks_written_out_either() -> None:
     mask = torch.zeros(5, 7, dtype=torch.float64).masked_fill(hidden, -torch.inf)
     out, _ = blocks.attention_reference(q, k, v, attn_mask=mask)
     assert out[0, 1, 2].isnan().all()
-    assert not out[:, :, 1].any()  # it sees nothing
+    assert not out[:, :, 1].any()  # this query attends to no key
     torch.testing.assert_close(out[1], sdpa(q, k, v, mask).nan_to_num()[1])
 
 
 @pytest.mark.parametrize("shape", [(5, 7), (1, 7), (2, 1, 5, 7), (1, 4, 1, 7), (2, 1, 1, 7)], ids=str)
 @pytest.mark.parametrize("kind", ["bool", "float"])
-def test_masks_of_every_broadcast_shape(shape: tuple[int, ...], kind: str) -> None:
+def test_attention_masks_of_every_broadcast_shape(shape: tuple[int, ...], kind: str) -> None:
     hidden = x(*shape, seed=5) > 0.3
     mask = hidden.logical_not() if kind == "bool" else torch.zeros(shape, dtype=torch.float64).masked_fill(hidden, -torch.inf)
     fn = scaled if kind == "bool" else lambda q, k, v, m: scaled(q, k, v, m.detach())
@@ -130,27 +131,27 @@ def test_masks_of_every_broadcast_shape(shape: tuple[int, ...], kind: str) -> No
         check(fn, *qkv(), mask, mesh=MESHES[3,], placements=[[own[0]], [own[1]], [own[1]], [own[2]]])
 
 
-def test_rows_that_see_no_key_on_some_ranks() -> None:
+def test_attention_with_queries_that_see_no_key_on_some_ranks() -> None:
     mask = torch.ones(5, 7, dtype=torch.bool).tril()
     mask[1] = False
     check(scaled, *qkv(), mask, mesh=MESHES[3,], placements=[[R], [S2], [S2], [S1]])
 
 
-def test_a_mask_that_learns_takes_the_decomposition() -> None:
+def test_attention_with_mask_that_requires_grad() -> None:
     check(scaled, *qkv(), x(5, 7), mesh=MESHES[2,], placements=[[S0], [S0], [S0], [R]])
 
 
-def test_dropout_draws_as_on_one_device() -> None:
+def test_attention_dropout_equals_plain_torch() -> None:
     check(lambda q, k, v: sdpa(q, k, v, dropout_p=0.5), *qkv(), mesh=MESHES[2,], placements=[[S0]] * 3)
 
 
-def test_the_choice_of_kernel_looks_at_layouts_only() -> None:
+def test_fused_sdp_choice_of_dtensors_equals_plain_torch() -> None:
     q, k, v = (dt.distribute_tensor(t, MESHES[2,], [S0]) for t in qkv())
     assert torch._fused_sdp_choice(q, k, v) == torch._fused_sdp_choice(*qkv())
     assert torch._fused_sdp_choice(q, k, v, dropout_p=0.5) == torch._fused_sdp_choice(*qkv(), dropout_p=0.5)
 
 
-def test_the_choice_of_kernel_takes_no_memory_of_the_global_shape() -> None:
+def test_fused_sdp_choice_does_not_allocate_the_global_shape() -> None:
     mesh, shape = MESHES[2,], (1 << 12, 64, 1 << 14, 128)  # 2 TB each
     pieces = dt.map_ranks(lambda coordinate: torch.zeros(128).expand(shape[0] // 2, *shape[1:]), mesh=mesh)
     dense = torch.empty(shape, device="meta")
@@ -160,7 +161,7 @@ def test_the_choice_of_kernel_takes_no_memory_of_the_global_shape() -> None:
     assert torch._fused_sdp_choice(across, across, across) == torch._fused_sdp_choice(*(t.mT.contiguous().mT for t in qkv()))
 
 
-def test_empty_blocks_of_everything() -> None:
+def test_attention_with_empty_shards() -> None:
     for placement in (S0, S1, S2):
         check(sdpa, *qkv(batch=2, heads=2, queries=2, keys=2), mesh=MESHES[3,], placements=[[placement]] * 3)
 
@@ -184,8 +185,8 @@ def test_fused_multi_head_attention_decomposes(mask_type: int | None, need_weigh
 
 
 @pytest.mark.parametrize("places", [([R], [R], [R]), ([S1], [R], [R]), ([R], [S0], [S0]), ([R], [R], [Partial()])], ids=str)
-def test_a_query_that_is_repeated_over_the_batch(places: Any) -> None:
-    """A learned query, as attention that pools has: its strides of 0 stand for no order in memory."""
+def test_attention_of_query_expanded_over_the_batch(places: Any) -> None:
+    """Check an expanded query, as in attention pooling: its strides of 0 give no memory order."""
 
     def program(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         heads = [t.view(3, -1, 4, 8).transpose(1, 2) for t in (query.expand(3, -1, -1), key, value)]
@@ -197,8 +198,8 @@ def test_a_query_that_is_repeated_over_the_batch(places: Any) -> None:
 
 @pytest.mark.parametrize("cut", [S0, S1, R], ids=str)
 @pytest.mark.parametrize("kind", ["flash", "efficient", "cudnn"])
-def test_operators_of_cuda_keep_batch_and_heads_cut(kind: str, cut: Any) -> None:
-    """A dry run of what a GPU computes: the sums of rows that the backward gets lie as the output does."""
+def test_cuda_attention_operators_keep_batch_and_heads_sharded(kind: str, cut: Any) -> None:
+    """Check CUDA operators in a dry run: the log-sum-exp for the backward has the placements of the output."""
     mesh = dt.init_device_mesh("meta", (4,))
     q, k, v = (dt.empty(4, 8, 64, 64, dtype=torch.bfloat16, device_mesh=mesh, placements=[cut]) for _ in range(3))
     run = getattr(torch.ops.aten, f"_scaled_dot_product_{kind}_attention")
@@ -225,7 +226,7 @@ MASKS: dict[str, torch.Tensor] = {
 
 @pytest.mark.parametrize("placements", [[S2] * 3, [S2, R, R], [R, S2, S2], [R] * 3, [S1] * 3], ids=str)
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-def test_a_mask_and_causality_hold_together(mask: torch.Tensor, placements: list[Any]) -> None:
+def test_attention_with_both_mask_and_is_causal(mask: torch.Tensor, placements: list[Any]) -> None:
     for of_mask in [R] if 1 in mask.shape[-2:] or mask.ndim == 4 else [R, S0, S1]:
         check(
             lambda q, k, v, mask: sdpa(q, k, v, mask, is_causal=True),

@@ -1,4 +1,4 @@
-"""Joining, repeating, moving and padding tensors whatever way they are sharded."""
+"""Rules of cat, stack, repeat, roll, flip and pad under all placements."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ CASES = {
 
 @pytest.mark.filterwarnings("ignore:.*has no sharding rule.*:UserWarning")
 @pytest.mark.parametrize(("name", "mesh_shape"), diagonals(CASES, MESHES, every=3), ids=str)
-def test_values_and_gradients_are_those_of_plain_torch(name: str, mesh_shape: tuple[int, ...]) -> None:
+def test_cat_repeat_roll_values_and_gradients_equal_plain_torch(name: str, mesh_shape: tuple[int, ...]) -> None:
     try_all(CASES[name], mesh_shape, 7)
 
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
-FREE: list[tuple[str, Callable[..., Any], list[Any], list[Any]]] = [
+LOCAL_CASES: list[tuple[str, Callable[..., Any], list[Any], list[Any]]] = [
     ("other shards stay", lambda x: torch.cat([x, x], 1), [S0], [S0]),
     ("splits join where they are", lambda x: torch.cat(x.split([1, 3, 1])), [S0], [S0]),
     ("chunks join where they are", lambda x: torch.cat(x.chunk(3)), [Shard(0, sizes=(4, 1))], [Shard(0, sizes=(4, 1))]),
@@ -69,22 +69,22 @@ FREE: list[tuple[str, Callable[..., Any], list[Any], list[Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("fn", "given", "expected"), [row[1:] for row in FREE], ids=[row[0] for row in FREE])
-def test_no_communication(fn: Callable[..., Any], given: list[Any], expected: list[Any]) -> None:
+@pytest.mark.parametrize(("fn", "given", "expected"), [row[1:] for row in LOCAL_CASES], ids=[row[0] for row in LOCAL_CASES])
+def test_cat_repeat_pad_keep_shards_without_communication(fn: Callable[..., Any], given: list[Any], expected: list[Any]) -> None:
     outcome = run(fn, (X,), (2,), [given])
     assert kinds(outcome) == []
     layout = outcome.layouts[0]
     assert layout.placements == dt.Layout.of(layout.mesh, expected, layout.shape).placements
 
 
-def test_joining_along_the_shards_moves_only_what_changes_its_rank() -> None:
+def test_cat_along_sharded_dim_sends_only_rows_that_change_rank() -> None:
     outcome = run(lambda x, y: torch.cat([x, y]), (X, X), (2,), [[S0], [S0]])
     assert outcome.layouts[0].placements == (S0,)
-    assert kinds(outcome) == ["all_to_all"]  # both operands in one
+    assert kinds(outcome) == ["all_to_all"]  # both operands in one collective
     assert received(outcome) <= 2 * 3 * 6 * 8  # of 5 rows each, 2 and 3 move
 
 
-def test_a_sequence_that_grows_by_whole_tokens_is_rebalanced_only_when_it_is_lopsided() -> None:
+def test_appending_tokens_to_sharded_cache_keeps_moderately_uneven_shards() -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
     cache = dt.distribute_tensor(X.clone(), mesh, [S0])
     token = dt.distribute_tensor(floats(1, 6), mesh, [R])
@@ -94,7 +94,7 @@ def test_a_sequence_that_grows_by_whole_tokens_is_rebalanced_only_when_it_is_lop
     assert cache.placements == (Shard(0, sizes=(3, 5)),)
 
 
-def test_a_constant_of_another_value_makes_another_plan() -> None:
+def test_pad_of_partial_uses_another_plan_for_nonzero_value() -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
     x = dt.distribute_tensor(X.clone(), mesh, [P])
     assert F.pad(x, (1, 1), value=0.0).placements == (P,)
@@ -103,7 +103,7 @@ def test_a_constant_of_another_value_makes_another_plan() -> None:
 
 @pytest.mark.parametrize("mesh_shape", [(2, 2), (2, 3)])
 @pytest.mark.parametrize("factor", [2, 3])
-def test_pixels_are_shuffled_where_two_mesh_dims_cut_into_what_is_shuffled(mesh_shape: tuple[int, ...], factor: int) -> None:
+def test_pixel_shuffle_of_dims_sharded_along_two_mesh_dims(mesh_shape: tuple[int, ...], factor: int) -> None:
     mesh, x = dt.init_device_mesh("cpu", mesh_shape), floats(1, factor**2, 2, 3)
     for where in ([Shard(1), Shard(2)], [Shard(1), S1], [Shard(2), Shard(1)]):
         check(lambda x: F.pixel_shuffle(x, factor), x, mesh=mesh, placements=[where])
@@ -111,8 +111,8 @@ def test_pixels_are_shuffled_where_two_mesh_dims_cut_into_what_is_shuffled(mesh_
         check(lambda x: F.pixel_unshuffle(x, factor), F.pixel_shuffle(x, factor), mesh=mesh, placements=[where])
 
 
-def test_stacked_positions_of_several_dtypes_have_that_of_all_on_every_rank() -> None:
-    """A rank may hold none of those of the widest dtype, or none at all."""
+def test_stack_of_mixed_dtypes_has_the_promoted_dtype_on_every_rank() -> None:
+    """Check that ranks without a tensor of the widest dtype, or without any, use the promoted dtype."""
 
     def stacked(x: torch.Tensor) -> torch.Tensor:
         return torch.stack([x[k].double() if k == 4 else x[k] for k in range(5)])

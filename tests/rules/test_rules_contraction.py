@@ -1,4 +1,5 @@
-"""Products of matrices, distances and linear algebra: values of plain torch, no communication where blocks suffice."""
+"""Rules of matrix products, distances and linear algebra: values of plain torch, and no communication where local operations
+suffice."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ def x(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.T
 
 
 # name, function, shapes, placements on one mesh dim, placements of the result
-FREE: list[tuple[str, Callable[..., Any], list[tuple[int, ...]], list[Any], Any]] = [
+LOCAL_CASES: list[tuple[str, Callable[..., Any], list[tuple[int, ...]], list[Any], Any]] = [
     ("rows", torch.mm, [(5, 6), (6, 7)], [S0, R], S0),
     ("columns", torch.mm, [(5, 6), (6, 7)], [R, S1], S1),
     ("contracted", torch.mm, [(5, 6), (6, 7)], [S1, S0], SUM),
@@ -44,15 +45,17 @@ FREE: list[tuple[str, Callable[..., Any], list[tuple[int, ...]], list[Any], Any]
 ]
 
 
-def test_terms_meet_integers_and_are_reduced_before_floats() -> None:
+def test_mm_keeps_partial_integers_and_reduces_partial_floats() -> None:
     for dtype, result in ((torch.int64, SUM), (torch.float64, R)):
         a, b = x(5, 6, dtype=dtype), x(6, 7, seed=1, dtype=dtype)
         outcome = check(torch.mm, a, b, mesh=MESHES[3,], placements=[[SUM], [R]], gradients=False)
         assert outcome.layouts[0].placements == (result,)
 
 
-@pytest.mark.parametrize(("name", "fn", "shapes", "placements", "result"), FREE, ids=[case[0] for case in FREE])
-def test_blocks_suffice(name: str, fn: Callable[..., Any], shapes: Any, placements: Any, result: Any) -> None:
+@pytest.mark.parametrize(("name", "fn", "shapes", "placements", "result"), LOCAL_CASES, ids=[case[0] for case in LOCAL_CASES])
+def test_contractions_of_matching_shards_do_not_communicate(
+    name: str, fn: Callable[..., Any], shapes: Any, placements: Any, result: Any
+) -> None:
     tensors = [x(*shape, seed=i) for i, shape in enumerate(shapes)]
     with warnings.catch_warnings():
         warnings.filterwarnings("error", ".*has no sharding rule.*")
@@ -61,15 +64,19 @@ def test_blocks_suffice(name: str, fn: Callable[..., Any], shapes: Any, placemen
     assert outcome.layouts[0].placements == (result,)
 
 
-INFERENCE: list[tuple[str, Callable[..., Any], list[tuple[int, ...]], list[Any], Any]] = [
+LOCAL_CASES_IN_INFERENCE_MODE: list[tuple[str, Callable[..., Any], list[tuple[int, ...]], list[Any], Any]] = [
     ("sequence-sharded linear", F.linear, [(2, 5, 6), (7, 6), (7,)], [S1, R, R], S1),
     ("heads of a matmul", torch.matmul, [(2, 5, 3, 6), (2, 5, 6, 7)], [S1, S1], S1),
     ("einsum over heads", lambda a, b: torch.einsum("bshd,bthd->bhst", a, b), [(2, 3, 5, 6), (2, 4, 5, 6)], [S2, S2], S1),
 ]
 
 
-@pytest.mark.parametrize(("name", "fn", "shapes", "placements", "result"), INFERENCE, ids=[case[0] for case in INFERENCE])
-def test_whole_composites_need_no_flattening_in_inference_mode(
+@pytest.mark.parametrize(
+    ("name", "fn", "shapes", "placements", "result"),
+    LOCAL_CASES_IN_INFERENCE_MODE,
+    ids=[case[0] for case in LOCAL_CASES_IN_INFERENCE_MODE],
+)
+def test_composites_of_sharded_inner_dims_do_not_communicate_in_inference_mode(
     name: str, fn: Any, shapes: Any, placements: Any, result: Any
 ) -> None:
     tensors = [x(*shape, seed=i) for i, shape in enumerate(shapes)]
@@ -99,7 +106,7 @@ COMPOSITES: list[tuple[str, Callable[..., Any], list[tuple[int, ...]]]] = [
 
 
 @pytest.mark.parametrize(("name", "shape"), diagonals([case[0] for case in COMPOSITES], MESHES, every=3), ids=str)
-def test_composites_and_their_gradients(name: str, shape: tuple[int, ...]) -> None:
+def test_composite_products_values_and_gradients_equal_plain_torch(name: str, shape: tuple[int, ...]) -> None:
     fn, shapes = next(case[1:] for case in COMPOSITES if case[0] == name)
     tensors = [x(*shape_, seed=i) for i, shape_ in enumerate(shapes)]
     for first, second in ((S0, S0), (Shard(-1), S0), (S0, Shard(-1)), (SUM, R)):
@@ -107,19 +114,19 @@ def test_composites_and_their_gradients(name: str, shape: tuple[int, ...]) -> No
         check(fn, *tensors, mesh=MESHES[shape], placements=placements)
 
 
-def test_scaled_products_are_of_matrices() -> None:
+def test_scaled_mm_of_3d_tensor_raises() -> None:
     a, b = torch.ones(4, 1, 16).to(torch.float8_e4m3fn), torch.ones(32, 16).to(torch.float8_e4m3fn).t()
     one = torch.ones(())
     with pytest.raises(RuntimeError, match="must be a matrix"):
         torch._scaled_mm(*(dt.distribute_tensor(x, MESHES[2,], [R]) for x in (a, b, one, one)))
 
 
-def test_integers_wrap_alike() -> None:
+def test_integer_mm_overflow_equals_plain_torch() -> None:
     a, b = x(5, 6, dtype=torch.int64), x(6, 7, seed=1, dtype=torch.int64)
     check(torch.mm, a * 2**40, b * 2**30, mesh=MESHES[3,], placements=[[S1], [S0]])
 
 
-def test_distances_use_the_method_of_the_whole() -> None:
+def test_cdist_uses_the_algorithm_of_the_global_shape() -> None:
     a = x(30, 3).float() * 1e-3 + 100
     whole = torch.cdist(a, a)
     local = torch.cdist(dt.distribute_tensor(a, MESHES[3,], [S0]), dt.distribute_tensor(a, MESHES[3,], [R]))
@@ -127,14 +134,14 @@ def test_distances_use_the_method_of_the_whole() -> None:
     assert [block.shape[0] for block in local._local.shards] == [10, 10, 10]
 
 
-def test_a_singular_matrix_on_one_rank_raises_everywhere() -> None:
+def test_inverse_of_singular_matrix_on_one_rank_raises_on_all_ranks() -> None:
     a = torch.eye(3, dtype=torch.float64).repeat(5, 1, 1)
     a[4] = 0
     with pytest.raises(torch.linalg.LinAlgError, match="4"):
         torch.linalg.inv(dt.distribute_tensor(a, MESHES[2,], [S0]))
 
 
-def test_linear_backward_as_one_operator() -> None:
+def test_linear_backward_placements_and_values() -> None:
     rows, grad, weight = x(2, 5, 6), x(2, 5, 7, seed=1), x(7, 6, seed=2)
     expected = (grad @ weight, torch.einsum("bsn,bsk->nk", grad, rows), grad.sum((0, 1)))
     for placements, results in (
@@ -149,7 +156,7 @@ def test_linear_backward_as_one_operator() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8], ids=str)
-def test_integers_are_scaled_by_fractions_where_a_block_is_empty(dtype: torch.dtype) -> None:
+def test_addbmm_of_integers_with_fractional_alpha_and_empty_shards(dtype: torch.dtype) -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
     for fn, bias in ((torch.addbmm, (5, 6)), (torch.baddbmm, (1, 5, 6))):
         given = torch.ones(bias, dtype=dtype), torch.ones(1, 5, 3, dtype=dtype), torch.ones(1, 3, 6, dtype=dtype)
@@ -165,7 +172,7 @@ def test_integers_are_scaled_by_fractions_where_a_block_is_empty(dtype: torch.dt
 
 
 @pytest.mark.parametrize("name", ["addmm", "addmv", "addbmm", "baddbmm"])
-def test_a_plain_number_is_added_once(name: str) -> None:
+def test_addmm_adds_a_plain_scalar_tensor_once(name: str) -> None:
     shapes: dict[str, Any] = {
         "addmm": ((5, 6), (6, 7)),
         "addmv": ((5, 6), (6,)),
@@ -180,7 +187,7 @@ def test_a_plain_number_is_added_once(name: str) -> None:
             check(getattr(torch, name), number, a, b, mesh=dt.init_device_mesh("cpu", (2,)), placements=[None, left, right])
 
 
-def test_products_in_one_byte_are_not_added_up_in_one():
+def test_float8_matmul_is_not_reduced_in_float8():
     mesh = dt.init_device_mesh("cpu", (4,))
     torch.manual_seed(0)
     x, y = torch.randn(8, 64).to(torch.float8_e4m3fn), torch.randn(64, 16).to(torch.float8_e4m3fn)

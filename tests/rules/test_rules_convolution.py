@@ -1,4 +1,4 @@
-"""Convolutions, pooling, resampling and padding: samples and channels are sharded freely, positions are whole."""
+"""Rules of convolution, pooling, resampling and padding: samples and channels can be sharded, positions are unsharded."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def transposed(a: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tenso
     return F.conv_transpose2d(a, w, b, stride=2, output_padding=1)
 
 
-PLAIN = [(5, 4, 6, 7), (6, 4, 3, 3), (6,)]
+CONV2D_SHAPES = [(5, 4, 6, 7), (6, 4, 3, 3), (6,)]
 # name, function, shapes, placements on one mesh dim, placements of the result
-FREE: list[tuple[str, Any, list[tuple[int, ...]], list[Any], Any]] = [
-    ("samples", conv, PLAIN, [S0, R, R], S0),
-    ("output channels", conv, PLAIN, [R, S0, S0], S1),
-    ("input channels", conv, PLAIN, [S1, S1, R], SUM),
+LOCAL_CASES: list[tuple[str, Any, list[tuple[int, ...]], list[Any], Any]] = [
+    ("samples", conv, CONV2D_SHAPES, [S0, R, R], S0),
+    ("output channels", conv, CONV2D_SHAPES, [R, S0, S0], S1),
+    ("input channels", conv, CONV2D_SHAPES, [S1, S1, R], SUM),
     ("groups", depthwise, [(5, 4, 6, 7), (4, 1, 3, 3), (4,)], [S1, S0, S0], S1),
     ("output channels, transposed", transposed, [(5, 4, 6, 7), (4, 6, 3, 3), (6,)], [R, S1, S0], S1),
     ("input channels, transposed", transposed, [(5, 4, 6, 7), (4, 6, 3, 3), (6,)], [S1, S0, R], SUM),
@@ -50,8 +50,10 @@ FREE: list[tuple[str, Any, list[tuple[int, ...]], list[Any], Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "fn", "shapes", "placements", "result"), FREE, ids=[case[0] for case in FREE])
-def test_blocks_suffice(name: str, fn: Any, shapes: Any, placements: Any, result: Any) -> None:
+@pytest.mark.parametrize(("name", "fn", "shapes", "placements", "result"), LOCAL_CASES, ids=[case[0] for case in LOCAL_CASES])
+def test_convolutions_of_sharded_samples_and_channels_do_not_communicate(
+    name: str, fn: Any, shapes: Any, placements: Any, result: Any
+) -> None:
     tensors = [x(*shape, seed=i) for i, shape in enumerate(shapes)]
     with warnings.catch_warnings():
         warnings.filterwarnings("error", ".*has no sharding rule.*")
@@ -62,9 +64,9 @@ def test_blocks_suffice(name: str, fn: Any, shapes: Any, placements: Any, result
 
 COMPOSITES: list[tuple[str, Any, list[tuple[int, ...]]]] = [
     ("conv1d", F.conv1d, [(5, 4, 7), (6, 4, 3), (6,)]),
-    ("conv2d", conv, PLAIN),
-    ("same padding", lambda a, w, b: F.conv2d(a, w, b, padding="same"), PLAIN),
-    ("dilated", lambda a, w, b: F.conv2d(a, w, b, dilation=2), PLAIN),
+    ("conv2d", conv, CONV2D_SHAPES),
+    ("same padding", lambda a, w, b: F.conv2d(a, w, b, padding="same"), CONV2D_SHAPES),
+    ("dilated", lambda a, w, b: F.conv2d(a, w, b, dilation=2), CONV2D_SHAPES),
     ("conv3d", F.conv3d, [(2, 4, 3, 4, 5), (6, 4, 2, 2, 2), (6,)]),
     ("depthwise", depthwise, [(5, 4, 6, 7), (4, 1, 3, 3), (4,)]),
     ("transposed", transposed, [(5, 4, 6, 7), (4, 6, 3, 3), (6,)]),
@@ -81,7 +83,7 @@ COMPOSITES: list[tuple[str, Any, list[tuple[int, ...]]]] = [
 
 
 @pytest.mark.parametrize(("name", "fn", "shapes"), COMPOSITES, ids=[case[0] for case in COMPOSITES])
-def test_values_and_gradients(name: str, fn: Any, shapes: Any) -> None:
+def test_convolution_and_pooling_values_and_gradients_equal_plain_torch(name: str, fn: Any, shapes: Any) -> None:
     tensors = [x(*own, seed=i) for i, own in enumerate(shapes)]
 
     def placed(*wanted: Any) -> list[Any]:
@@ -94,8 +96,8 @@ def test_values_and_gradients(name: str, fn: Any, shapes: Any) -> None:
 
 
 @pytest.mark.parametrize("channels_last", ["input", "weight"])
-def test_channels_last_operands_give_a_result_laid_out_as_on_one_device(channels_last: str) -> None:
-    """What is drawn for the result later (a dropout mask) follows its order in memory."""
+def test_conv2d_of_channels_last_operands_has_the_strides_of_plain_torch(channels_last: str) -> None:
+    """Compare strides: a dropout mask drawn for the result depends on its memory order."""
     x, w = torch.randn(3, 16, 5, 6), torch.randn(8, 16, 3, 3)
     if channels_last == "input":
         x = x.to(memory_format=torch.channels_last)
@@ -108,8 +110,8 @@ def test_channels_last_operands_give_a_result_laid_out_as_on_one_device(channels
 
 @pytest.mark.parametrize("where", [S0, S1, Shard(3), Shard(3, sizes=(1, 3, 1))], ids=str)
 @pytest.mark.parametrize("asked", [(), (0,), (1,)], ids=str)
-def test_gradients_that_a_kernel_gives_unasked_are_dropped(where: Any, asked: tuple[int, ...]) -> None:
-    """Some kernels of grouped products of single precision give that of the weight, for blocks that are not too thin."""
+def test_conv2d_gradients_that_were_not_requested_are_dropped(where: Any, asked: tuple[int, ...]) -> None:
+    """Check float32 grouped convolutions: some kernels return the weight's gradient even if it is not requested."""
 
     def trained(*given: Any) -> list[Any]:
         a, w, b = [t.detach().requires_grad_(i in (*asked, 2)) for i, t in enumerate(given)]

@@ -1,4 +1,4 @@
-"""Bags of embeddings whose indices are cut: a rank has its bags, forward and backward."""
+"""Rules of ``embedding_bag`` with sharded indices: each rank computes the bags of its own indices, forward and backward."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import dtensor as dt
 from dtensor import Replicate, Shard
 from dtensor.debug import CommDebugMode
 
-LISTS = {
-    "rows": lambda bags: None,  # as many indices for each
-    "bounds": lambda bags: torch.cat([torch.zeros(1), torch.arange(1, bags) // 2 * 9]).long(),  # also of empty bags
+OFFSETS = {
+    "rows": lambda bags: None,  # a matrix of indices: all bags have the same size
+    "bounds": lambda bags: torch.cat([torch.zeros(1), torch.arange(1, bags) // 2 * 9]).long(),  # offsets, with empty bags
     "bounds and end": lambda bags: torch.cat([torch.zeros(2), torch.arange(2, bags) + 3, torch.tensor([6 * bags])]).long(),
 }
 TABLES = {
@@ -33,14 +33,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("table", TABLES)
-@pytest.mark.parametrize("lists", LISTS)
+@pytest.mark.parametrize("lists", OFFSETS)
 @pytest.mark.parametrize("bags", [8, 5])
-def test_bags_of_cut_indices_are_cut(bags: int, lists: str, table: str, settings: str) -> None:
+def test_embedding_bag_of_sharded_indices_gives_sharded_bags(bags: int, lists: str, table: str, settings: str) -> None:
     torch.manual_seed(0)
     shape, of_table = TABLES[table]
     mesh = dt.init_device_mesh("cpu", shape)
     cut, whole = [Shard(0), *[Replicate()] * (mesh.ndim - 1)], [Replicate()] * mesh.ndim
-    options, offsets = dict(SETTINGS[settings]), LISTS[lists](bags)
+    options, offsets = dict(SETTINGS[settings]), OFFSETS[lists](bags)
     indices = torch.randint(0, 16, (bags, 6)) if offsets is None else torch.randint(0, 16, (bags * 6,))
     weighted = options.pop("per_sample_weights", False)
     last = lists == "bounds and end"
@@ -58,7 +58,7 @@ def test_bags_of_cut_indices_are_cut(bags: int, lists: str, table: str, settings
         None if offsets is None else dt.distribute_tensor(offsets, mesh, whole),
         *given,
     )
-    if mesh.ndim == 1 or bags == 8 or offsets is None:  # else two ranks' indices are no whole bags
+    if mesh.ndim == 1 or bags == 8 or offsets is None:  # else a bag has indices on two ranks
         assert found.placements[0] == Shard(0)
     torch.testing.assert_close(found.full_tensor(), expected)
     grad = torch.randn_like(expected)
@@ -69,7 +69,7 @@ def test_bags_of_cut_indices_are_cut(bags: int, lists: str, table: str, settings
             torch.testing.assert_close(got.grad.full_tensor(), plain.grad)
 
 
-def test_only_indices_are_gathered() -> None:
+def test_embedding_bag_gathers_only_indices() -> None:
     mesh = dt.init_device_mesh("cpu", (4,))
     table = torch.randn(1024, 16)
     weight = dt.distribute_tensor(table, mesh, [Replicate()]).requires_grad_()
@@ -81,7 +81,7 @@ def test_only_indices_are_gathered() -> None:
     assert weight.grad.placements == (Replicate(),)
 
 
-def test_replays_look_at_their_own_bounds() -> None:
+def test_captured_embedding_bag_uses_the_offsets_of_each_call() -> None:
     torch.manual_seed(0)
     mesh = dt.init_device_mesh("cpu", (4,))
     table = torch.randn(16, 5)

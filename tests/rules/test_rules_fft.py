@@ -1,4 +1,4 @@
-"""Fourier transforms: untransformed dims are sharded freely, sums pass, empty blocks are no error."""
+"""Rules of Fourier transforms: other dims can be sharded, partial sums stay partial, and empty shards are valid."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FUNCTIONS: list[tuple[str, Any, torch.Tensor]] = [
 
 
 @pytest.mark.parametrize(("name", "fn", "own"), FUNCTIONS, ids=[case[0] for case in FUNCTIONS])
-def test_untransformed_dims_need_no_communication(name: str, fn: Any, own: torch.Tensor) -> None:
+def test_fft_of_sharded_untransformed_dims_does_not_communicate(name: str, fn: Any, own: torch.Tensor) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("error", ".*has no sharding rule.*")
         for placement in (S0, S1, SUM):
@@ -40,7 +40,7 @@ def test_untransformed_dims_need_no_communication(name: str, fn: Any, own: torch
             assert outcome.layouts[0].placements == (placement,)
 
 
-MANY: list[tuple[str, Any, torch.Tensor]] = [
+TRANSFORMS_OF_SHARDED_DIMS: list[tuple[str, Any, torch.Tensor]] = [
     ("fft2", lambda a: torch.fft.fft2(a).abs(), x(5, 6, 7)),
     ("rfftn", lambda a: torch.fft.rfftn(a).abs(), x(5, 6)),
     ("fftshift", torch.fft.fftshift, x(5, 6)),
@@ -50,13 +50,13 @@ MANY: list[tuple[str, Any, torch.Tensor]] = [
 
 
 @pytest.mark.filterwarnings("ignore:A window was not provided")
-@pytest.mark.parametrize(("name", "fn", "own"), MANY, ids=[case[0] for case in MANY])
-def test_transforms_of_sharded_dims(name: str, fn: Any, own: torch.Tensor) -> None:
+@pytest.mark.parametrize(("name", "fn", "own"), TRANSFORMS_OF_SHARDED_DIMS, ids=[case[0] for case in TRANSFORMS_OF_SHARDED_DIMS])
+def test_fft_along_sharded_dims_equals_plain_torch(name: str, fn: Any, own: torch.Tensor) -> None:
     for placements in ([S0], [S1], [SUM]):
         check(fn, own, mesh=MESHES[2,], placements=[placements])
     check(fn, own, mesh=MESHES[2, 2], placements=[[S0, S1]])
 
 
-def test_a_rank_without_rows() -> None:
+def test_fft_with_a_rank_without_rows() -> None:
     check(torch.fft.rfft, x(2, 6), mesh=MESHES[3,], placements=[[S0]])
     check(torch.fft.irfft, x(2, 6, dtype=torch.complex128), mesh=MESHES[3,], placements=[[Shard(0, sizes=(0, 2, 0))]])

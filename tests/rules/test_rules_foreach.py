@@ -1,4 +1,4 @@
-"""Operators on lists, and the optimizers of torch: every tensor keeps its layout, nothing is communicated."""
+"""Rules of foreach and fused operators, and torch optimizers: each tensor keeps its layout, and nothing is communicated."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ FORMS = {
 NAMES = sorted(name for name in dir(torch) if name.startswith("_foreach_") and name != "_foreach_mm")
 
 
-def accepted(name: str) -> Iterator[Any]:
-    """The forms that plain torch accepts."""
+def accepted_forms(name: str) -> Iterator[Any]:
+    """Yield functions that call the operator with each form of arguments that plain torch accepts."""
     op = getattr(torch, name)
     for form in FORMS.values():
         try:
@@ -55,11 +55,11 @@ def accepted(name: str) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("name", some(NAMES, 6))
-def test_lists_of_mixed_layouts(name: str) -> None:
+def test_foreach_operators_on_lists_of_mixed_layouts_equal_plain_torch(name: str) -> None:
     mesh = dt.init_device_mesh("cpu", (2, 2))
     writes = name.endswith("_")
     found = 0
-    for fn in accepted(name):
+    for fn in accepted_forms(name):
         found += 1
         for own, other in ((SHARDED, SHARDED), (SHARDED, MIXED), (MIXED, SHARDED)):
             outcome = check(
@@ -73,7 +73,7 @@ def test_lists_of_mixed_layouts(name: str) -> None:
                 gradients=not writes and own is other,
             )
             local = own is SHARDED and other is SHARDED
-            assert not local or len(outcome.events) <= (name == "_foreach_max")  # the largest of an empty piece does not exist
+            assert not local or len(outcome.events) <= (name == "_foreach_max")  # an empty shard has no maximum
     assert found
 
 
@@ -109,8 +109,8 @@ PARAMETERS: tuple[tuple[tuple[int, ...], Sequence[Placement]], ...] = (
 )
 
 
-def trained(name: str, mode: str, distributed: bool, steps_as_dtensors: bool = False) -> list[torch.Tensor]:
-    """Parameters after three steps; ``mode`` is how the optimizer runs: over lists, fused, or one by one."""
+def train_three_steps(name: str, mode: str, distributed: bool, steps_as_dtensors: bool = False) -> list[torch.Tensor]:
+    """Return the parameters after three steps of an optimizer in mode "foreach", "fused" or "one by one"."""
     mesh = dt.init_device_mesh("cpu", (2, 2))
     generator = torch.Generator().manual_seed(0)
 
@@ -139,10 +139,10 @@ def trained(name: str, mode: str, distributed: bool, steps_as_dtensors: bool = F
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("mode", ["foreach", "fused", "one by one"])
-def test_optimizer_steps_are_local(name: str, mode: str) -> None:
+def test_optimizer_steps_keep_placements_without_communication(name: str, mode: str) -> None:
     if mode == "fused" and name not in FUSED:
         pytest.skip("torch has no fused form of it")
-    plain, distributed = trained(name, mode, False), trained(name, mode, True)
+    plain, distributed = train_three_steps(name, mode, False), train_three_steps(name, mode, True)
     for own, like, (_, placements) in zip(distributed, plain, PARAMETERS, strict=True):
         assert isinstance(own, dt.DTensor)
         assert own.placements == tuple(placements)
@@ -150,13 +150,13 @@ def test_optimizer_steps_are_local(name: str, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["foreach", "fused", "one by one"])
-def test_step_counts_may_be_distributed(mode: str) -> None:
-    plain, distributed = trained("AdamW", mode, False), trained("AdamW", mode, True, steps_as_dtensors=True)
+def test_adamw_steps_with_distributed_step_counts(mode: str) -> None:
+    plain, distributed = train_three_steps("AdamW", mode, False), train_three_steps("AdamW", mode, True, steps_as_dtensors=True)
     for own, like in zip(distributed, plain, strict=True):
         torch.testing.assert_close(own.full_tensor(), like, rtol=1e-4, atol=1e-5)
 
 
-def test_states_in_another_layout_are_moved_and_stay_there() -> None:
+def test_fused_adamw_with_states_in_other_layouts_keeps_their_layouts() -> None:
     mesh = dt.init_device_mesh("cpu", (2, 2))
     values = [floats(5, 7, seed=seed).float() for seed in range(4)]
     values[3] = values[3].abs()
@@ -171,8 +171,8 @@ def test_states_in_another_layout_are_moved_and_stay_there() -> None:
         torch.testing.assert_close(own.full_tensor(), like)
 
 
-def test_fused_steps_look_at_strides() -> None:
-    """The kernels of torch go through memory: a gradient whose pieces are views of something larger is copied first."""
+def test_fused_sgd_with_non_contiguous_local_gradient() -> None:
+    """Check a gradient with non-contiguous local tensors: fused kernels of torch ignore strides, so it must be copied first."""
     mesh = dt.init_device_mesh("cpu", (2,))
     p, g, b = floats(5, 8).float(), floats(5, 8, seed=1).float(), floats(5, 8, seed=2).float()
     pieces = [dt.distribute_tensor(x, mesh, [S1]) for x in (p, b)]
@@ -192,7 +192,7 @@ def test_fused_steps_look_at_strides() -> None:
     torch.testing.assert_close(pieces[0].full_tensor(), p)
 
 
-UNFIT: dict[str, Callable[[Any, Any], Any]] = {
+MISMATCHED_CALLS: dict[str, Callable[[Any, Any], Any]] = {
     "add": lambda x, y: torch._foreach_add_([y, x], [y, y]),
     "add, one tensor for all": lambda x, y: torch._foreach_add_([x], y),
     "lerp": lambda x, y: torch._foreach_lerp_([x], [y], 0.5),
@@ -205,10 +205,10 @@ UNFIT: dict[str, Callable[[Any, Any], Any]] = {
 
 
 @pytest.mark.parametrize("where", [R, S0, Partial()], ids=str)
-@pytest.mark.parametrize("name", UNFIT)
-def test_writes_of_what_fits_a_block_but_not_the_whole_are_refused(name: str, where: Placement) -> None:
+@pytest.mark.parametrize("name", MISMATCHED_CALLS)
+def test_foreach_write_of_tensor_that_fits_only_a_shard_raises(name: str, where: Placement) -> None:
     def written(x: Any, y: Any) -> Any:
-        UNFIT[name](x := x.clone(), y)
+        MISMATCHED_CALLS[name](x := x.clone(), y)
         return x
 
     x = torch.arange(24.0).view(6, 4)
@@ -216,8 +216,8 @@ def test_writes_of_what_fits_a_block_but_not_the_whole_are_refused(name: str, wh
     assert outcome.same_error, outcome.problems
 
 
-def test_an_element_that_is_written_to_and_moved_for_another_is_taken_in_turn() -> None:
-    """Torch takes elements one after the other: the second reads what the first has become."""
+def test_foreach_element_that_is_written_and_read_by_the_next() -> None:
+    """Check that an operation on one list element sees the result of the one before, as in torch."""
     x, y, z = torch.arange(4.0), torch.ones(4), torch.full((4,), 10.0)
     for where, other in ((S0, S0), (S0, R), (Partial(), Partial())):
         a, b, c = [
@@ -241,7 +241,7 @@ OVERLAPPING: dict[str, Callable[[Any], list[Any]]] = {
 
 
 @pytest.mark.parametrize("parts", OVERLAPPING)
-def test_elements_that_are_one_memory_are_written_to_one_after_the_other(parts: str) -> None:
+def test_foreach_writes_to_elements_that_share_memory(parts: str) -> None:
     def program(x: Any) -> Any:
         x = x.clone()
         torch._foreach_add_(OVERLAPPING[parts](x), 1.0)

@@ -1,4 +1,4 @@
-"""The case tables of the rule families on real process groups: kernels are written once and run there alike."""
+"""Rules on gloo process groups: the case tables of the rule families run on four processes."""
 
 from __future__ import annotations
 
@@ -41,39 +41,39 @@ TABLES: dict[str, dict[str, Case]] = {
         for program in test_rules_writes.PROGRAMS
     },
 }
-# raise on the ranks that meet the target alone: the others would wait for them
-DATA_DEPENDENT = ("no class",)
+# cases that raise only on the ranks with the invalid target, while the other ranks would wait
+CASES_THAT_RAISE_ON_SOME_RANKS = ("no class",)
 
 
 def _try_tables(names: tuple[str, ...]) -> None:
     torch.set_num_threads(1)
     for table in names:
         for name, case in TABLES[table].items():
-            if name not in DATA_DEPENDENT:
+            if name not in CASES_THAT_RAISE_ON_SOME_RANKS:
                 try:
                     try_all(case, (2, 2), 2)
                 except AssertionError as error:
                     raise AssertionError(f"{table}: {name}: {error}") from error
 
 
-def test_values_and_gradients_on_four_processes() -> None:
+def test_rule_case_tables_on_four_processes() -> None:
     run_gloo(_try_tables, 4, tuple(TABLES))
 
 
-def _norms_of_one_number() -> None:
+def _check_scalar_norms() -> None:
     x = dt.distribute_tensor(torch.arange(9.0), dt.init_device_mesh("cpu", (4,)), [dt.Shard(0)])
     for norm in (lambda y: y.norm(), lambda y: torch.linalg.vector_norm(y, 1.5), lambda y: y.norm(keepdim=True, dim=0)):
         torch.testing.assert_close(norm(x).full_tensor(), norm(torch.arange(9.0)))
 
 
 @pytest.mark.gloo
-def test_norms_of_one_number() -> None:
-    """One element for all ranks is a view of stride 0, however it is reshaped."""
-    run_gloo(_norms_of_one_number, 4)
+def test_full_tensor_of_scalar_norms_on_four_processes() -> None:
+    """Check norms of a 0-d result on process groups."""
+    run_gloo(_check_scalar_norms, 4)
 
 
-def _rows_by_cut_places() -> None:
-    """On two mesh dims, one of which cuts what is asked for too; a position that is out of range raises on all ranks."""
+def _check_sharded_indices() -> None:
+    """Check indexing on a 2-D mesh with sharded indices, and that an index out of range raises on all ranks."""
     mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     x, places = torch.arange(22.0 * 30_000).view(22, 30_000), torch.tensor([-1, 0, 21, 21, 5, 7, -22, 12, 3, 3, 3])
     given = dt.distribute_tensor(x, mesh, [dt.Shard(0), dt.Shard(1)])
@@ -85,13 +85,13 @@ def _rows_by_cut_places() -> None:
             given[asked + 5]
 
 
-def test_rows_by_cut_places() -> None:
-    run_gloo(_rows_by_cut_places, 4)
+def test_indexing_with_sharded_indices_on_four_processes() -> None:
+    run_gloo(_check_sharded_indices, 4)
 
 
-def _what_data_decide() -> None:
+def _check_data_dependent_shapes() -> None:
     torch.set_num_threads(1)
-    cost_model.kernel_seconds = lambda *_: -1e-4  # rows as small as these travel too
+    cost_model.kernel_seconds = lambda *_: -1e-4  # so that even rows this small are exchanged
     x, i, v = (
         test_data_dependent_shapes.floats(7, 3),
         test_data_dependent_shapes.integers(9, low=0, high=7),
@@ -99,14 +99,14 @@ def _what_data_decide() -> None:
     )
     mask = x[:, 0] > 0
     for mesh_shape in ((4,), (2, 2)):
-        for fn in test_data_dependent_shapes.OF_MASKS:
+        for fn in test_data_dependent_shapes.MASK_PROGRAMS:
             try_all(Case(fn, (x, mask), ()), mesh_shape, 3)
-        for fn in test_data_dependent_shapes.OF_PLACES:
+        for fn in test_data_dependent_shapes.INDEX_PROGRAMS:
             try_all(Case(fn, (x, i, v), ()), mesh_shape, 3)
             mesh = dt.init_device_mesh("cpu", mesh_shape)
             check(fn, x, i, v, mesh=mesh, placements=[[dt.Shard(0)] * len(mesh_shape)] * 3)
 
 
 @pytest.mark.filterwarnings("ignore:.*in beta.*:UserWarning")
-def test_what_data_decide_on_four_processes() -> None:
-    run_gloo(_what_data_decide, 4)
+def test_data_dependent_shapes_on_four_processes() -> None:
+    run_gloo(_check_data_dependent_shapes, 4)

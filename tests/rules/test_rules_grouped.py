@@ -1,4 +1,4 @@
-"""Products of groups of rows: whatever is sharded, values, strides and gradients are those of one device."""
+"""Rules of grouped matmul: values, strides and gradients equal those of plain torch under all placements."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ MATRICES = [(R, R), (R, Shard(0)), (Shard(2), Shard(1)), (Shard(0), Shard(0)), (
 
 
 @pytest.mark.parametrize(("rows", "matrices"), list(itertools.product(ROWS, MATRICES)), ids=str)
-def test_rows_and_gradients_are_those_of_one_device(rows: tuple[dt.Placement, ...], matrices: tuple[dt.Placement, ...]) -> None:
+def test_grouped_mm_values_and_gradients_equal_plain_torch(
+    rows: tuple[dt.Placement, ...], matrices: tuple[dt.Placement, ...]
+) -> None:
     x, w = numbers(7, 8).requires_grad_(), numbers(3, 8, 12, seed=1).requires_grad_()
     a, b = distributed(x.detach(), *rows).requires_grad_(), distributed(w.detach(), *matrices).requires_grad_()
     with warnings.catch_warnings():
@@ -50,8 +52,8 @@ def test_rows_and_gradients_are_those_of_one_device(rows: tuple[dt.Placement, ..
     assert torch.allclose(b.grad.full_tensor(), w.grad, atol=1e-4)
 
 
-def test_a_replay_has_its_own_groups() -> None:
-    """Blocks that the operator takes are no read of where groups end; others are, and refused."""
+def test_captured_grouped_mm_uses_the_offsets_of_each_call() -> None:
+    """Check replay with other offsets; with sharded groups capture raises, because the kernel reads the offsets."""
     replayed = capture(lambda x, w, offs: F.grouped_mm(x, w, offs=offs))
     x, w = distributed(numbers(7, 8), R, R), distributed(numbers(3, 8, 16, seed=1), R, Shard(2))
     for ends in ([3, 3, 7], [0, 5, 7], [7, 7, 7]):
@@ -65,13 +67,13 @@ def test_a_replay_has_its_own_groups() -> None:
 
 
 @pytest.mark.parametrize("placements", [(R, Shard(0)), (Shard(1), Shard(2)), (Shard(1), R)], ids=str)
-def test_groups_of_columns(placements: tuple[dt.Placement, ...]) -> None:
+def test_grouped_mm_of_column_groups_equals_plain_torch(placements: tuple[dt.Placement, ...]) -> None:
     a, b, ends = numbers(3, 5, 8), numbers(8, 12, seed=1), torch.tensor([4, 4, 12], dtype=torch.int32)
     got = F.grouped_mm(distributed(a, *placements), distributed(b, Shard(1), R), offs=distributed(ends, R, R))
     assert torch.allclose(got.full_tensor(), F.grouped_mm(a, b, offs=ends), atol=1e-5)
 
 
-def test_expert_parallel_rows_cost_no_collective_before_their_sum() -> None:
+def test_expert_parallel_grouped_mm_does_not_communicate() -> None:
     x, w = distributed(numbers(7, 8), Shard(0), R), distributed(numbers(3, 8, 12), R, Shard(0))
     with CommDebugMode() as comm:
         got = F.grouped_mm(x, w, offs=distributed(ENDS, R, R))
@@ -79,12 +81,12 @@ def test_expert_parallel_rows_cost_no_collective_before_their_sum() -> None:
     assert got.placements == (Shard(0), SUM)
 
 
-def test_strides_that_one_device_refuses_are_refused() -> None:
+def test_grouped_mm_of_unaligned_strides_raises_as_in_torch() -> None:
     with pytest.raises(RuntimeError, match="16 bytes"):
         F.grouped_mm(distributed(numbers(7, 8), R, R), distributed(numbers(3, 8, 11), R, R), offs=distributed(ENDS, R, R))
 
 
-WRONG = {
+INVALID_OPERANDS = {
     "one dim": (numbers(8), numbers(3, 8, 8), ENDS),
     "no ends": (numbers(8, 8), numbers(3, 8, 8), None),
     "ends of none": (numbers(3, 8, 8), numbers(3, 8, 8), ENDS),
@@ -93,9 +95,9 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("given", WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize("given", INVALID_OPERANDS.values(), ids=INVALID_OPERANDS)
 @pytest.mark.parametrize("where", [R, Shard(0)], ids=str)
-def test_what_is_no_product_of_groups_raises_as_on_one_device(given: Any, where: Any) -> None:
+def test_invalid_grouped_mm_raises_the_error_of_torch(given: Any, where: Any) -> None:
     a, b, ends = given
     with pytest.raises(RuntimeError) as expected:
         torch._grouped_mm(a, b, offs=ends)

@@ -1,4 +1,4 @@
-"""Reading and writing by index: along a sharded dim the big operand does not move."""
+"""Rules of indexing, gather and scatter: along a sharded dim the large operand is not communicated."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ X, Z = floats(5, 6), integers(5, 6)
 NARROW = [getattr(torch, f"float8_{name}") for name in ("e4m3fn", "e5m2", "e8m0fnu")]
 UNCOMMON = [torch.uint16, torch.uint32, torch.uint64, torch.complex32, *NARROW]
 FEW_ROWS = torch.tensor([3, 0, 1, 3])
-MOVES: dict[str, Any] = {
+ROW_OPERATIONS: dict[str, Any] = {
     "flip": lambda x, rows: x.flip(0),
     "an index": lambda x, rows: x[rows],
     "index_select": lambda x, rows: x.index_select(0, rows),
@@ -32,15 +32,15 @@ MOVES: dict[str, Any] = {
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
-@pytest.mark.parametrize("name", MOVES)
+@pytest.mark.parametrize("name", ROW_OPERATIONS)
 @pytest.mark.parametrize("dtype", UNCOMMON, ids=str)
-def test_rows_of_uncommon_dtypes_move_as_those_of_others(dtype: torch.dtype, name: str) -> None:
+def test_redistribution_of_rows_with_uncommon_dtypes(dtype: torch.dtype, name: str) -> None:
     values = torch.arange(1, 21).reshape(5, 4).to(torch.float32 if dtype in NARROW else torch.int64).to(dtype)
-    expected = MOVES[name](values, FEW_ROWS)
+    expected = ROW_OPERATIONS[name](values, FEW_ROWS)
     for ranks, placement in itertools.product((2, 4), (Shard(0), Shard(1), Replicate())):
         mesh = dt.init_device_mesh("cpu", (ranks,))
         x, rows = dt.distribute_tensor(values, mesh, [placement]), dt.distribute_tensor(FEW_ROWS, mesh, [Replicate()])
-        assert torch.equal(bits(MOVES[name](x, rows).full_tensor()), bits(expected))
+        assert torch.equal(bits(ROW_OPERATIONS[name](x, rows).full_tensor()), bits(expected))
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
@@ -127,12 +127,12 @@ CASES = {
 
 @pytest.mark.filterwarnings("ignore:.*in beta.*:UserWarning")
 @pytest.mark.parametrize(("name", "mesh_shape"), diagonals(CASES, MESHES, every=3), ids=str)
-def test_values_and_gradients_are_those_of_plain_torch(name: str, mesh_shape: tuple[int, ...]) -> None:
+def test_indexing_values_and_gradients_equal_plain_torch(name: str, mesh_shape: tuple[int, ...]) -> None:
     try_all(CASES[name], mesh_shape, 6)
 
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
-FREE: list[tuple[str, Callable[..., Any], tuple[torch.Tensor, ...], list[Any], Any]] = [
+LOCAL_CASES: list[tuple[str, Callable[..., Any], tuple[torch.Tensor, ...], list[Any], Any]] = [
     ("vocabulary", lambda w, i: F.embedding(i, w), (floats(7, 3), ids(7, 5, 2)), [S0, R], P),
     ("uneven vocabulary", lambda w, i: F.embedding(i, w), (floats(7, 3), ids(7, 5)), [Shard(0, sizes=(7, 0)), R], P),
     ("embedding dim", lambda w, i: F.embedding(i, w), (floats(7, 3), ids(7, 5)), [S1, R], S1),
@@ -151,8 +151,14 @@ FREE: list[tuple[str, Callable[..., Any], tuple[torch.Tensor, ...], list[Any], A
 ]
 
 
-@pytest.mark.parametrize(("fn", "tensors", "given", "expected"), [row[1:] for row in FREE], ids=[row[0] for row in FREE])
-def test_no_communication(fn: Callable[..., Any], tensors: Any, given: list[Any], expected: Any) -> None:
+@pytest.mark.parametrize(
+    ("fn", "tensors", "given", "expected"),
+    [row[1:] for row in LOCAL_CASES],
+    ids=[row[0] for row in LOCAL_CASES],
+)
+def test_indexing_with_matching_shards_does_not_communicate(
+    fn: Callable[..., Any], tensors: Any, given: list[Any], expected: Any
+) -> None:
     outcome = run(fn, tensors, (2,), [[placement] for placement in given], cloned=True)
     assert kinds(outcome) == []
     assert outcome.layouts[0].placements == (expected,)
@@ -175,14 +181,14 @@ def test_two_indexed_dims_on_two_mesh_dims() -> None:
     ],
     ids=["embedding", "index", "index_select", "gather", "take"],
 )
-def test_an_index_out_of_range_is_an_error_on_every_rank(fn: Callable[[torch.Tensor], Any]) -> None:
+def test_index_out_of_range_raises_on_every_rank(fn: Callable[[torch.Tensor], Any]) -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
     with dt.implicit_replication():
         for placement in (S0, S1, R):
             check(fn, X, mesh=mesh, placements=[[placement]])
 
 
-NO_PLACES = {
+INVALID_INDICES = {
     "a short mask": (torch.ones(4).bool(), slice(None)),
     "a long mask": (torch.ones(7).bool(),),
     "a mask of two dims": (torch.ones(5, 4).bool(),),
@@ -194,28 +200,28 @@ NO_PLACES = {
 }
 
 
-def places_written(x: torch.Tensor, *key: Any) -> torch.Tensor:
+def write_by_index(x: torch.Tensor, *key: Any) -> torch.Tensor:
     x = x.clone()
     x[key] = 2.5
     return x
 
 
 @pytest.mark.parametrize("where", [Replicate(), Shard(0), Partial()], ids=str)
-@pytest.mark.parametrize("name", NO_PLACES)
+@pytest.mark.parametrize("name", INVALID_INDICES)
 @pytest.mark.filterwarnings("ignore:.*torch.uint8 is now deprecated")
-def test_what_names_no_places_is_an_error_as_in_torch(name: str, where: dt.Placement) -> None:
+def test_invalid_indices_raise_index_error_as_in_torch(name: str, where: dt.Placement) -> None:
     def key(*given: Any) -> tuple[Any, ...]:
         tensors = iter(given)
-        return tuple(next(tensors) if isinstance(item, torch.Tensor) else item for item in NO_PLACES[name])
+        return tuple(next(tensors) if isinstance(item, torch.Tensor) else item for item in INVALID_INDICES[name])
 
-    tensors = [item for item in NO_PLACES[name] if isinstance(item, torch.Tensor)]
-    for fn in (lambda x, *given: x[key(*given)], lambda x, *given: places_written(x, *key(*given))):
+    tensors = [item for item in INVALID_INDICES[name] if isinstance(item, torch.Tensor)]
+    for fn in (lambda x, *given: x[key(*given)], lambda x, *given: write_by_index(x, *key(*given))):
         outcome = run(fn, [X, *tensors], (2,), [[where], *([Replicate()],) * len(tensors)])
         assert isinstance(outcome.error, IndexError), outcome.problems
         assert outcome.same_error
 
 
-def test_the_gradient_of_a_sharded_vocabulary_comes_back_in_its_shards() -> None:
+def test_embedding_gradient_has_the_sharding_of_the_vocabulary() -> None:
     mesh = dt.init_device_mesh("cpu", (3,))
     weight = dt.distribute_tensor(floats(7, 3), mesh, [S0]).requires_grad_()
     i = dt.distribute_tensor(ids(7, 5), mesh, [R])
@@ -225,7 +231,7 @@ def test_the_gradient_of_a_sharded_vocabulary_comes_back_in_its_shards() -> None
 
 @pytest.mark.filterwarnings("ignore:index_reduce")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_rows_are_multiplied_where_a_block_of_them_has_one_element(dtype: torch.dtype) -> None:
+def test_index_reduce_prod_with_shards_of_one_element(dtype: torch.dtype) -> None:
     x, places, source = floats(5, 4).to(dtype), ids(4, 6), floats(5, 6, seed=1).to(dtype)
     for where in ([Shard(0)], [Shard(1)], [Shard(0, sizes=(0, 1, 4))]):
         for keep in (True, False):
@@ -240,7 +246,7 @@ def test_rows_are_multiplied_where_a_block_of_them_has_one_element(dtype: torch.
             )
 
 
-def test_a_row_of_a_sharded_dim_by_one_number_moves_nothing() -> None:
+def test_index_select_of_one_row_of_a_sharded_dim_does_not_communicate() -> None:
     mesh = dt.init_device_mesh("cpu", (3,))
     x = dt.distribute_tensor(X, mesh, [Shard(0)])
     with CommDebugMode() as comm:
@@ -252,7 +258,7 @@ def test_a_row_of_a_sharded_dim_by_one_number_moves_nothing() -> None:
 
 @pytest.mark.parametrize("index", [(1,), (1, 1)], ids=str)
 @pytest.mark.parametrize("where", [[Replicate()], [Shard(0)], [Partial()]], ids=str)
-def test_one_value_is_put_by_an_index_of_another_shape_that_is_cut(index: tuple[int, ...], where: list[Any]) -> None:
+def test_put_of_one_value_with_sharded_index_of_another_shape(index: tuple[int, ...], where: list[Any]) -> None:
     for value in (torch.tensor(2.0, dtype=torch.float64), torch.tensor([[2.0]], dtype=torch.float64)):
         check(
             lambda x, i, v: x.put(i, v, accumulate=True),
@@ -263,7 +269,7 @@ def test_one_value_is_put_by_an_index_of_another_shape_that_is_cut(index: tuple[
 
 
 @pytest.mark.parametrize("where", [Replicate(), Shard(0)], ids=str)
-def test_a_mask_of_numbers_is_refused_as_torch_does(where: Any) -> None:
+def test_masked_select_with_integer_mask_raises(where: Any) -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
     x, mask = (dt.distribute_tensor(t, mesh, [where]) for t in (torch.arange(6.0), torch.ones(6, dtype=torch.int64)))
     for of, by in ((x, mask), (x.to_local(), mask.to_local())):
@@ -273,8 +279,8 @@ def test_a_mask_of_numbers_is_refused_as_torch_does(where: Any) -> None:
 
 @pytest.mark.parametrize("mesh_shape", [(1, 2), (2, 1)], ids=str)
 @pytest.mark.parametrize("op", ["scatter_add", "index_add", "index_put", "gather", "index_select"])
-def test_a_mesh_dim_of_one_rank_chooses_no_kernel(op: str, mesh_shape: tuple[int, ...]) -> None:
-    """What stands in a row of such a dim is free, another kernel than that of the dims that cut as well: sums came out twice."""
+def test_mesh_dim_of_size_1_does_not_change_scatter_and_gather_results(op: str, mesh_shape: tuple[int, ...]) -> None:
+    """Check meshes with a dim of size 1, for which a strategy with another kernel once counted sums twice."""
     i = torch.tensor([[0, 4], [4, 0], [2, 2], [0, 1], [5, 5], [4, 3]])
     programs: dict[str, Any] = {
         "scatter_add": lambda x, i, s: x.scatter_add(0, i, s),

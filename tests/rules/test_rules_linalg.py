@@ -1,4 +1,4 @@
-"""Factorizations whose form depends on how a matrix lies in memory."""
+"""Rules of linear algebra: factorizations that depend on the memory order of a matrix."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ def in_order(x: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
 @pytest.mark.parametrize(
     "fn", [torch.linalg.det, torch.linalg.slogdet, torch.logdet, torch.linalg.inv], ids=lambda fn: fn.__name__
 )
-def test_gradients_know_which_factors_were_saved(fn: Callable[..., object]) -> None:
-    """One device factors the transpose of a contiguous matrix; a block may be contiguous where the whole is not."""
+def test_gradients_of_determinants_and_inverse_in_every_memory_order(fn: Callable[..., object]) -> None:
+    """Check all memory orders: torch factors the transpose of a contiguous matrix, and a shard can be contiguous where the global
+    tensor is not."""
     mesh = dt.init_device_mesh("cpu", (2,))
     x = torch.randn(3, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     x = x @ x.mT + torch.triu(x)  # positive determinants
@@ -31,7 +32,7 @@ def test_gradients_know_which_factors_were_saved(fn: Callable[..., object]) -> N
 
 
 @pytest.mark.parametrize("left", [True, False])
-def test_solutions_have_their_gradients_in_every_order(left: bool) -> None:
+def test_solve_gradients_in_every_memory_order(left: bool) -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
     draw = torch.Generator().manual_seed(2)
     a, b = (torch.randn(3, 4, 4, dtype=torch.float64, generator=draw) for _ in range(2))
@@ -45,7 +46,7 @@ def test_solutions_have_their_gradients_in_every_order(left: bool) -> None:
 
 @pytest.mark.parametrize("adjoint", [False, True])
 @pytest.mark.parametrize("left", [False, True])
-def test_solutions_are_conjugated_alike_where_blocks_are_empty(left: bool, adjoint: bool) -> None:
+def test_lu_solve_of_complex_matrices_with_empty_shards(left: bool, adjoint: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     factors, pivots = torch.linalg.lu_factor(torch.randn(2, 2, 2, dtype=torch.complex128, generator=generator))
     right = torch.randn(2, 2, 2, dtype=torch.complex128, generator=generator)

@@ -1,4 +1,4 @@
-"""Losses over uneven batches and sharded classes: means are over the global count."""
+"""Rules of losses with uneven batches and sharded classes: means are over the global count."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ELEMENTWISE = {
 @pytest.mark.parametrize(
     ("name", "reduction", "mesh_shape"), diagonals(ELEMENTWISE, ["none", "mean", "sum"], MESHES, every=3), ids=str
 )
-def test_elementwise_losses(name: str, reduction: str, mesh_shape: tuple[int, ...]) -> None:
+def test_elementwise_losses_equal_plain_torch(name: str, reduction: str, mesh_shape: tuple[int, ...]) -> None:
     try_all(Case(lambda x, y: ELEMENTWISE[name](x, y, reduction), (X, Y)), mesh_shape, 4)
 
 
@@ -66,7 +66,7 @@ CLASSES = {
 
 
 @pytest.mark.parametrize(("name", "mesh_shape"), diagonals(CLASSES, MESHES, every=3), ids=str)
-def test_class_losses(name: str, mesh_shape: tuple[int, ...]) -> None:
+def test_classification_losses_equal_plain_torch(name: str, mesh_shape: tuple[int, ...]) -> None:
     try_all(CLASSES[name], mesh_shape, 6)
 
 
@@ -83,7 +83,7 @@ def test_class_losses(name: str, mesh_shape: tuple[int, ...]) -> None:
         ((4,), [Shard(0)], [Shard(0)], ["all_reduce"]),
     ],
 )
-def test_no_score_is_moved(mesh_shape, scores, target, collectives) -> None:
+def test_cross_entropy_communicates_no_logits(mesh_shape, scores, target, collectives) -> None:
     x, t = floats(6, 1000), integers(6, low=0, high=1000)
     outcome = run(lambda x, t: F.cross_entropy(x, t), [x, t], mesh_shape, [scores, target])
     assert outcome.layouts[0].placements == tuple(Partial() if isinstance(p, Shard) else p for p in scores)
@@ -91,19 +91,19 @@ def test_no_score_is_moved(mesh_shape, scores, target, collectives) -> None:
     assert received(outcome) <= 300
 
 
-def test_means_of_half_precision_do_not_overflow() -> None:
+def test_mse_loss_mean_of_half_precision_does_not_overflow() -> None:
     x, y = torch.full((5, 40), 200.0).half(), torch.zeros(5, 40).half()
     run(F.mse_loss, [x, y], (3,), [[Shard(0)]] * 2)
 
 
-def test_gradients_of_scores_lie_as_the_scores() -> None:
+def test_cross_entropy_gradient_has_the_placements_of_the_logits() -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     x = distribute_tensor(floats(6, 1000), mesh, [Shard(0), Shard(1)]).requires_grad_()
     F.cross_entropy(x, distribute_tensor(integers(6, low=0, high=1000), mesh, [Shard(0), Replicate()])).backward()
     assert x.grad.placements == x.placements
 
 
-def test_a_mean_over_nothing_is_nan_and_a_shard_without_targets_is_not() -> None:
+def test_cross_entropy_is_nan_only_if_all_targets_are_ignored() -> None:
     mesh = init_device_mesh("cpu", (3,))
     x = distribute_tensor(X, mesh, [Shard(0)])
     targets = [torch.tensor([1, 2, -100, -100, -100]), torch.full((5,), -100)]
@@ -114,10 +114,10 @@ def test_a_mean_over_nothing_is_nan_and_a_shard_without_targets_is_not() -> None
 
 
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
-def test_the_loss_of_an_empty_block_is_not_what_stood_in_memory(reduction: str) -> None:
-    """torch's margin losses leave a result over no samples as they found it; here that would be one term of the sum."""
+def test_margin_losses_of_empty_shards_are_initialized(reduction: str) -> None:
+    """Check margin losses, which leave their result uninitialized for an empty shard; that would be an addend of the sum."""
     mesh, filled = init_device_mesh("cpu", (4,)), torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)  # what is not written is NaN then
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fills uninitialized memory with NaN
     try:
         for fn, labels in (
             (F.multi_margin_loss, TARGET % 3),
@@ -130,14 +130,14 @@ def test_the_loss_of_an_empty_block_is_not_what_stood_in_memory(reduction: str) 
 
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 @pytest.mark.parametrize("fn", [F.soft_margin_loss, F.huber_loss, F.mse_loss, F.smooth_l1_loss, F.l1_loss])
-def test_losses_of_two_dtypes_have_torchs(fn: Any, reduction: str) -> None:
+def test_losses_of_mixed_dtypes_have_the_dtype_of_torch(fn: Any, reduction: str) -> None:
     mesh = init_device_mesh("cpu", (3,))
     for x, y in ((X.float(), Y), (X, Y.float()), (X.half(), Y)):
         for where in (Shard(0), Replicate()):
             check(fn, x, y, mesh=mesh, placements=[[where]] * 2, kwargs={"reduction": reduction}, gradients=False)
 
 
-def test_what_is_ignored_has_no_weight_even_an_infinite_one() -> None:
+def test_nll_loss_ignores_targets_with_infinite_weight() -> None:
     weight = torch.tensor([float("inf"), 2.0, 3.0, 1.0, 1.0], dtype=torch.float64)
     for scores, target in ((floats(4, 5), torch.tensor([-100, 1, -100, 2])), (floats(5), torch.tensor(-100))):
         for where in [Replicate(), *(Shard(d) for d in range(scores.ndim))]:
@@ -154,7 +154,7 @@ def test_what_is_ignored_has_no_weight_even_an_infinite_one() -> None:
 
 
 @pytest.mark.parametrize("op", [torch.ops.aten.mean, torch.ops.aten.mse_loss], ids=["mean", "mse_loss"])
-def test_the_mean_of_nothing_in_uneven_blocks_is_nan(op: Any) -> None:
+def test_mean_of_empty_tensor_in_uneven_shards_is_nan(op: Any) -> None:
     operands = [torch.empty(0, 1, dtype=torch.float64)] * (1 if op is torch.ops.aten.mean else 2)
     row = f"{','.join(['S(0)'] * len(operands))} -> sum"
     check(
@@ -166,7 +166,7 @@ def test_the_mean_of_nothing_in_uneven_blocks_is_nan(op: Any) -> None:
 @pytest.mark.parametrize(
     "targets", [torch.tensor([[1, 2, 4], [3, 3, 1], [2, 4, 4]]), torch.tensor([1, 2, 4, 3, 2])], ids=["rows", "joined"]
 )
-def test_ctc_takes_plain_targets_and_lengths(targets: torch.Tensor, reduction: str) -> None:
+def test_ctc_loss_takes_plain_targets_and_lengths(targets: torch.Tensor, reduction: str) -> None:
     x = (torch.arange(7 * 3 * 5.0, dtype=torch.float64) % 11).view(7, 3, 5).requires_grad_()
     inputs, lengths = torch.tensor([7, 6, 7]), torch.tensor([3, 1, 1])
     whole = F.ctc_loss(x.log_softmax(-1), targets, inputs, lengths, reduction=reduction)
@@ -180,7 +180,7 @@ def test_ctc_takes_plain_targets_and_lengths(targets: torch.Tensor, reduction: s
 
 
 @pytest.mark.parametrize("where", [Replicate(), Shard(0), Shard(1)], ids=str)
-def test_ctc_of_one_sequence_takes_its_lengths_as_numbers(where: Any) -> None:
+def test_ctc_loss_of_one_sequence_takes_scalar_lengths(where: Any) -> None:
     check(
         lambda x: F.ctc_loss(x.log_softmax(-1), torch.tensor([1, 2, 2]), torch.tensor(7), torch.tensor(3)),
         (torch.arange(7 * 5.0, dtype=torch.float64) % 11).view(7, 5),
@@ -191,7 +191,7 @@ def test_ctc_of_one_sequence_takes_its_lengths_as_numbers(where: Any) -> None:
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("where", [Replicate(), Shard(0)], ids=str)
-def test_a_wider_weight_leaves_a_loss_its_dtype(reduction: str, where: Any) -> None:
+def test_binary_cross_entropy_with_float64_weight_keeps_its_dtype(reduction: str, where: Any) -> None:
     x, weight = torch.rand(4), torch.rand(4, dtype=torch.float64)
     operands = x, x.flip(0), weight
     check(

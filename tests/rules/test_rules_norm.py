@@ -1,4 +1,4 @@
-"""Normalizations: statistics of the whole whatever is sharded, gradients, running statistics, and how little is communicated."""
+"""Rules of normalization: global statistics under all placements, gradients, running statistics, and bytes communicated."""
 
 from __future__ import annotations
 
@@ -55,7 +55,9 @@ COSTS: list[tuple[str, Any, list[tuple[int, ...]], list[Any], Any, int]] = [
 
 
 @pytest.mark.parametrize(("name", "fn", "shapes", "placements", "result", "collectives"), COSTS, ids=[case[0] for case in COSTS])
-def test_communication(name: str, fn: Any, shapes: Any, placements: Any, result: Any, collectives: int) -> None:
+def test_norms_communicate_only_statistics(
+    name: str, fn: Any, shapes: Any, placements: Any, result: Any, collectives: int
+) -> None:
     tensors = [x(*shape, seed=i) for i, shape in enumerate(shapes)]
     with warnings.catch_warnings():
         warnings.filterwarnings("error", ".*has no sharding rule.*")
@@ -77,26 +79,26 @@ COMPOSITES: list[tuple[str, Any, list[tuple[int, ...]]]] = [
 ]
 
 
-def small(ndim: int, *placements: Any) -> list[Any]:
-    """Placements as far as they fit a parameter of ``ndim`` dims."""
+def fit_placements(ndim: int, *placements: Any) -> list[Any]:
+    """Return the placements, with Replicate() where a parameter of ``ndim`` dims cannot be sharded so."""
     return [R if isinstance(p, Shard) and (p.sizes or not -ndim <= p.dim < ndim) else p for p in placements]
 
 
 @pytest.mark.parametrize(("name", "shape"), diagonals([case[0] for case in COMPOSITES], MESHES, every=3), ids=str)
-def test_values_and_gradients(name: str, shape: tuple[int, ...]) -> None:
+def test_norm_values_and_gradients_equal_plain_torch(name: str, shape: tuple[int, ...]) -> None:
     fn, shapes = next(case[1:] for case in COMPOSITES if case[0] == name)
     tensors = [x(*own, seed=i) for i, own in enumerate(shapes)]
     for first, second in ((S0, Shard(-1)), (S1, S0), (Shard(-1), Shard(-1)), (SUM, S0), (Shard(0, sizes=(1, 4)), R)):
         ragged = isinstance(first, Shard) and first.sizes is not None
         if ragged and shape[0] != 2:
             continue
-        own = [[first, second][: len(shape)], *(small(t.ndim, first, second)[: len(shape)] for t in tensors[1:])]
+        own = [[first, second][: len(shape)], *(fit_placements(t.ndim, first, second)[: len(shape)] for t in tensors[1:])]
         check(fn, *tensors, mesh=MESHES[shape], placements=own)
 
 
 @pytest.mark.parametrize("placements", [[S0], [S1], [R], [S2]], ids=str)
 @pytest.mark.parametrize("stats", [R, S0, SUM], ids=str)
-def test_running_statistics_are_those_of_the_global_batch_on_every_rank(placements: Any, stats: Any) -> None:
+def test_batch_norm_running_statistics_are_those_of_the_global_batch(placements: Any, stats: Any) -> None:
     mesh = MESHES[3,]
     a, mean, var = x(5, 4, 7), x(4, seed=1), x(4, seed=2).abs() + 1
     expected_mean, expected_var = mean.clone(), var.clone()
@@ -110,7 +112,7 @@ def test_running_statistics_are_those_of_the_global_batch_on_every_rank(placemen
         assert torch.allclose(statistic.full_tensor(), wanted)
 
 
-def test_batch_norm_modules_train_and_evaluate_alike() -> None:
+def test_batch_norm_module_trains_and_evaluates_like_plain_torch() -> None:
     mesh, plain = MESHES[2, 2], torch.nn.BatchNorm1d(4, dtype=torch.float64)
     module = dt.distribute_module(torch.nn.BatchNorm1d(4, dtype=torch.float64), mesh)
     for step in range(3):
@@ -126,13 +128,13 @@ def test_batch_norm_modules_train_and_evaluate_alike() -> None:
     assert torch.allclose(module(dt.distribute_tensor(batch, mesh, [S0, S0])).full_tensor(), plain(batch))
 
 
-def test_plain_running_statistics_are_refused() -> None:
+def test_batch_norm_with_plain_running_statistics_raises() -> None:
     own = dt.distribute_tensor(x(5, 4), MESHES[2,], [S0])
     with dt.implicit_replication(), pytest.raises(dt.errors.MixedTensorError, match="running statistics"):
         F.batch_norm(own, torch.zeros(4).double(), torch.ones(4).double(), training=True)
 
 
-def test_sharded_moments_do_not_cancel() -> None:
+def test_layer_norm_of_sharded_hidden_dim_with_large_mean_is_accurate() -> None:
     a = x(4, 64, dtype=torch.float32) * 0.01 + 100
     got = F.layer_norm(dt.distribute_tensor(a, MESHES[2,], [S1]), (64,)).full_tensor()
     assert torch.allclose(got, F.layer_norm(a.double(), (64,)).float(), atol=2e-2)
@@ -140,7 +142,7 @@ def test_sharded_moments_do_not_cancel() -> None:
 
 @pytest.mark.parametrize("placement", [R, S0, S1, S2], ids=str)
 @pytest.mark.parametrize("wanted", [[True, True], [True, False]], ids=str)
-def test_fused_rms_norm_gradients_are_those_of_the_composite(placement: Any, wanted: list[bool]) -> None:
+def test_fused_rms_norm_backward_equals_that_of_the_composite(placement: Any, wanted: list[bool]) -> None:
     mesh, a, w, grad = MESHES[3,], x(2, 5, 7), x(7, seed=1), x(2, 5, 7, seed=2)
     leaf, weight = a.clone().requires_grad_(), w.clone().requires_grad_()
     F.rms_norm(leaf, (7,), weight, 1e-5).backward(grad)
@@ -155,8 +157,8 @@ def test_fused_rms_norm_gradients_are_those_of_the_composite(placement: Any, wan
     assert not wanted[1] or torch.allclose(got[1].full_tensor(), weight.grad)
 
 
-def test_gradients_of_a_layer_norm_whose_statistics_are_cut_out_of_whole_ones() -> None:
-    """Blocks of a whole tensor are not contiguous; the CPU kernel of the gradients reads the statistics as if they were."""
+def test_layer_norm_backward_with_non_contiguous_statistics() -> None:
+    """Check statistics with non-contiguous shards: the CPU kernel of the gradients assumes that they are contiguous."""
     a, w, b = x(3, 5, 4, 7), x(7, seed=1), x(7, seed=2)
     _, mean, rstd = torch.native_layer_norm(a, (7,), w, b, 1e-5)
     grad = x(3, 5, 4, 7, seed=3)
@@ -171,7 +173,7 @@ def test_gradients_of_a_layer_norm_whose_statistics_are_cut_out_of_whole_ones() 
 
 
 @pytest.mark.parametrize(("groups", "inside"), [(1, True), (2, False)])
-def test_channels_inside_of_several_groups_are_not_sharded_beside_the_groups(groups: int, inside: bool) -> None:
+def test_group_norm_with_several_groups_does_not_shard_channels_in_a_group(groups: int, inside: bool) -> None:
     given = [scatter(x(*shape), MESHES[2, 2], [R, R]) for shape in ((5, 6, 3), (6,), (6,))]
     rows = declared_strategies(torch.ops.aten.native_group_norm.default, (*given, 5, 6, 3, groups, 1e-5), {})
     assert ("S(1),S(0),S(0) -> S(1),R,R" in rows.targets) is inside
@@ -180,8 +182,8 @@ def test_channels_inside_of_several_groups_are_not_sharded_beside_the_groups(gro
 
 
 @pytest.mark.parametrize("name", ["batch", "group"])
-def test_gradients_of_parameters_of_a_wider_dtype_have_it(name: str) -> None:
-    """Neither operator is told the bias, whose dtype is the weight's."""
+def test_norm_backward_gives_float32_gradients_of_float32_weights(name: str) -> None:
+    """Check the dtype of the bias gradient: the operators get no bias, so it is that of the weight."""
     a, w, mesh = x(4, 6, 5, dtype=torch.bfloat16), x(6, seed=1, dtype=torch.float32), MESHES[2,]
     aten = torch.ops.aten
     if name == "batch":
@@ -201,7 +203,7 @@ def test_gradients_of_parameters_of_a_wider_dtype_have_it(name: str) -> None:
 
 
 @pytest.mark.parametrize("place", [S0, S1, S2], ids=str)
-def test_group_norm_of_halves_with_wider_weights_keeps_statistics_as_torch_does(place: Any) -> None:
+def test_group_norm_of_bfloat16_with_float32_weights_has_dtypes_of_torch(place: Any) -> None:
     a, w, mesh = x(4, 6, 5, dtype=torch.bfloat16), x(6, seed=1, dtype=torch.float32), MESHES[2,]
     given = [dt.distribute_tensor(t, mesh, [p]) for t, p in ((a, place), (w, R), (w, R))]
     for found, expected in zip(
@@ -211,8 +213,8 @@ def test_group_norm_of_halves_with_wider_weights_keeps_statistics_as_torch_does(
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (1, 3, 1), (1, 3, 4)])
-def test_running_statistics_that_are_cut_are_written_whatever_runs(shape: tuple[int, ...]) -> None:
-    """Also where the whole is gathered: one value per channel."""
+def test_sharded_running_statistics_are_updated_under_all_placements(shape: tuple[int, ...]) -> None:
+    """Check in-place updates also if the statistics are gathered: one value per channel."""
 
     def program(x: torch.Tensor, mean: torch.Tensor, var: torch.Tensor) -> object:
         return torch.native_batch_norm(x, None, None, mean, var, True, 0.3, 1e-5)[0], mean
@@ -226,7 +228,7 @@ def test_running_statistics_that_are_cut_are_written_whatever_runs(shape: tuple[
 
 
 @pytest.mark.parametrize("place", [Replicate(), Shard(0), Shard(1)], ids=str)
-def test_weights_of_another_dtype_are_refused_as_by_torch(place: Any) -> None:
+def test_group_norm_with_weight_of_another_dtype_raises(place: Any) -> None:
     x, weight = torch.ones(4, 6, 5, dtype=torch.float64), torch.ones(6)
     with pytest.raises(RuntimeError, match="mixed dtype"):
         F.group_norm(x, 1, weight)
@@ -237,7 +239,7 @@ def test_weights_of_another_dtype_are_refused_as_by_torch(place: Any) -> None:
 
 @pytest.mark.parametrize("place", [Replicate(), Shard(0), Shard(1)], ids=str)
 @pytest.mark.parametrize("odd", range(4))
-def test_batch_norm_takes_parameters_and_statistics_of_one_dtype(odd: int, place: Any) -> None:
+def test_batch_norm_with_mixed_parameter_dtypes_raises(odd: int, place: Any) -> None:
     given = [torch.ones(6, dtype=torch.float32 if k == odd else torch.float64) for k in range(4)]
     x, mesh = torch.ones(4, 6, 5, dtype=torch.float64), MESHES[2,]
     for training in (True, False):

@@ -1,4 +1,4 @@
-"""``out=`` tensors of another size, dtype or order than the results: resized, cast to or refused, with torch's warnings."""
+"""Rules of ``out=`` tensors with another size, dtype or memory order than the result: resized, cast or refused as in torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ X = torch.tensor([[4.0, 1, 0, -2], [1, 5, 2, 3], [0, 2, 6, 1]], dtype=torch.floa
 PLACES = torch.tensor([[2, 0, 1, 1], [0, 0, 3, 2]])
 BATCHES = torch.arange(30.0, dtype=torch.float64).reshape(2, 3, 5)
 
-INTO: dict[str, Call] = {
+OUT_CALLS: dict[str, Call] = {
     "add": lambda x, out: torch.add(x, 1, out=out),
     "sum": lambda x, out: torch.sum(x, 0, out=out),
     "amax": lambda x, out: torch.amax(x, 1, out=out),
@@ -37,37 +37,37 @@ INTO: dict[str, Call] = {
     "index_add": lambda x, out: torch.index_add(x, 1, PLACES[0], x, out=out),
     "take": lambda x, out: torch.take(x, PLACES, out=out),
 }
-OWN = {"nonzero": torch.int64, "fft": torch.complex128}  # dtypes of results
+RESULT_DTYPES = {"nonzero": torch.int64, "fft": torch.complex128}  # dtypes of results
 SIZES = [(0,), (2,), (5, 5, 2), (4, 3), (3, 4)]
 DTYPES = [torch.float32, torch.complex128, torch.int64, torch.bool]
 WHERE = [[Shard(0)], [Replicate()]]
 
 
 @pytest.mark.filterwarnings("ignore:.*")
-@pytest.mark.parametrize("name", INTO)
-def test_out_of_another_size_becomes_what_it_does_on_plain_tensors(name: str) -> None:
+@pytest.mark.parametrize("name", OUT_CALLS)
+def test_out_of_another_size_is_resized_as_in_torch(name: str) -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
     with dt.implicit_replication():
         for size in SIZES:
-            given = X, torch.zeros(size, dtype=OWN.get(name, X.dtype))
-            check(INTO[name], *given, mesh=mesh, placements=[[Shard(1)], [Shard(0)]], cloned=True, gradients=False)
+            given = X, torch.zeros(size, dtype=RESULT_DTYPES.get(name, X.dtype))
+            check(OUT_CALLS[name], *given, mesh=mesh, placements=[[Shard(1)], [Shard(0)]], cloned=True, gradients=False)
 
 
 @pytest.mark.filterwarnings("ignore:.*")
-@pytest.mark.parametrize("name", INTO)
-def test_out_of_another_dtype_takes_the_values_or_is_refused(name: str) -> None:
+@pytest.mark.parametrize("name", OUT_CALLS)
+def test_out_of_another_dtype_is_cast_or_refused_as_in_torch(name: str) -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
     with dt.implicit_replication():
-        INTO[name](X, fitting := X.new_empty(0, dtype=OWN.get(name, X.dtype)))
+        OUT_CALLS[name](X, fitting := X.new_empty(0, dtype=RESULT_DTYPES.get(name, X.dtype)))
         for dtype in DTYPES:
             for where in WHERE:
                 given = X, torch.zeros(fitting.shape, dtype=dtype)
-                check(INTO[name], *given, mesh=mesh, placements=[[Shard(1)], where], cloned=True, gradients=False)
+                check(OUT_CALLS[name], *given, mesh=mesh, placements=[[Shard(1)], where], cloned=True, gradients=False)
 
 
 @pytest.mark.filterwarnings("ignore:.*")
 @pytest.mark.parametrize("size", [(0,), (7,), (4, 3), (2, 3), (3, 2)], ids=str)
-def test_products_with_batches_are_written_into_any_size(size: tuple[int, ...]) -> None:
+def test_matmul_of_batch_writes_into_out_of_any_size(size: tuple[int, ...]) -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
     for where in ([Shard(0)], [Shard(1)], [Shard(2)], [Partial()]):
         check(
@@ -93,7 +93,7 @@ FACTORIES: dict[str, Callable[[torch.Tensor], object]] = {
 
 
 @pytest.mark.parametrize("name", FACTORIES)
-def test_who_resizes_warns_where_torch_does(name: str) -> None:
+def test_factories_resize_out_with_the_warnings_of_torch(name: str) -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
     told = []
     for out in (torch.zeros(7), dt.distribute_tensor(torch.zeros(7), mesh, [Shard(0)])):
@@ -105,7 +105,7 @@ def test_who_resizes_warns_where_torch_does(name: str) -> None:
     assert told[0] == told[1]
 
 
-def test_asking_what_becomes_of_out_draws_nothing() -> None:
+def test_shape_inference_of_rand_out_does_not_advance_the_generator() -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
     drawn = []
     for out in (torch.zeros(0), dt.distribute_tensor(torch.zeros(0), mesh, [Shard(0)])):
@@ -117,7 +117,7 @@ def test_asking_what_becomes_of_out_draws_nothing() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex128])
 @pytest.mark.parametrize("name", ["bernoulli", "normal", "normal_of_numbers", "rand", "randint", "normal_of_size"])
-def test_what_is_drawn_into_out_follows_its_memory(name: str, dtype: torch.dtype) -> None:
+def test_random_values_of_out_follow_its_memory_order(name: str, dtype: torch.dtype) -> None:
     draws: dict[str, Call] = {
         "bernoulli": lambda x, out: torch.bernoulli(x.abs() / 10, out=out),
         "normal": lambda x, out: torch.normal(x, x.abs(), out=out),
@@ -141,7 +141,7 @@ def test_what_is_drawn_into_out_follows_its_memory(name: str, dtype: torch.dtype
         )
 
 
-def test_a_large_result_is_not_made_to_ask_for_its_shape() -> None:
+def test_shape_inference_of_large_out_does_not_allocate() -> None:
     out = dt.zeros(0, device_mesh=dt.init_device_mesh("meta", (64,)), placements=[Replicate()])
     torch.zeros(1 << 44, out=out)
     assert out.shape == (1 << 44,)
@@ -149,8 +149,8 @@ def test_a_large_result_is_not_made_to_ask_for_its_shape() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*")
 @pytest.mark.parametrize("where", WHERE, ids=str)
-def test_a_view_is_not_resized(where: list[dt.Placement]) -> None:
-    """In the base's memory, where torch writes then; elements of a base lie where they are cut."""
+def test_resizing_a_view_raises(where: list[dt.Placement]) -> None:
+    """Check that ``out=`` views raise: torch would write past the view into the base, whose elements are on other ranks."""
     mesh = dt.init_device_mesh("cpu", (2,))
     x = dt.zeros(4, 3, device_mesh=mesh, placements=where)
     ones = dt.ones(5, 3, device_mesh=mesh, placements=where)
@@ -160,5 +160,5 @@ def test_a_view_is_not_resized(where: list[dt.Placement]) -> None:
     for view in (x[1:3], x.view(3, 4)):
         with pytest.raises(UnsupportedOperationError, match="view"):
             view.resize_(7, 8)
-    torch.add(ones, 1, out=x[4:])  # which shows nothing
+    torch.add(ones, 1, out=x[4:])  # an empty view may be resized
     assert not x.full_tensor().any()

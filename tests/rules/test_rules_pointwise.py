@@ -1,4 +1,4 @@
-"""Element by element: broadcasts, scalars, copies, in-place writes, new tensors; and how partial values pass."""
+"""Rules of pointwise operators: broadcasts, scalars, copies, in-place writes, new tensors, and partial operands."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(("name", "mesh_shape"), diagonals(CASES, MESHES, every=3), ids=str)
-def test_values_and_gradients_are_those_of_plain_torch(name: str, mesh_shape: tuple[int, ...]) -> None:
+def test_pointwise_values_and_gradients_equal_plain_torch(name: str, mesh_shape: tuple[int, ...]) -> None:
     try_all(CASES[name], mesh_shape, 8)
 
 
@@ -79,26 +79,26 @@ def test_values_and_gradients_are_those_of_plain_torch(name: str, mesh_shape: tu
         (lambda x, y: x.new_zeros(5, 7), [[S0, S1], [R, R]], [S0, S1]),
     ],
 )
-def test_nothing_is_communicated(fn, placements, expected) -> None:
+def test_pointwise_operators_do_not_communicate(fn, placements, expected) -> None:
     outcome = run(fn, [X, Y], (2, 2), placements)
     assert not outcome.events
     assert outcome.layouts[0].placements == tuple(expected)
 
 
-def test_dtypes_keep_the_algebra_of_terms() -> None:
+def test_casts_of_partial_integers_equal_plain_torch() -> None:
     for z in (Z, Z.to(torch.int8) * 30, Z.bool()):
         for op in ("sum", "max"):
             run(lambda z: (z + z, z * 3, z.to(torch.float64), z.to(torch.int64), -z.to(torch.int8)), [z], (3,), [[Partial(op)]])
 
 
-def test_a_sign_of_the_step_is_not_remembered() -> None:
-    """The step does not enter the plan, and a negative one turns the order about."""
+def test_cached_plan_of_add_is_right_for_alpha_of_both_signs() -> None:
+    """Check ``alpha`` of both signs: it is not part of the plan's key, and a negative one turns a maximum into a minimum."""
     for alpha in (1, -1, 2.0, -2.0):
         run(lambda x, y, alpha=alpha: (x.add(y, alpha=alpha), x.sub(y, alpha=alpha)), [X, Y], (3,), [[R], [Partial("max")]])
 
 
-def test_sums_are_reduced_before_they_are_rounded_to_fewer_bits() -> None:
-    """Terms may be far larger than their sum, and so would be their rounding errors."""
+def test_partial_sums_are_reduced_before_a_cast_to_fewer_bits() -> None:
+    """Check the order of reduction and cast: addends can be far larger than their sum, and so can their rounding errors."""
     mesh = dt.init_device_mesh("cpu", (2,))
     terms = dt.per_rank([torch.tensor([1000.0]), torch.tensor([-999.999])])
     x = dt.DTensor.from_local(terms, mesh, [Partial()], shape=(1,))
@@ -108,7 +108,7 @@ def test_sums_are_reduced_before_they_are_rounded_to_fewer_bits() -> None:
     assert largest.bfloat16().placements == (Partial("max"),)
 
 
-def test_a_choice_among_whole_values_is_whole() -> None:
-    """``prims.where`` has the rule of ``aten.where``, whose operands have other names: a row of terms without terms was left."""
+def test_prims_where_of_replicated_operands_is_replicated() -> None:
+    """Check ``prims.where``, which has the rule of ``aten.where`` but other operand names."""
     x = dt.distribute_tensor(X, dt.init_device_mesh("cpu", (2,)), [R])
     assert torch.equal(torch.ops.prims.where(x > 0, x, -x).full_tensor(), X.abs())

@@ -1,4 +1,4 @@
-"""Weighted means of positions: linear in floating values, rounded in integer ones."""
+"""Rules of pooling and interpolation: linear in floating-point values, rounded in integers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BYTES = torch.arange(2 * 3 * 4 * 5).mul(7).remainder(251).reshape(2, 3, 4, 5)
     ],
     ids=["avg 2d", "avg 3d", "bilinear", "antialiased", "nearest", "max"],
 )
-def test_terms_of_integers_are_added_before_they_are_averaged(fn: Callable[..., torch.Tensor], dtype: torch.dtype) -> None:
+def test_pooling_of_partial_integers_reduces_before_rounding(fn: Callable[..., torch.Tensor], dtype: torch.dtype) -> None:
     mesh = dt.init_device_mesh("cpu", (3,))
     for where in (Partial(), Partial("max"), Shard(1), Shard(3)):
         check(fn, BYTES.to(dtype), mesh=mesh, placements=[[where]])

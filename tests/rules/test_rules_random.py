@@ -1,4 +1,4 @@
-"""Random operations give the values of one device with the same seed, under every placement."""
+"""Rules of random operators: under all placements they give the values of plain torch with the same seed."""
 
 from __future__ import annotations
 
@@ -60,30 +60,30 @@ IN_PLACE: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize(("name", "mesh_shape"), diagonals(NEW, MESHES, every=3), ids=str)
-def test_new_values_and_gradients(name: str, mesh_shape: tuple[int, ...]) -> None:
+def test_random_operators_equal_plain_torch(name: str, mesh_shape: tuple[int, ...]) -> None:
     try_all(Case(NEW[name], (X,)), mesh_shape, 5)
 
 
 @pytest.mark.parametrize(("name", "mesh_shape"), diagonals(IN_PLACE, MESHES, every=3), ids=str)
-def test_values_written_in_place(name: str, mesh_shape: tuple[int, ...]) -> None:
+def test_in_place_random_operators_equal_plain_torch(name: str, mesh_shape: tuple[int, ...]) -> None:
     try_all(Case(IN_PLACE[name], (floats(6, 20, low=0.1, high=0.9),), written=True, gradients=False), mesh_shape, 5)
 
 
 @pytest.mark.parametrize("name", ["rand_like", "dropout", "native_dropout", "bernoulli", "dropout1d"])
-def test_nothing_is_communicated(name: str) -> None:
+def test_random_operators_do_not_communicate(name: str) -> None:
     outcome = run(NEW[name], [X], (2, 2), [[Shard(0), Shard(1)]])
     assert not outcome.events
     assert all(layout.placements == (Shard(0), Shard(1)) for layout in outcome.layouts)
 
 
-def test_dropout_by_a_mask_keeps_terms() -> None:
+def test_native_dropout_keeps_partial_placement() -> None:
     outcome = run(lambda x: torch.native_dropout(x, 0.3, True)[0], [X], (3,), [[Partial()]])
     assert outcome.layouts[0].placements == (Partial(),)
     assert not outcome.events
 
 
-@pytest.mark.filterwarnings("ignore::dtensor.errors.GatherWarning")  # bernoulli of given probabilities gathers
-def test_the_generator_advances_as_on_one_device() -> None:
+@pytest.mark.filterwarnings("ignore::dtensor.errors.GatherWarning")  # bernoulli with a tensor of probabilities gathers
+def test_generator_advances_as_with_plain_torch() -> None:
     mesh = dt.init_device_mesh("cpu", (2, 2))
     x = dt.distribute_tensor(X, mesh, [Shard(0), Replicate()])
     torch.manual_seed(3)
@@ -94,7 +94,7 @@ def test_the_generator_advances_as_on_one_device() -> None:
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_rows_of_probabilities_draw_where_they_are() -> None:
+def test_multinomial_of_sharded_rows_does_not_communicate() -> None:
     outcome = run(NEW["multinomial"], [X], (2,), [[Shard(0)]])
     assert kinds(outcome) == []
     assert outcome.layouts[0].placements == (Shard(0),)

@@ -1,4 +1,4 @@
-"""Reductions, extrema with indices, variances, norms and scans over sharded dims."""
+"""Rules of reductions: sums, extrema with indices, variances, norms and scans over sharded dims."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(("name", "mesh_shape"), diagonals(CASES, MESHES, every=3), ids=str)
-def test_values_and_gradients_are_those_of_plain_torch(name: str, mesh_shape: tuple[int, ...]) -> None:
+def test_reduction_values_and_gradients_equal_plain_torch(name: str, mesh_shape: tuple[int, ...]) -> None:
     try_all(CASES[name], mesh_shape, 8)
 
 
@@ -79,7 +79,7 @@ def test_values_and_gradients_are_those_of_plain_torch(name: str, mesh_shape: tu
         (lambda x: x.any(1), [Shard(1), Shard(0)], [Partial("max"), Shard(0)], []),
     ],
 )
-def test_shards_combine_without_moving_the_operand(fn, placements, expected, collectives) -> None:
+def test_reductions_over_sharded_dims_communicate_only_partial_results(fn, placements, expected, collectives) -> None:
     x = floats(64, 50)
     outcome = run(fn, [x], (2, 2), [placements], gradients=False)
     assert outcome.layouts[0].placements == tuple(expected)
@@ -87,7 +87,7 @@ def test_shards_combine_without_moving_the_operand(fn, placements, expected, col
     assert received(outcome) < x.nbytes // 8
 
 
-def test_clipping_many_parameters_reduces_one_number() -> None:
+def test_clip_grad_norm_reduces_one_number() -> None:
     mesh = dt.init_device_mesh("cpu", (2, 2))
     layouts = [
         ([Shard(0), Shard(1)], (5, 7)),
@@ -114,30 +114,30 @@ def test_clipping_many_parameters_reduces_one_number() -> None:
         torch.testing.assert_close(own.grad.full_tensor(), like.grad)
 
 
-def test_means_of_half_precision_do_not_overflow() -> None:
+def test_mean_of_half_precision_does_not_overflow() -> None:
     x = torch.full((5, 4), 30000.0, dtype=torch.float16)
     assert run(torch.mean, [x], (3,), [[Shard(0)]], gradients=False).layouts[0].dtype is torch.float16
 
 
-def test_item_of_a_tensor_with_several_elements_raises_like_plain_torch() -> None:
+def test_item_of_tensor_with_several_elements_raises() -> None:
     run(lambda x: x.item(), [floats(2)], (2,), [[Shard(0)]])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64, torch.int64], ids=str)
 @pytest.mark.parametrize("count", [0, 2, 5])
-def test_weighted_counts_have_torchs_dtype_where_a_block_or_all_is_empty(count: int, dtype: torch.dtype) -> None:
+def test_bincount_with_weights_and_empty_shards_has_the_dtype_of_torch(count: int, dtype: torch.dtype) -> None:
     given = torch.arange(count) % 3, torch.ones(count, dtype=dtype)
     for where in (Shard(0), Shard(0, sizes=(0, count, 0, 0))):
         check(torch.bincount, *given, mesh=dt.init_device_mesh("cpu", (4,)), placements=[[where]] * 2, kwargs={"minlength": 2})
 
 
-def test_fewer_counts_than_none_are_refused() -> None:
+def test_bincount_with_negative_minlength_raises() -> None:
     run(lambda x: torch.bincount(x, minlength=-1), [torch.arange(4)], (2,), [[Shard(0)]])
 
 
-@pytest.mark.parametrize("reduce", ["sum", "mean", "prod", "max", "amax", "min", "amin"])  # torch takes both names
+@pytest.mark.parametrize("reduce", ["sum", "mean", "prod", "max", "amax", "min", "amin"])  # torch takes "max" and "amax"
 @pytest.mark.parametrize("initial", [None, 0.5])
-def test_segments_by_every_name_of_their_reduction(reduce: str, initial: float | None) -> None:
+def test_segment_reduce_by_every_name_of_the_reductions(reduce: str, initial: float | None) -> None:
     options = {} if initial is None else {"initial": initial}
     for where in (Shard(0), Shard(1)):
         check(
@@ -151,7 +151,7 @@ def test_segments_by_every_name_of_their_reduction(reduce: str, initial: float |
 
 @pytest.mark.parametrize("unsafe", [False, True])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-def test_lengths_of_segments_are_of_either_dtype(dtype: torch.dtype, unsafe: bool) -> None:
+def test_segment_reduce_takes_lengths_of_int32_and_int64(dtype: torch.dtype, unsafe: bool) -> None:
     check(
         lambda x, lengths: torch.segment_reduce(x, "sum", lengths=lengths, unsafe=unsafe),
         torch.randn(6, dtype=torch.float64),

@@ -1,4 +1,4 @@
-"""Softmax and its kin along a sharded dim."""
+"""Rules of softmax, log_softmax and logsumexp along a sharded dim."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ CASES = {
 
 
 @pytest.mark.parametrize(("name", "mesh_shape"), diagonals(CASES, MESHES, every=3), ids=str)
-def test_values_and_gradients_are_those_of_plain_torch(name: str, mesh_shape: tuple[int, ...]) -> None:
+def test_softmax_values_and_gradients_equal_plain_torch(name: str, mesh_shape: tuple[int, ...]) -> None:
     try_all(CASES[name], mesh_shape)
 
 
 @pytest.mark.parametrize("placements", [[Shard(1), Shard(0)], [Replicate(), Shard(1)], [Shard(1), Shard(1)]], ids=str)
 @pytest.mark.parametrize("op", ["softmax", "log_softmax"])
-def test_one_small_collective_and_the_same_placement(op: str, placements: list[Shard]) -> None:
+def test_softmax_along_sharded_dim_needs_one_small_all_reduce(op: str, placements: list[Shard]) -> None:
     x = floats(4, 4096)
     outcome = run(lambda x: getattr(x, op)(1), [x], (2, 2), [placements])
     assert outcome.layouts[0].placements == tuple(placements)
@@ -48,7 +48,7 @@ def test_one_small_collective_and_the_same_placement(op: str, placements: list[S
     assert received(outcome) < x.nbytes // 100
 
 
-def test_the_gradient_needs_one_number_a_row() -> None:
+def test_softmax_backward_reduces_one_number_per_row() -> None:
     grad, y = floats(4, 4096), floats(4, 4096, seed=1)
     for op in (torch.ops.aten._softmax_backward_data, torch.ops.aten._log_softmax_backward_data):
         outcome = run(lambda g, y, op=op: op(g, y, 1, torch.float64), [grad, y], (4,), [[Shard(1)]] * 2, gradients=False)
@@ -57,7 +57,7 @@ def test_the_gradient_needs_one_number_a_row() -> None:
         assert received(outcome) < grad.nbytes // 100
 
 
-def test_partial_gradients_are_reduced_before_they_are_multiplied() -> None:
+def test_softmax_backward_reduces_a_partial_gradient_first() -> None:
     grad, y = floats(5, 6), floats(5, 6, seed=1)
     outcome = run(
         lambda g, y: torch.ops.aten._softmax_backward_data(g, y, 1, torch.float64),

@@ -1,4 +1,4 @@
-"""Values and shapes that samples seldom have: NaN beside infinity, nothing to reduce, dtypes an operator refuses, ties, zeros."""
+"""Special values and shapes: NaN next to infinity, empty reductions, dtypes that an operator refuses, ties and signed zeros."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from dtensor.testing.placements import get_or_make_mesh
 NAN, INF = float("nan"), float("inf")
 
 
-def spread(x: torch.Tensor, ranks: int = 3) -> list[tuple[Placement, ...]]:
-    """Each dim sharded by chunks and with everything on the last rank."""
+def even_and_one_sided_shards(x: torch.Tensor, ranks: int = 3) -> list[tuple[Placement, ...]]:
+    """Return placements that shard each dim, once evenly and once with all elements on the last rank."""
     found: list[tuple[Placement, ...]] = []
     for dim, size in enumerate(x.shape):
         found += [(Shard(dim),), (Shard(dim, sizes=(0,) * (ranks - 1) + (size,)),)]
@@ -25,15 +25,15 @@ def spread(x: torch.Tensor, ranks: int = 3) -> list[tuple[Placement, ...]]:
 
 
 @pytest.mark.parametrize("order", [0, 1, 2, 3, INF, -INF, -1])
-def test_a_norm_is_nan_where_one_block_has_nan_and_another_infinity(order: float) -> None:
+def test_vector_norm_is_nan_if_shards_have_nan_and_infinity(order: float) -> None:
     x = torch.tensor([[INF, 1.0, 2.0, NAN], [NAN, 1.0, 2.0, INF], [INF, 1.0, 2.0, -INF]], dtype=torch.float64)
-    for where in spread(x):
+    for where in even_and_one_sided_shards(x):
         check(
             lambda x: torch.linalg.vector_norm(x, order, -1), x, mesh=get_or_make_mesh((3,)), placements=[where], gradients=False
         )
 
 
-def test_the_total_norm_of_gradients_is_nan_where_one_is() -> None:
+def test_total_norm_of_gradients_with_nan_is_nan() -> None:
     mesh = dt.init_device_mesh("cpu", (4,))
     x = dt.distribute_tensor(torch.tensor([INF, 1.0, 1.0, NAN]), mesh, [Shard(0)])
     assert torch.nn.utils.get_total_norm([x]).full_tensor().isnan()
@@ -41,9 +41,9 @@ def test_the_total_norm_of_gradients_is_nan_where_one_is() -> None:
 
 @pytest.mark.parametrize("name", ["max", "min", "amax", "amin"])
 @pytest.mark.parametrize("shape", [(0, 6), (7, 0)])
-def test_the_best_of_nothing_raises(name: str, shape: tuple[int, ...]) -> None:
+def test_max_and_min_of_empty_tensor_raise(name: str, shape: tuple[int, ...]) -> None:
     x = torch.ones(shape)
-    for where in [*spread(x), (Replicate(),)]:
+    for where in [*even_and_one_sided_shards(x), (Replicate(),)]:
         made = dt.distribute_tensor(x, dt.init_device_mesh("cpu", (3,)), where)
         with pytest.raises((RuntimeError, IndexError), match="dim"):
             getattr(torch, name)(made)
@@ -61,24 +61,24 @@ def test_the_best_of_nothing_raises(name: str, shape: tuple[int, ...]) -> None:
         (lambda x: torch.block_diag(x, x), torch.ones(5, 2, 3)),
     ],
 )
-def test_what_plain_torch_refuses_is_refused(call: Callable[..., Any], x: torch.Tensor) -> None:
+def test_calls_with_unsupported_dtypes_and_shapes_raise_as_in_torch(call: Callable[..., Any], x: torch.Tensor) -> None:
     with pytest.raises((RuntimeError, NotImplementedError)):
         call(x)
-    for where in spread(x):
+    for where in even_and_one_sided_shards(x):
         with pytest.raises((RuntimeError, NotImplementedError)):
             call(dt.distribute_tensor(x, dt.init_device_mesh("cpu", (3,)), where))
 
 
 @pytest.mark.parametrize("order", [INF, -INF])
-def test_norms_along_a_dim_of_no_slices(order: float) -> None:
+def test_vector_norm_of_tensor_without_rows(order: float) -> None:
     x = torch.ones(0, 6, dtype=torch.float64)
-    for where in [*spread(x), (Replicate(),), (Partial("avg"),)]:
+    for where in [*even_and_one_sided_shards(x), (Replicate(),), (Partial("avg"),)]:
         check(
             lambda x: torch.linalg.vector_norm(x, order, -1), x, mesh=get_or_make_mesh((3,)), placements=[where], gradients=False
         )
 
 
-def test_the_mean_of_infinite_complex_terms_is_infinite() -> None:
+def test_partial_avg_of_infinite_complex_values_is_infinite() -> None:
     x = torch.zeros(2, 3, dtype=torch.complex128)
     outcome = check(
         lambda x: torch.nn.functional.pad(x, (1, 0), value=-INF),
@@ -93,7 +93,7 @@ def test_the_mean_of_infinite_complex_terms_is_infinite() -> None:
     assert torch.view_as_real(terms.full_tensor()).tolist() == [[INF, 1.0]] * 2
 
 
-def test_the_gradient_of_empty_eigenvectors() -> None:
+def test_eig_gradient_of_empty_matrices() -> None:
     x = torch.zeros(1, 1, 0, 0, dtype=torch.float64)
     for dim in (0, 1):
         check(torch.linalg.eig, x, mesh=get_or_make_mesh((4,)), placements=[[Shard(dim)]])
@@ -103,7 +103,7 @@ SPECIAL = torch.tensor(
     [[NAN, INF, -INF, -0.0, 0.0, 1.0], [1.0, NAN, 1.0, -2.0, 3.0, 3.0], [0.0, -0.0, 0.0, -0.0, 0.0, 0.0]]
 ).double()
 TIES = torch.tensor([[1, 2, 2, 1, 2, 0], [0, 0, 0, 0, 0, 0], [-1, -1, 3, 3, 3, -1]])
-CHOICES: dict[str, Callable[[torch.Tensor], Any]] = {
+ORDER_FUNCTIONS: dict[str, Callable[[torch.Tensor], Any]] = {
     "argmax": lambda x: torch.argmax(x, 1),
     "argmin of all": torch.argmin,
     "max.dim": lambda x: torch.max(x, 1),
@@ -123,14 +123,14 @@ CHOICES: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", CHOICES)
-def test_choices_among_equal_and_special_values(name: str) -> None:
+@pytest.mark.parametrize("name", ORDER_FUNCTIONS)
+def test_sort_topk_argmax_of_ties_and_special_values(name: str) -> None:
     for x in (SPECIAL, TIES):
-        for where in spread(x):
-            check(CHOICES[name], x, mesh=get_or_make_mesh((3,)), placements=[where], gradients=False)
+        for where in even_and_one_sided_shards(x):
+            check(ORDER_FUNCTIONS[name], x, mesh=get_or_make_mesh((3,)), placements=[where], gradients=False)
 
 
-def test_masks_filled_with_the_least_number_do_not_overflow_as_means() -> None:
+def test_masked_fill_of_partial_avg_with_smallest_number_does_not_overflow() -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
     x, hidden = torch.randn(3, 4, dtype=torch.float64), torch.tensor([[True] * 4, [False] * 4, [True, False] * 2])
     least = torch.finfo(torch.float64).min
@@ -155,14 +155,14 @@ FACTORS = {
 
 @pytest.mark.skipif(not hasattr(torch.ops.aten, "_philox_uniform"), reason="torch before 2.13 has another way for subclasses")
 @pytest.mark.parametrize("values", FACTORS.values(), ids=FACTORS.keys())
-def test_gradients_of_products_are_as_one_device_forms_them(values: list[list[float]]) -> None:
+def test_prod_gradients_with_nan_infinity_and_zero(values: list[list[float]]) -> None:
     mesh, x = dt.init_device_mesh("cpu", (2,)), torch.tensor(values, dtype=torch.float64)
     for where in (Replicate(), Shard(0), Shard(1)):
         for fn in (torch.prod, lambda x: x.prod(0), lambda x: x.prod(1, keepdim=True), lambda x: x.prod(-1, dtype=torch.float32)):
             check(fn, x, mesh=mesh, placements=[[where]])
 
 
-def test_products_of_nothing_have_gradients() -> None:
+def test_prod_gradients_of_empty_tensors() -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
     for shape, dim in (((3, 0), 1), ((0, 3), 0), ((3, 0), 0), ((), 0)):
         x = torch.ones(shape, dtype=torch.float64)
@@ -170,7 +170,7 @@ def test_products_of_nothing_have_gradients() -> None:
             check(fn, x, mesh=mesh, placements=[[Shard(0) if shape else Replicate()]])
 
 
-def test_products_have_second_derivatives() -> None:
+def test_second_derivatives_of_prod() -> None:
     def curvature(x: torch.Tensor) -> torch.Tensor:
         (slope,) = torch.autograd.grad(x.prod(1).sum() + x.prod(), x, create_graph=True)
         return slope.square().sum()
@@ -181,7 +181,7 @@ def test_products_have_second_derivatives() -> None:
             check(curvature, torch.tensor(values, dtype=torch.float64), mesh=mesh, placements=[[where]])
 
 
-def test_bools_and_integers_shift_each_other() -> None:
+def test_bit_shifts_of_bools_and_integers() -> None:
     mesh, bits, counts = dt.init_device_mesh("cpu", (2,)), torch.tensor([True, False, True]), torch.tensor([1, 2, 3])
     for where in (Replicate(), Shard(0), Partial()):
         for fn in (lambda x, y: x << y, lambda x, y: x >> y, lambda x, y: y << x, lambda x, y: (x << 2) + (y >> 1)):
@@ -190,7 +190,7 @@ def test_bools_and_integers_shift_each_other() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64])
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5])
-def test_the_mean_of_finite_terms_is_finite(dtype: torch.dtype, ranks: int) -> None:
+def test_partial_avg_of_largest_finite_values_is_finite(dtype: torch.dtype, ranks: int) -> None:
     real = torch.float32 if dtype is torch.complex64 else dtype
     value = torch.tensor([torch.finfo(real).min, torch.finfo(real).max, 0.1, -3.3]).to(real).to(dtype)
     mesh = dt.init_device_mesh("cpu", (ranks,))
@@ -228,20 +228,20 @@ REFUSED: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
 
 @pytest.mark.filterwarnings("ignore:index_reduce")
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_torchs_inference_lets_pass_is_refused(name: str) -> None:
+def test_invalid_calls_that_torch_meta_functions_accept_raise(name: str) -> None:
     fn, given = REFUSED[name]
     for where in (Replicate(), Shard(0), Partial("max")):
         placed = [(where if i == 0 else Replicate(),) for i, _ in enumerate(given)]
         assert check(fn, *given, mesh=get_or_make_mesh((3,)), placements=placed, gradients=False).same_error
 
 
-def test_nothing_is_joined_with_nothing_along_any_dim() -> None:
+def test_cat_of_empty_1d_tensors_takes_any_dim() -> None:
     for dim in (-7, 0, 3):
         mesh, placements = get_or_make_mesh((3,)), [[Shard(0)]] * 2
         check(lambda x, y: torch.cat([x, y], dim), *[torch.zeros(0)] * 2, mesh=mesh, placements=placements)  # noqa: B023
 
 
-def test_what_is_scattered_by_a_mask_lies_row_major() -> None:
+def test_masked_scatter_reads_the_source_in_row_major_order() -> None:
     x, mask = torch.randn(4, 3, dtype=torch.float64).t(), torch.tensor([[True, False, True, False]] * 3)
     for where in (Replicate(), Shard(0), Shard(1), Partial()):
         for source in (torch.ones(3, 4, dtype=torch.float64), x.clone()):
@@ -265,15 +265,15 @@ def test_what_is_scattered_by_a_mask_lies_row_major() -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5])
-def test_running_sums_of_complex_numbers_keep_the_part_that_is_finite(ranks: int) -> None:
+def test_cumsum_of_complex_infinity_keeps_the_finite_part(ranks: int) -> None:
     x = torch.tensor([1 + 2j, complex(INF), 1j, -1, complex(0, INF), 3j], dtype=torch.complex128)
     whole = x.cumsum(0)
-    for where in spread(x, ranks):
+    for where in even_and_one_sided_shards(x, ranks):
         found = dt.distribute_tensor(x, get_or_make_mesh((ranks,)), where).cumsum(0).full_tensor()
         torch.testing.assert_close(torch.view_as_real(found), torch.view_as_real(whole), equal_nan=True)
 
 
-SIGNS: dict[str, Callable[[Any, Any], Any]] = {
+ZERO_PRESERVING_FUNCTIONS: dict[str, Callable[[Any, Any], Any]] = {
     "itself": lambda x, i: x * 1,
     "row": lambda x, i: x[4],
     "rows": lambda x, i: x[i],
@@ -286,8 +286,8 @@ SIGNS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", SIGNS)
-def test_a_zero_keeps_its_sign_where_its_terms_are_one_value_and_nothing(name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("name", ZERO_PRESERVING_FUNCTIONS)
+def test_negative_zero_keeps_its_sign_under_all_placements(name: str, dtype: torch.dtype) -> None:
     def signs(x: torch.Tensor) -> torch.Tensor:
         return torch.view_as_real(x).signbit() if x.is_complex() else x.signbit()
 
@@ -296,4 +296,6 @@ def test_a_zero_keeps_its_sign_where_its_terms_are_one_value_and_nothing(name: s
     for where in (Shard(0), Shard(1), Replicate(), Partial(), Partial("avg")):
         mesh = get_or_make_mesh((3,))
         given = dt.distribute_tensor(x, mesh, [where]), dt.distribute_tensor(i, mesh, [Replicate()])
-        assert torch.equal(signs(SIGNS[name](*given).full_tensor()), signs(SIGNS[name](x, i)))
+        assert torch.equal(
+            signs(ZERO_PRESERVING_FUNCTIONS[name](*given).full_tensor()), signs(ZERO_PRESERVING_FUNCTIONS[name](x, i))
+        )

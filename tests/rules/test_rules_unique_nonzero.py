@@ -1,4 +1,4 @@
-"""Values that occur, under sharded, nested, uneven and empty blocks: nothing is gathered but the values."""
+"""Rules of unique, histogram, geqrf and chunk_cat under sharded, nested, uneven and empty shards, without the gather fallback."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def drawn(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.parametrize("placements", PLACEMENTS, ids=str)
 @pytest.mark.parametrize("call", CALLS)
-def test_values_places_and_counts(call: Callable[[torch.Tensor], Any], placements: Any) -> None:
+def test_unique_values_inverse_and_counts_equal_plain_torch(call: Callable[[torch.Tensor], Any], placements: Any) -> None:
     with gathers() as gathered:
         dtype = DTYPES[(CALLS.index(call) + PLACEMENTS.index(placements)) % len(DTYPES)]
         check(call, drawn(5, 3, dtype=dtype), mesh=MESH, placements=[placements])
@@ -46,19 +46,19 @@ def test_values_places_and_counts(call: Callable[[torch.Tensor], Any], placement
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_partial_terms_nothing_and_one(call: Callable[[torch.Tensor], Any]) -> None:
+def test_unique_of_partial_one_element_and_empty_tensors(call: Callable[[torch.Tensor], Any]) -> None:
     check(call, drawn(5, 2, dtype=torch.int64), mesh=MESH, placements=[[Partial(), Shard(0)]])
     check(call, drawn(1, 1, dtype=torch.int64), mesh=MESH, placements=[[Shard(0), Shard(1)]])
     check(call, drawn(0, 2, dtype=torch.int64), mesh=MESH, placements=[[Shard(0), Shard(1)]])
 
 
 @pytest.mark.parametrize("call", [CALLS[0], CALLS[1], CALLS[6]])
-def test_each_nan_is_a_value_of_its_own(call: Callable[[torch.Tensor], Any]) -> None:
+def test_unique_gives_each_nan_separately(call: Callable[[torch.Tensor], Any]) -> None:
     x = torch.tensor([3, torch.nan, 1, -torch.inf, torch.nan, 3, torch.inf, 0, -0.0, torch.nan, torch.nan])
     check(call, x, mesh=MESH, placements=[[Shard(0), Shard(0)]])
 
 
-def test_places_stay_sharded_and_values_alone_travel() -> None:
+def test_unique_inverse_keeps_the_sharding_of_the_input() -> None:
     x = dt.distribute_tensor(drawn(400, dtype=torch.int64), MESH, [Shard(0), Shard(0)])
     values, places, counts = torch.unique(x, return_inverse=True, return_counts=True)
     assert places.placements == x.placements
@@ -67,7 +67,7 @@ def test_places_stay_sharded_and_values_alone_travel() -> None:
 
 
 @pytest.mark.parametrize("placements", [*PLACEMENTS[:4], [Partial(), Shard(0)]], ids=str)
-def test_histograms_with_their_edges(placements: Any) -> None:
+def test_histogram_counts_and_edges_equal_plain_torch(placements: Any) -> None:
     x = torch.randint(-9, 9, (5, 3), generator=torch.Generator().manual_seed(0)).double() / 8
     edges = torch.tensor([-1.0, 0, 0.5, 2], dtype=torch.float64)
     with gathers() as gathered:
@@ -96,7 +96,7 @@ def test_histograms_with_their_edges(placements: Any) -> None:
 
 
 @pytest.mark.parametrize("placements", [[Shard(0), R], [Shard(0), Shard(1)], [Shard(2), Shard(0)], [Partial(), R]], ids=str)
-def test_householder_factors_and_chunks(placements: Any) -> None:
+def test_geqrf_and_chunk_cat_equal_plain_torch(placements: Any) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(3, 5, 4, dtype=torch.float64, generator=generator)
     with gathers() as gathered:

@@ -1,4 +1,4 @@
-"""Views, slices and splits: shards stay where they are, and what is split along a sharded dim is as uneven as it comes."""
+"""Rules of views, slices and splits: shards stay on their ranks, and a slice of a sharded dim has uneven shards."""
 
 from __future__ import annotations
 
@@ -67,12 +67,12 @@ CASES = {
 
 
 @pytest.mark.parametrize(("name", "mesh_shape"), diagonals(CASES, MESHES, every=3), ids=str)
-def test_values_and_gradients_are_those_of_plain_torch(name: str, mesh_shape: tuple[int, ...]) -> None:
+def test_view_values_and_gradients_equal_plain_torch(name: str, mesh_shape: tuple[int, ...]) -> None:
     try_all(CASES[name], mesh_shape, 7)
 
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
-FREE: list[tuple[str, Callable[[torch.Tensor], Any], list[Any], list[Any]]] = [
+LOCAL_CASES: list[tuple[str, Callable[[torch.Tensor], Any], list[Any], list[Any]]] = [
     ("flatten keeps ragged blocks", lambda x: x.flatten(), [S0], [Shard(0, sizes=(18, 12))]),
     ("unflatten of ragged blocks", lambda x: x.flatten().view(5, 6), [S0], [S0]),
     ("split of the inner dim", lambda x: x.view(5, 2, 3), [S1], [S1]),
@@ -94,8 +94,10 @@ FREE: list[tuple[str, Callable[[torch.Tensor], Any], list[Any], list[Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("fn", "given", "expected"), [row[1:] for row in FREE], ids=[row[0] for row in FREE])
-def test_no_communication(fn: Callable[[torch.Tensor], Any], given: list[Any], expected: list[Any]) -> None:
+@pytest.mark.parametrize(("fn", "given", "expected"), [row[1:] for row in LOCAL_CASES], ids=[row[0] for row in LOCAL_CASES])
+def test_views_keep_shards_without_communication(
+    fn: Callable[[torch.Tensor], Any], given: list[Any], expected: list[Any]
+) -> None:
     shape = (2,) * len(given)
     outcome = run(lambda x: fn(x).clone(), (Y,), shape, [given])  # a view is computed when it is read
     assert kinds(outcome) == []
@@ -111,8 +113,8 @@ def test_no_communication(fn: Callable[[torch.Tensor], Any], given: list[Any], e
         ((5, 1, 2, 3), 2, Shard(1)),
     ],
 )
-def test_one_rank_that_holds_all_keeps_it(new: tuple[int, ...], dim: int, expected: Shard) -> None:
-    """A dim of size one that is cut leaves the whole tensor with one rank: no other shape of it has to move."""
+def test_view_of_sharded_dim_of_size_1_keeps_all_elements_on_one_rank(new: tuple[int, ...], dim: int, expected: Shard) -> None:
+    """Check views of a tensor with a sharded dim of size 1: one rank has all elements and keeps them."""
     outcome = run(lambda x: x.view(new).clone(), (floats(1, 5, 1, 6),), (2,), [[Shard(dim)]])
     assert kinds(outcome) == []
     assert outcome.layouts[0].placements == (expected,)
@@ -121,7 +123,7 @@ def test_one_rank_that_holds_all_keeps_it(new: tuple[int, ...], dim: int, expect
 @pytest.mark.parametrize(
     "fn", [lambda x: x[1:4] * 2, lambda x: x.flatten()[7:] * 2, lambda x: x.chunk(2)[1] * 3], ids=["slice", "flat slice", "chunk"]
 )
-def test_the_gradient_of_a_slice_stays_where_the_slice_is(fn: Callable[[torch.Tensor], Any]) -> None:
+def test_gradient_of_a_slice_of_a_sharded_dim_does_not_communicate(fn: Callable[[torch.Tensor], Any]) -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
     x = dt.distribute_tensor(Y.clone().requires_grad_(), mesh, [Shard(0)])
     made = fn(x)
@@ -130,7 +132,7 @@ def test_the_gradient_of_a_slice_stays_where_the_slice_is(fn: Callable[[torch.Te
     assert x.grad.placements == x.placements
 
 
-def test_a_slice_along_shards_is_a_view_of_the_local() -> None:
+def test_slice_of_sharded_dim_shares_memory_with_the_local_tensor() -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
     x = dt.distribute_tensor(Y.clone(), mesh, [Shard(0)])
     part = x[1:4]
@@ -140,10 +142,11 @@ def test_a_slice_along_shards_is_a_view_of_the_local() -> None:
     assert x.full_tensor()[1:4].abs().sum() == 0
 
 
-def test_strided_views_between_ones_own_elements_are_refused() -> None:
+def test_as_strided_of_elements_between_strides_raises() -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
     x = dt.distribute_tensor(Y.clone(), mesh, [Shard(0)])[:, ::2]
-    assert torch.equal(x.as_strided((3, 2), (2, 1)).full_tensor(), Y[:, ::2].as_strided((3, 2), (2, 1)))  # the base has them
+    # the base has the skipped elements
+    assert torch.equal(x.as_strided((3, 2), (2, 1)).full_tensor(), Y[:, ::2].as_strided((3, 2), (2, 1)))
     alone = dt.DTensor.from_local(Y, mesh, shape=Y.shape, stride=(16, 2))
     with pytest.raises(UnsupportedOperationError, match="clone"):
         alone.as_strided((3, 2), (2, 1))
@@ -153,11 +156,11 @@ def test_strided_views_between_ones_own_elements_are_refused() -> None:
     ("sizes", "window", "expected"),
     [((3, 2), range(1, 5), (2, 2)), ((2, 0, 2, 1), range(0, 5, 2), (1, 0, 1, 1)), ((4, 3), range(9, 9), (0, 0))],
 )
-def test_windowed(sizes: tuple[int, ...], window: range, expected: tuple[int, ...]) -> None:
+def test_window_block_sizes(sizes: tuple[int, ...], window: range, expected: tuple[int, ...]) -> None:
     assert window_block_sizes(sizes, window) == expected
 
 
-def test_covering_gives_the_windows_their_sizes_or_the_default() -> None:
+def test_cover_window_sizes_gives_the_wanted_sizes_or_the_default() -> None:
     for total in range(1, 9):
         for start in range(total):
             for end in range(start, total + 1):
@@ -169,15 +172,15 @@ def test_covering_gives_the_windows_their_sizes_or_the_default() -> None:
                     assert found == default or window_block_sizes(found, window) == wanted
 
 
-def test_a_rule_of_a_view_is_right_in_a_composite_under_inference_mode() -> None:
+def test_composite_views_in_inference_mode() -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
     with torch.inference_mode():
         check(lambda x: (x.flatten(1), x.chunk(2, 1)[0], x.mT), X, mesh=mesh, placements=[[Shard(1)]], gradients=False)
 
 
 @given(st.data())
-def test_windows_of_memory_are_those_of_plain_tensors(data: st.DataObject) -> None:
-    """``as_strided`` and its gradient, where some dims stay and others are shown by steps over their memory."""
+def test_as_strided_windows_and_gradients_equal_plain_torch(data: st.DataObject) -> None:
+    """Check ``as_strided`` and its gradient with some dims unchanged and windows over the others."""
     order = data.draw(st.permutations(range(data.draw(st.integers(1, 4)))))
     shape = [data.draw(st.integers(1, 5)) for _ in order]
     plain = torch.randn(shape, dtype=torch.float64).permute(order)

@@ -1,4 +1,4 @@
-"""Writing through a view changes its base, and views see what the base becomes: as on plain tensors, under every placement."""
+"""Rules of in-place writes through views: the base changes, and views see writes to the base, under all placements."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def unsqueezed(x: torch.Tensor, v: torch.Tensor) -> None:
     x.unsqueeze(1)[2].add_(v)
 
 
-def seen_in_another_way(x: torch.Tensor, v: torch.Tensor) -> None:
+def reshape_views_in_place(x: torch.Tensor, v: torch.Tensor) -> None:
     row, column = x[2], x[:, 1]
     row.unsqueeze_(0)
     row.add_(1)
@@ -147,7 +147,7 @@ PROGRAMS: list[Program] = [
     unsqueezed,
     where_masked,
 ]
-SPLIT_PROGRAMS: list[Program] = []  # autograd forbids to write to one of several views
+SPLIT_PROGRAMS: list[Program] = []  # autograd does not allow writes to one of several views
 
 
 def into_chunks(x: torch.Tensor, v: torch.Tensor) -> None:
@@ -164,7 +164,7 @@ def into_unbound(x: torch.Tensor, v: torch.Tensor) -> None:
 
 
 # (nor can it replay a view that was reshaped in place)
-SPLIT_PROGRAMS += [into_chunks, into_unbound, seen_in_another_way]
+SPLIT_PROGRAMS += [into_chunks, into_unbound, reshape_views_in_place]
 FLAT = [
     (Replicate(),),
     (Shard(0),),
@@ -185,7 +185,7 @@ def run(program: Program) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize(("program", "gradients"), diagonals(PROGRAMS, [False, True]))
-def test_a_program_that_writes_through_views_gives_what_it_gives_on_plain_tensors(program: Program, gradients: bool) -> None:
+def test_programs_that_write_through_views_equal_plain_torch(program: Program, gradients: bool) -> None:
     for shape, choices in (((2,), FLAT), ((2, 2), GRID)):
         mesh = dt.init_device_mesh("cpu", shape)
         for k, placements in enumerate(choices):
@@ -194,7 +194,7 @@ def test_a_program_that_writes_through_views_gives_what_it_gives_on_plain_tensor
 
 
 @pytest.mark.parametrize("program", [*PROGRAMS[:8], *SPLIT_PROGRAMS], ids=lambda program: program.__name__)
-def test_integers_and_splits(program: Program) -> None:
+def test_writes_of_integers_and_writes_to_splits(program: Program) -> None:
     x, v = torch.arange(30).reshape(5, 6) - 7, torch.tensor([1, -2, 3, 5, 2, -1])
     mesh = dt.init_device_mesh("cpu", (3,))
     for placements in ((Shard(0),), (Shard(1),), (Shard(0, sizes=(0, 5, 0)),), (Partial(),)):
@@ -217,7 +217,7 @@ def test_integers_and_splits(program: Program) -> None:
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
-def test_writing_where_the_elements_are_costs_no_communication(program: Program, placement: Any) -> None:
+def test_writes_to_elements_of_one_rank_do_not_communicate(program: Program, placement: Any) -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
     x = scatter(torch.arange(30.0).reshape(5, 6), mesh, [placement])
     v = scatter(torch.arange(6.0), mesh, [Replicate()])
@@ -243,7 +243,7 @@ def test_parameters_can_be_edited_through_views_under_no_grad(placement: Any) ->
 
 
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
-def test_autograd_forbids_what_it_forbids_on_plain_tensors(placement: Any) -> None:
+def test_autograd_errors_of_in_place_writes_equal_plain_torch(placement: Any) -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
     leaf = dt.distribute_tensor(torch.ones(5, 6), mesh, [placement]).requires_grad_()
     with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
@@ -276,9 +276,10 @@ def test_views_follow_their_base_in_inference_mode(placement: Any, made_inside: 
             assert torch.equal(g.full_tensor(), e)
 
 
-def test_a_block_whose_strides_allow_no_view_is_written_through_all_the_same() -> None:
+def test_writes_through_views_of_transposed_local_tensors() -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
-    pieces = dt.per_rank([torch.arange(6.0).reshape(3, 2).t(), torch.arange(6.0, 12).reshape(3, 2).t()])  # not as the strides say
+    # local strides that do not match the global ones
+    pieces = dt.per_rank([torch.arange(6.0).reshape(3, 2).t(), torch.arange(6.0, 12).reshape(3, 2).t()])
     x = DTensor.from_local(pieces, mesh, [Shard(0)], shape=(4, 3), stride=(3, 1))
     plain = x.full_tensor()
     for t in (x, plain):
@@ -290,7 +291,7 @@ def test_a_block_whose_strides_allow_no_view_is_written_through_all_the_same() -
 
 
 @pytest.mark.parametrize("size", [(5, 5), (3, 4), (30,), (), (0, 4), (1, 2, 3, 4), (6, 5)], ids=str)
-def test_resizing_keeps_the_elements_as_they_lie_in_memory(size: tuple[int, ...]) -> None:
+def test_resize_keeps_elements_in_memory_order(size: tuple[int, ...]) -> None:
     mesh = dt.init_device_mesh("cpu", (2, 2))
     for x in (X, X.t()):
         for where in ([Shard(0), Shard(1)], [Partial(), Shard(1)], [Shard(1), Shard(1)]):
@@ -299,7 +300,7 @@ def test_resizing_keeps_the_elements_as_they_lie_in_memory(size: tuple[int, ...]
     assert torch.equal(larger.full_tensor().reshape(-1)[:30], X.reshape(-1))
 
 
-def test_resizing_like_another_tensor_takes_its_shape_and_format() -> None:
+def test_resize_as_takes_shape_and_memory_format() -> None:
     mesh = dt.init_device_mesh("cpu", (2, 2))
     like = torch.empty(1, 2, 3, 4).contiguous(memory_format=torch.channels_last)
     for kept in (None, torch.preserve_format, torch.channels_last):
@@ -322,7 +323,7 @@ def test_resizing_like_another_tensor_takes_its_shape_and_format() -> None:
     ],
     ids=["renorm", "masked_select", "_chunk_cat"],
 )
-def test_out_of_another_shape_takes_that_of_what_an_operator_is_made_of(operation: Any) -> None:
+def test_out_of_another_shape_is_resized_by_decomposed_operators(operation: Any) -> None:
     x = torch.arange(30.0, dtype=torch.float64).reshape(5, 6)
     mesh = dt.init_device_mesh("cpu", (2,))
     for where in ([Replicate()], [Shard(0)], [Shard(1)]):
@@ -332,8 +333,8 @@ def test_out_of_another_shape_takes_that_of_what_an_operator_is_made_of(operatio
 
 
 @pytest.mark.parametrize("name", ["add_", "gt_", "pow_", "logical_or_", "lerp_"])
-def test_blocks_of_one_row_meet_a_view_of_theirs(name: str) -> None:
-    """Of a dim of size one a view tells another stride, which a kernel takes for another tensor that overlaps."""
+def test_in_place_operators_on_a_tensor_and_its_own_view_with_one_row_shards(name: str) -> None:
+    """Check shards of one row: a view of a dim of size 1 has another stride, which a kernel mistakes for a partial overlap."""
     whole = torch.arange(60.0, dtype=torch.float64).view(6, 10)[::2]
     for sizes in ((1, 1, 1), (1, 2, 0)):
         x = dt.distribute_tensor(whole, dt.init_device_mesh("cpu", (3,)), [Shard(0, sizes=sizes)])
@@ -346,7 +347,7 @@ def test_blocks_of_one_row_meet_a_view_of_theirs(name: str) -> None:
 
 
 @pytest.mark.parametrize("where", [Replicate(), Shard(0), Shard(1)], ids=str)
-def test_out_that_was_resized_to_nothing_takes_the_result(where: Any) -> None:
+def test_cat_into_out_view_that_was_resized_to_zero(where: Any) -> None:
     x, out = torch.arange(12.0).reshape(4, 3), torch.zeros(2, 3)
     given, base = (dt.distribute_tensor(t, dt.init_device_mesh("cpu", (2,)), [where]) for t in (x, out))
     part = base[:1]

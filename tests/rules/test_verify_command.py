@@ -1,4 +1,4 @@
-"""``python -m dtensor verify``: users' modules are imported, what means nothing is an error, the exit status tells."""
+"""Command ``python -m dtensor verify``: it imports user modules, reports unknown names, and its exit status gives the result."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ dt.register_sharding(unsampled)(table)
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
-    """The name of a module with rules of its own, which are forgotten afterwards."""
-    name = f"users_{zlib.crc32(request.node.name.encode())}"  # the draws follow the name
+    """Yield the name of a module with its own rules, and unregister them afterwards."""
+    name = f"users_{zlib.crc32(request.node.name.encode())}"  # random samples depend on the name
     (tmp_path / f"{name}.py").write_text(MODULE.format(ns=name))
     monkeypatch.syspath_prepend(tmp_path)
     yield name
@@ -58,53 +58,53 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixt
     sys.modules.pop(name, None)
 
 
-def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+def run_verify(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
     status = main(["verify", *words, "--budget", "60"])
     said = capsys.readouterr()
     return status, said.out, said.err
 
 
-def test_a_right_rule_of_a_users_module(module: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_correct_rule_of_user_module_passes(module: str, capsys: pytest.CaptureFixture[str]) -> None:
     for words in ((module, f"{module}::halve"), (f"{module}::halve",), (f"{module}.halve",), (module, f"{module[:-1]}*::halv?")):
-        status, out, _ = run(capsys, *words)
+        status, out, _ = run_verify(capsys, *words)
         assert (status, out.split(",")[0]) == (0, "1 rule"), (words, out)
         assert ", 0 wrong" in out
 
 
-def test_a_wrong_rule_and_one_without_samples_fail(module: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    status, out, _ = run(capsys, f"{tmp_path}/{module}.py")
+def test_wrong_rule_and_rule_without_samples_fail(module: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    status, out, _ = run_verify(capsys, f"{tmp_path}/{module}.py")
     assert status == 1
     assert "largest_first" in out
     assert f"{module}::unsampled: no sample" in out
     assert "2 rules" in out
-    assert run(capsys, f"{module}::unsampled")[0] == 1
-    assert run(capsys, f"{module}::largest_first")[0] == 1
+    assert run_verify(capsys, f"{module}::unsampled")[0] == 1
+    assert run_verify(capsys, f"{module}::largest_first")[0] == 1
 
 
-def test_a_rule_that_declares_nothing_for_its_samples_fails(module: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rule_without_strategies_for_its_samples_fails(module: str, capsys: pytest.CaptureFixture[str]) -> None:
     __import__(module)
     dt.register_sharding(getattr(torch.ops, module).halve, "b m n -> b m n", samples=[(torch.randn(5, 6),)])
-    status, out, _ = run(capsys, f"{module}::halve")
+    status, out, _ = run_verify(capsys, f"{module}::halve")
     assert status == 1
     assert "0 of 0 strategies run" in out
     assert "nothing was verified" in out
 
 
-def test_what_means_nothing_is_an_error_that_names_what_is_near(module: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_name_is_an_error_with_a_suggestion(module: str, capsys: pytest.CaptureFixture[str]) -> None:
     __import__(module)
-    status, _, err = run(capsys, f"{module}::halv")
+    status, _, err = run_verify(capsys, f"{module}::halv")
     assert (status, f"did you mean {module}::halve" in err) == (2, True), err
-    status, _, err = run(capsys, "aten::sofmax")
+    status, _, err = run_verify(capsys, "aten::sofmax")
     assert (status, "aten::_softmax" in err) == (2, True), err
     for words in (("nothing::*",), ("no_such_file.py",), ("json",)):
-        status, _, err = run(capsys, *words)
+        status, _, err = run_verify(capsys, *words)
         assert status == 2
         assert err
     with pytest.raises(RuleError, match=f"did you mean {module}::halve"):
         verify_rule(f"{module}.halv")
 
 
-def test_names_in_any_spelling(module: str) -> None:
+def test_rule_name_accepts_all_spellings_of_an_operator(module: str) -> None:
     imported = __import__(module)
     packet = getattr(torch.ops, module).halve
     for spelled in (f"{module}::halve", f"{module}.halve", packet, packet.default, imported.halve):
@@ -121,7 +121,7 @@ def test_names_in_any_spelling(module: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_command_itself(tmp_path: Path) -> None:
+def test_verify_command_in_a_subprocess(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MODULE.format(ns="mine"))
     command = [sys.executable, "-m", "dtensor", "verify", "--budget", "4"]
     root = str(Path(dt.__file__).parents[1])

@@ -1,4 +1,4 @@
-"""False rows of every kind are caught, named, made small, and shown by a program that fails."""
+"""``verify_rule`` on wrong rules: each wrong strategy is found, named, minimized, and reproduced by a program."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ X, Y = floats(5, 6), floats(5, 6, seed=1)
 
 
 @dataclass(frozen=True)
-class Planted:
-    """An operator, a rule that is false in ``rows`` (and in them alone), and arguments."""
+class WrongRule:
+    """Operator with a rule whose strategies ``rows`` are wrong, and its arguments."""
 
     schema: str
     fn: Callable[..., Any]
@@ -45,12 +45,12 @@ class Planted:
     args: tuple[Any, ...] = (X,)
 
 
-def unary(fn: Callable[..., Any], rows: set[str], declare: Callable[[str], Any], *args: Any) -> Planted:
-    return Planted("(Tensor x) -> Tensor", fn, declare, rows, args or (X,))
+def unary(fn: Callable[..., Any], rows: set[str], declare: Callable[[str], Any], *args: Any) -> WrongRule:
+    return WrongRule("(Tensor x) -> Tensor", fn, declare, rows, args or (X,))
 
 
-def binary(fn: Callable[..., Any], rows: set[str], declare: Callable[[str], Any], *args: Any) -> Planted:
-    return Planted("(Tensor x, Tensor y) -> Tensor", fn, declare, rows, args or (X, Y))
+def binary(fn: Callable[..., Any], rows: set[str], declare: Callable[[str], Any], *args: Any) -> WrongRule:
+    return WrongRule("(Tensor x, Tensor y) -> Tensor", fn, declare, rows, args or (X, Y))
 
 
 def sums(op: str | None, kernel: Kernel | None = None, **options: Any) -> Callable[[str], Any]:
@@ -64,23 +64,23 @@ def sums(op: str | None, kernel: Kernel | None = None, **options: Any) -> Callab
     return lambda name: kernel_rule(name, factors, **options)
 
 
-def twice(at: KernelContext, x: Any) -> Any:
+def doubled_sum_kernel(at: KernelContext, x: Any) -> Any:
     return at.map(lambda _, block: 2 * block.sum(), x)
 
 
-def over_total(at: KernelContext, x: Any) -> Any:
-    """Right for one sharded dim; it has no total where two are."""
+def wrong_joint_mean_kernel(at: KernelContext, x: Any) -> Any:
+    """Compute a mean that is right for one sharded dim and wrong for two."""
     whole = at.call.operands[0].numel
     scale = 1.0 if at.total else 2.0
     return at.all_reduce(at.map(lambda _, block: scale * block.sum() / whole, x), "sum")
 
 
-def below_three(choice: StrategyChoice) -> bool:
-    """Too wide: the largest of two sums is not their sum either."""
+def fewer_than_three_ranks(choice: StrategyChoice) -> bool:
+    """Accept fewer than three ranks, which is wrong: the maximum of two sums is not their sum."""
     return all(len(split.sizes) < 3 for split in choice.splits.values())
 
 
-def own_table(*rows: Any) -> Callable[[str], Any]:
+def user_strategies(*rows: Any) -> Callable[[str], Any]:
     def declare(name: str) -> Any:
         overload = getattr(torch.ops.planted, name.partition("::")[2]).default
         return dt.register_sharding(overload)(lambda *args: list(rows))
@@ -89,7 +89,7 @@ def own_table(*rows: Any) -> Callable[[str], Any]:
 
 
 SUM_AS_MAX = {"S(0) -> max", "S(1) -> max"}
-PLANTED = {
+WRONG_RULES = {
     "static, not linear": unary(torch.exp, {"sum -> sum"}, lambda n: pointwise(n, partials=("sum -> sum", "max -> max"))),
     "static, not monotone": unary(torch.abs, {"max -> max"}, lambda n: pointwise(n, partials=("max -> max",))),
     "computed": unary(torch.neg, {"min -> min"}, lambda n: pointwise(n, partials=lambda call: ("min -> min",))),
@@ -110,26 +110,26 @@ PLANTED = {
     "a mean of uneven blocks": unary(
         torch.mean,
         {"S(0) -> avg", "S(1) -> avg"},
-        own_table(([Partial("avg")], [Shard(0)]), ([Partial("avg")], [Shard(1)])),
+        user_strategies(([Partial("avg")], [Shard(0)]), ([Partial("avg")], [Shard(1)])),
     ),
-    "when is too wide": unary(torch.sum, SUM_AS_MAX, sums("max", when=below_three)),
-    "a kernel": unary(torch.sum, {"S(0) -> sum", "S(1) -> sum"}, sums(None, Kernel(twice, lacking=Partial("sum")))),
+    "when is too wide": unary(torch.sum, SUM_AS_MAX, sums("max", when=fewer_than_three_ranks)),
+    "a kernel": unary(torch.sum, {"S(0) -> sum", "S(1) -> sum"}, sums(None, Kernel(doubled_sum_kernel, lacking=Partial("sum")))),
     "a kernel that is not joint": unary(
-        torch.mean, {"S(0) -> R & S(1) -> R"}, sums(None, Kernel(over_total, collectives=1, joint=True))
+        torch.mean, {"S(0) -> R & S(1) -> R"}, sums(None, Kernel(wrong_joint_mean_kernel, collectives=1, joint=True))
     ),
     "a user's table": unary(
-        torch.sum, {"S(0) -> max"}, own_table(([Partial("max")], [Shard(0)]), ([Partial("sum")], [Shard(1)]))
+        torch.sum, {"S(0) -> max"}, user_strategies(([Partial("max")], [Shard(0)]), ([Partial("sum")], [Shard(1)]))
     ),
     "a user's partial row": binary(
         torch.maximum,
         {"min,R -> max"},
-        own_table(([Partial("max")], [Partial("min"), Replicate()]), ([Partial("max")], [Partial("max"), Partial("max")])),
+        user_strategies(([Partial("max")], [Partial("min"), Replicate()]), ([Partial("max")], [Partial("max"), Partial("max")])),
     ),
     "an affine product": binary(
         lambda x, y: x @ y + 1,
         {"S(1),S(0) -> sum", "sum,R -> sum", "R,sum -> sum"},
         lambda n: einsum(n, "m k, k n -> m n"),
-        X.long(),  # finite whatever its values: rows of products ask for that
+        X.long(),  # integers, because strategies of products need finite values
         floats(6, 7, seed=2).long(),
     ),
     "a view that is none": unary(
@@ -144,7 +144,7 @@ PLANTED = {
 }
 
 
-def planted(plant: Planted) -> Iterator[str]:
+def register_wrong_rule(plant: WrongRule) -> Iterator[str]:
     name = f"op{next(numbers)}"
     LIBRARY.define(f"{name}{plant.schema}")
     LIBRARY.impl(name, plant.fn, "CompositeExplicitAutograd")
@@ -154,37 +154,37 @@ def planted(plant: Planted) -> Iterator[str]:
     unregister(f"planted::{name}")
 
 
-def verified(plant: Planted, judge: Callable[[Report], None]) -> None:
-    for name in planted(plant):
+def verify_and_judge(plant: WrongRule, judge: Callable[[Report], None]) -> None:
+    for name in register_wrong_rule(plant):
         judge(verify_rule(name, [Sample(plant.args, gradients=False)], meshes=MESHES, limit=12, stop_after=20))
 
 
-@pytest.mark.parametrize("kind", some(list(PLANTED), 6))
-def test_a_false_row_is_caught_and_named(kind: str) -> None:
+@pytest.mark.parametrize("kind", some(list(WRONG_RULES), 6))
+def test_wrong_strategy_is_found_and_named(kind: str) -> None:
     def judge(report: Report) -> None:
-        assert {" & ".join(sorted(wrong.rows)) for wrong in report.wrong} == PLANTED[kind].rows, str(report)
-        assert len(report.wrong) == len(PLANTED[kind].rows)
+        assert {" & ".join(sorted(wrong.rows)) for wrong in report.wrong} == WRONG_RULES[kind].rows, str(report)
+        assert len(report.wrong) == len(WRONG_RULES[kind].rows)
         for wrong in report.wrong:
             assert (wrong.operator, wrong.direction) == (report.name, "forward")
             assert wrong.cases >= 1
             with pytest.raises(AssertionError, match=r"got .* expected"):
                 exec(wrong.reproduction, {})
 
-    verified(PLANTED[kind], judge)
+    verify_and_judge(WRONG_RULES[kind], judge)
 
 
 @pytest.mark.parametrize("rows", [("min -> max", "max -> min", "sum -> sum"), ("avg -> avg",)])
-def test_true_rows_pass(rows: tuple[str, ...]) -> None:
+def test_correct_partial_strategies_pass(rows: tuple[str, ...]) -> None:
     plant = unary(torch.neg, set(), lambda n: pointwise(n, partials=lambda call: rows))
 
     def judge(report: Report) -> None:
         assert report, str(report)
         assert set(rows) <= report.rows.forced
 
-    verified(plant, judge)
+    verify_and_judge(plant, judge)
 
 
-def test_a_pair_is_small_and_its_values_are_small_integers() -> None:
+def test_minimized_failure_has_one_element_and_small_integers() -> None:
     def judge(report: Report) -> None:
         (wrong,) = report.wrong
         assert wrong.mesh_shape == (2,)
@@ -193,10 +193,10 @@ def test_a_pair_is_small_and_its_values_are_small_integers() -> None:
         assert x.item() in (0, 1, 2)
         assert wrong.placements == ((Partial("min"),),)
 
-    verified(PLANTED["computed"], judge)
+    verify_and_judge(WRONG_RULES["computed"], judge)
 
 
-def test_without_hypothesis_a_fault_stays_as_it_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_hypothesis_a_failure_is_not_minimized(monkeypatch: pytest.MonkeyPatch) -> None:
     def judge(report: Report) -> None:
         (wrong,) = report.wrong
         assert wrong.variant.sample.args[0].shape == X.shape
@@ -204,12 +204,12 @@ def test_without_hypothesis_a_fault_stays_as_it_was_found(monkeypatch: pytest.Mo
             exec(wrong.reproduction, {})
 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    verified(PLANTED["computed"], judge)
+    verify_and_judge(WRONG_RULES["computed"], judge)
 
 
 # --- gradients ----------------------------------------------------------------------------------------------------------
-def test_a_fault_in_the_backward_names_its_operator_and_row() -> None:
-    """The forward is right; the operator that its gradient is made of has a false row."""
+def test_wrong_strategy_of_backward_operator_is_named() -> None:
+    """Check an operator with a correct forward rule, whose backward operator has a wrong strategy."""
     if not hasattr(torch.ops.planted, "slope"):
         LIBRARY.define("slope(Tensor g, Tensor x) -> Tensor")
         LIBRARY.impl("slope", lambda g, x: g * x.sign() + 0, "CompositeExplicitAutograd")
@@ -237,14 +237,14 @@ def test_a_fault_in_the_backward_names_its_operator_and_row() -> None:
         unregister("planted::slope")
 
 
-# --- what is asked --------------------------------------------------------------------------------------------------------
-def test_samples_may_require_grad() -> None:
+# --- samples and arguments ----------------------------------------------------------------------------------------------
+def test_verify_rule_accepts_samples_that_require_grad() -> None:
     sample = Sample((torch.randn(5, 6, requires_grad=True), torch.randn(6, 7, requires_grad=True).double().float()))
     report = verify_rule("mm", [sample], meshes=[(3,)], limit=20)
     assert report, str(report)
 
 
-def test_arguments_of_check_may_require_grad() -> None:
+def test_check_accepts_arguments_that_require_grad() -> None:
     x = torch.randn(5, 6, requires_grad=True)
     check(torch.sin, x * 2, mesh=dt.init_device_mesh("cpu", (3,)), placements=[[Shard(0)]])
     assert x.grad is None
@@ -259,13 +259,14 @@ def test_arguments_of_check_may_require_grad() -> None:
         ("mm", [Sample((torch.ones(5, 6), torch.ones(5, 6)))], "raises for every sample"),
     ],
 )
-def test_nothing_to_try_is_an_error(name: str, samples: Any, message: str) -> None:
+def test_verify_rule_without_samples_raises(name: str, samples: Any, message: str) -> None:
     with pytest.raises(dt.errors.RuleError, match=message):
         verify_rule(name, samples)
 
 
-def test_special_values_are_planted() -> None:
-    """``relu`` keeps infinities and NaN, and rows of terms of a maximum with them."""
+def test_verify_rule_plants_special_values() -> None:
+    """Check ``relu``, whose partial max strategy is right with infinities and NaN, and an operator whose strategy is wrong with
+    NaN."""
     report = verify_rule("relu", meshes=[(3,)], rows_only=True, plant=(0.0, torch.inf, -torch.inf, torch.nan))
     assert report, str(report)
     plant = unary(lambda x: x.nan_to_num(0.0), {"max -> max"}, lambda n: pointwise(n, partials=("max -> max",)))
@@ -273,8 +274,8 @@ def test_special_values_are_planted() -> None:
     def judge(report: Report) -> None:
         assert not report.wrong
 
-    verified(plant, judge)
-    for name in planted(plant):
+    verify_and_judge(plant, judge)
+    for name in register_wrong_rule(plant):
         report = verify_rule(name, [Sample(plant.args, gradients=False)], meshes=[(3,)], plant=(torch.nan,))
         assert [wrong.row for wrong in report.wrong] == ["max -> max"]
 
@@ -286,13 +287,13 @@ def test_special_values_are_planted() -> None:
         ("linalg_matrix_exp", (floats(2, 4, 3, 3),), "S(1) -> S(1)"),
     ],
 )
-def test_a_row_holds_for_blocks_that_are_slices_of_what_is_whole(name: str, args: tuple[Tensor, ...], row: str) -> None:
+def test_forced_strategies_of_isin_and_matrix_exp_with_sliced_blocks(name: str, args: tuple[Tensor, ...], row: str) -> None:
     mesh = dt.init_device_mesh("cpu", (3,))
     check(forced(getattr(torch.ops.aten, name), row), *args, mesh=mesh, placements=[[Replicate()]] * len(args), gradients=False)
 
 
-def test_an_overload_with_out_follows_the_rule_of_the_one_without() -> None:
-    """``max.out`` is ``max.other`` with ``out=``, not the reduction."""
+def test_out_overload_has_the_rule_of_its_plain_overload() -> None:
+    """Check that overloads such as ``max.out`` use the rule of the overload with the same operands (``max.other``)."""
     strayed = []
     named = {name.removeprefix("aten::").split(".")[0] for name in rules() if name.startswith("aten::")}
     for packet in [getattr(torch.ops.aten, name) for name in sorted(named) if hasattr(torch.ops.aten, name)]:

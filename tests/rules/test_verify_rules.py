@@ -1,4 +1,5 @@
-"""Every registered rule against the operator itself: a random part of the placements in `make test`, all in `make test-all`."""
+"""Verification of all registered rules against plain torch: a random part of the placements in `make test`, all in `make
+test-all`."""
 
 from __future__ import annotations
 
@@ -35,19 +36,19 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*has no sharding rule.*:UserWar
 
 
 def test_every_rule_has_a_sample() -> None:
-    own = [name for name in rules_without_sample() if name in RULES]  # not those that other tests have registered since
+    own = [name for name in rules_without_sample() if name in RULES]  # without rules that other tests have registered
     assert own == [], "write samples in dtensor/testing/samples/<family>.py"
 
 
 @pytest.mark.parametrize("name", some(RULES, every=8))
-def test_rule_gives_what_plain_torch_gives(name: str) -> None:
+def test_rule_equals_plain_torch_under_some_placements(name: str) -> None:
     report = verify_rule(name, budget=MORE_CASES.get(name.removeprefix("aten::"), CASES_PER_RULE), seed=SEED, stop_after=1)
     assert not report.wrong, str(report)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RULES)
-def test_rule_gives_what_plain_torch_gives_under_all_placements(name: str) -> None:
+def test_rule_equals_plain_torch_under_all_placements(name: str) -> None:
     report = verify_rule(name, budget=400, limit=60, seed=SEED + 1, look_for_missing=["sum"], stop_after=3)
     assert not report.wrong, str(report)
     assert not report.missing, (
@@ -57,7 +58,7 @@ def test_rule_gives_what_plain_torch_gives_under_all_placements(name: str) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RULES)
-def test_every_declared_row_gives_what_plain_torch_gives(name: str, coverage: list[tuple[int, int]]) -> None:
+def test_every_declared_strategy_equals_plain_torch(name: str, coverage: list[tuple[int, int]]) -> None:
     report = verify_rule(name, rows_only=True, meshes=[(2,), (3,), (2, 2)], limit=40, seed=SEED)
     coverage.append((len(report.rows.forced), len(report.rows.declared)))
     assert not report.wrong, str(report)
@@ -65,7 +66,7 @@ def test_every_declared_row_gives_what_plain_torch_gives(name: str, coverage: li
 
 @pytest.fixture(scope="module")
 def coverage(request: pytest.FixtureRequest) -> Iterator[list[tuple[int, int]]]:
-    """(forced, declared) rows of each rule; told in the end."""
+    """Collect the numbers of (forced, declared) strategies of each rule, and print their sums at the end."""
     counts: list[tuple[int, int]] = []
     yield counts
     forced, declared = (sum(column) for column in zip(*counts, strict=True))
@@ -74,8 +75,9 @@ def coverage(request: pytest.FixtureRequest) -> Iterator[list[tuple[int, int]]]:
 
 
 @pytest.mark.slow
-def test_all_rows_of_operators_that_have_many_are_forced() -> None:
-    """Sums, products, choices, copies: rows as data, rows computed from the call, rows of a user's reduction."""
+def test_all_declared_strategies_of_neg_cat_and_masked_fill_are_forced() -> None:
+    """Check ``neg``, ``cat`` and ``masked_fill``: fixed strategies, strategies computed from the call, and those of a user's
+    reduction."""
     rows = {name: verify_rule(name, rows_only=True, meshes=[(3,)], limit=60).rows for name in ("neg", "cat", "masked_fill")}
     for name, found in rows.items():
         assert found.forced == found.declared, (name, found.refused)
@@ -85,9 +87,9 @@ def test_all_rows_of_operators_that_have_many_are_forced() -> None:
     assert "max,R,R -> max" in rows["masked_fill"].forced
 
 
-# --- the verifier catches what it should ----------------------------------------------------------------------------
-def test_a_users_wrong_rule_is_found_and_reported() -> None:
-    """One row too many: the dim that is sorted."""
+# --- errors that verify_rule must find ------------------------------------------------------------------------------
+def test_wrong_user_rule_is_found_and_reported() -> None:
+    """Check a rule with a wrong strategy that shards the sorted dim."""
 
     @torch.library.custom_op("proof::largest_first", mutates_args=())
     def largest_first(x: torch.Tensor) -> torch.Tensor:
@@ -112,7 +114,7 @@ def test_a_users_wrong_rule_is_found_and_reported() -> None:
 
 @pytest.fixture
 def op() -> str:
-    """A custom operator without a rule."""
+    """Return the name of a custom operator without a rule."""
     if not hasattr(torch.ops.proof, "twice"):
         torch.library.define("proof::twice", "(Tensor x) -> Tensor")
         torch.library.impl("proof::twice", "CompositeExplicitAutograd", lambda x: (x * 2).abs())
@@ -120,7 +122,7 @@ def op() -> str:
     return "proof::twice"
 
 
-def test_a_partial_row_that_does_not_hold_is_wrong(op: str) -> None:
+def test_wrong_partial_strategy_is_found(op: str) -> None:
     pointwise(op, partials=("sum -> sum",))  # |a + b| is not |a| + |b|
     dt.dispatch.dispatcher.clear_plans()
     try:
@@ -133,7 +135,7 @@ def test_a_partial_row_that_does_not_hold_is_wrong(op: str) -> None:
     assert "check(torch.ops.proof.twice" in report.wrong[0].reproduction
 
 
-def test_the_reproduction_raises_the_mismatch(op: str) -> None:
+def test_reproduction_program_raises_the_mismatch(op: str) -> None:
     pointwise(op, partials=("sum -> sum",))
     dt.dispatch.dispatcher.clear_plans()
     try:
@@ -145,7 +147,7 @@ def test_the_reproduction_raises_the_mismatch(op: str) -> None:
         dt.dispatch.dispatcher.clear_plans()
 
 
-def test_a_rule_that_always_gathers_is_missing_its_shards(op: str) -> None:
+def test_rule_that_always_gathers_is_reported_as_missing_strategies(op: str) -> None:
     einsum(op, "[a] [b] -> [a] [b]", linear=False)
     dt.dispatch.dispatcher.clear_plans()
     try:
@@ -157,16 +159,16 @@ def test_a_rule_that_always_gathers_is_missing_its_shards(op: str) -> None:
     assert {"proof::twice | S(0) -> S(0)", "proof::twice | S(1) -> S(1)"} <= {str(gap) for gap in report.missing}
 
 
-def test_gaps_are_accepted_by_pattern() -> None:
+def test_missing_strategy_of_unknown_operator_is_not_accepted() -> None:
     assert not is_accepted(MissingStrategy("aten::no_such_operator", ("S(0)",), ("S(0)",)))
 
 
-def test_registering_twice_is_refused() -> None:
+def test_registering_a_rule_twice_raises() -> None:
     with pytest.raises(dt.errors.RuleError, match="has a rule already"):
         register("mm", rules()["aten::mm"])
 
 
-def test_a_name_may_be_an_operator() -> None:
+def test_verify_rule_takes_an_operator_object() -> None:
     report = verify_rule(torch.ops.aten.mm.default, [Sample((torch.ones(5, 6), torch.ones(6, 7)))], meshes=[(2,)], limit=10)
     assert report.name in ("aten::mm", "aten::mm.default")
     assert report

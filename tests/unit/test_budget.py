@@ -1,4 +1,4 @@
-"""Limits on communication: blocks, functions, and a plugin of pytest's."""
+"""Budget: limits on communication for blocks, functions and tests (pytest plugin)."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from dtensor.debug import CommDebugMode
 from dtensor.errors import ArgumentError, BudgetError
 
 
-def test_what_is_within_the_limit_passes_and_what_is_not_names_its_line() -> None:
+def test_budget_passes_at_the_limit_and_names_the_line_beyond_it() -> None:
     x, y = put(value(5, 6), S0), put(value(5, 6), S1)
     with CommDebugMode() as comm:
         x + y
-    moved = sum(comm.get_comm_bytes().values())
-    for exact in ({"bytes": moved}, {"collectives": 1}, {"bytes": moved, "collectives": 1}):
+    received = sum(comm.get_comm_bytes().values())
+    for exact in ({"bytes": received}, {"collectives": 1}, {"bytes": received, "collectives": 1}):
         with dt.budget(**exact):
             put(value(5, 6), S0) + put(value(5, 6), S1)
-    for less in ({"bytes": moved - 1}, {"collectives": 0}):
+    for less in ({"bytes": received - 1}, {"collectives": 0}):
         with pytest.raises(BudgetError, match=r"test_budget.py:\d+  put.*# too much"), dt.budget(**less):
             put(value(5, 6), S0) + put(value(5, 6), S1)  # too much
 
 
-def test_a_function_is_limited_at_each_call() -> None:
+def test_budget_decorator_limits_each_call() -> None:
     @dt.budget(collectives=1)
     def step(times: int) -> None:
         for _ in range(times):
@@ -40,7 +40,7 @@ def test_a_function_is_limited_at_each_call() -> None:
         step(2)
 
 
-def test_errors_of_the_program_come_first_and_a_budget_limits_something() -> None:
+def test_budget_keeps_errors_of_the_block_and_needs_a_limit() -> None:
     with pytest.raises(ZeroDivisionError), dt.budget(bytes=0):
         _ = put(value(5), S0).full_tensor(), 1 / 0
     with pytest.raises(ArgumentError, match="at least one limit"), dt.budget():
@@ -48,7 +48,7 @@ def test_errors_of_the_program_come_first_and_a_budget_limits_something() -> Non
     assert not torch.is_anomaly_enabled()
 
 
-SUITE = """
+TEST_FILE = """
 import torch, dtensor as dt
 MESH = dt.init_device_mesh("cpu", (2,))
 def test_step(dtensor_budget):
@@ -60,8 +60,8 @@ def test_step(dtensor_budget):
 """
 
 
-def run(folder: Path, step: str, *options: str) -> int:
-    (folder / "test_it.py").write_text(SUITE.format(step=step))
+def run_pytest(folder: Path, step: str, *options: str) -> int:
+    (folder / "test_it.py").write_text(TEST_FILE.format(step=step))
     sys.modules.pop("test_it", None)
     plugin = ("-p", "dtensor.debug.pytest_plugin", "-p", "no:cacheprovider", "-p", "no:faulthandler")
     return int(pytest.main([str(folder), "-q", f"--rootdir={folder}", "-c", str(folder / "pytest.ini"), *plugin, *options]))
@@ -69,23 +69,23 @@ def run(folder: Path, step: str, *options: str) -> int:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestAssertRewriteWarning")
-def test_a_suite_fails_when_somebody_adds_an_all_gather(
+def test_pytest_plugin_fails_a_test_with_an_extra_all_gather(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     once, twice = "x.full_tensor()", "x.full_tensor(), (x * 1).full_tensor()"
-    assert run(tmp_path, once, "--dtensor-budgets=compare") == 1
+    assert run_pytest(tmp_path, once, "--dtensor-budgets=compare") == 1
     assert "has no budget" in capsys.readouterr().out
-    assert run(tmp_path, once, "--dtensor-budgets=record") == 0
+    assert run_pytest(tmp_path, once, "--dtensor-budgets=record") == 0
     recorded = json.loads((tmp_path / "dtensor-budgets.json").read_text())
     assert recorded == {"test_it.py::test_step": {"bytes": 72, "collectives": 1, "flops": 0, "memory": 192}}
-    assert run(tmp_path, once, "--dtensor-budgets=compare") == 0
-    assert run(tmp_path, twice) == 0  # nobody asked
+    assert run_pytest(tmp_path, once, "--dtensor-budgets=compare") == 0
+    assert run_pytest(tmp_path, twice) == 0  # without the option nothing is compared
     capsys.readouterr()
-    assert run(tmp_path, twice, "--dtensor-budgets=compare") == 1
+    assert run_pytest(tmp_path, twice, "--dtensor-budgets=compare") == 1
     assert "144 B received per rank, limit 72; 2 collectives, limit 1" in capsys.readouterr().out
-    assert run(tmp_path, "x * 1", "--dtensor-budgets=compare") == 0
+    assert run_pytest(tmp_path, "x * 1", "--dtensor-budgets=compare") == 0
     assert "larger than needed" in capsys.readouterr().out
-    assert run(tmp_path, "x.redistribute(placements=[dt.Replicate()]) + x, x[0] @ x.t()") == 0
+    assert run_pytest(tmp_path, "x.redistribute(placements=[dt.Replicate()]) + x, x[0] @ x.t()") == 0
     assert json.loads((tmp_path / "dtensor-budgets.json").read_text()) == recorded

@@ -1,4 +1,4 @@
-"""What ``docs/clusters.md`` gives to launchers: manifests that parse, scripts that a shell takes, options that torchrun has."""
+"""Cluster page: the shell scripts, torchrun options and Kubernetes manifests of ``docs/clusters.md`` are valid."""
 
 from __future__ import annotations
 
@@ -14,45 +14,45 @@ from torch.distributed.run import get_args_parser
 PAGE = (Path(__file__).parents[2] / "docs" / "clusters.md").read_text()
 
 
-def blocks(kind: str) -> list[str]:
+def code_blocks(kind: str) -> list[str]:
     found = re.findall(rf"^```{kind}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     assert found
     return found
 
 
-def manifests() -> list[dict[str, Any]]:
+def load_manifests() -> list[dict[str, Any]]:
     yaml = pytest.importorskip("yaml")
-    return [manifest for block in blocks("yaml") for manifest in yaml.safe_load_all(block)]
+    return [manifest for block in code_blocks("yaml") for manifest in yaml.safe_load_all(block)]
 
 
-def torchruns() -> list[list[str]]:
-    """The arguments of every torchrun of the page."""
-    lines = "\n".join(blocks("sh")).replace("\\\n", " ").splitlines()
+def torchrun_arguments() -> list[list[str]]:
+    """Return the arguments of each torchrun command of the page."""
+    lines = "\n".join(code_blocks("sh")).replace("\\\n", " ").splitlines()
     return [shlex.split(line)[shlex.split(line).index("torchrun") + 1 :] for line in lines if "torchrun " in line]
 
 
 def check_options(arguments: list[str]) -> Any:
-    said = [re.sub(r"\$\w+", "2", word) for word in arguments]
-    options = get_args_parser().parse_args(said)  # which ends the program at an option that it does not know
+    substituted = [re.sub(r"\$\w+", "2", word) for word in arguments]
+    options = get_args_parser().parse_args(substituted)  # exits at an unknown option
     assert options.training_script == "train.py"
     assert options.training_script_args == []
     assert options.rdzv_backend == "c10d"
     return options
 
 
-def test_scripts_are_a_shell_s() -> None:
-    for script in blocks("sh"):
+def test_shell_scripts_of_the_page_parse() -> None:
+    for script in code_blocks("sh"):
         subprocess.run(["bash", "-n"], input=script, text=True, check=True)
 
 
-def test_torchrun_knows_the_options() -> None:
-    for arguments in torchruns():
+def test_torchrun_commands_of_the_page_have_valid_options() -> None:
+    for arguments in torchrun_arguments():
         check_options(arguments)
-    assert len(torchruns()) == 3
+    assert len(torchrun_arguments()) == 3
 
 
-def test_manifests_fit_together() -> None:
-    service, job = manifests()
+def test_kubernetes_manifests_of_the_page_agree() -> None:
+    service, job = load_manifests()
     assert [service["kind"], job["kind"]] == ["Service", "Job"]
     pod = job["spec"]["template"]["spec"]
     (container,) = pod["containers"]

@@ -1,4 +1,4 @@
-"""The communicators: the shared cases in one process and on gloo, dry runs, the fake backend, and what counts them."""
+"""Communicators: collectives in process, on gloo, on threads, in dry runs and on the fake backend, and their counts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 import operator
 import random
 from collections.abc import Callable
+from typing import Any
 
 import comm_cases
 import pytest
@@ -16,8 +17,9 @@ from gloo_processes import run_gloo
 from thread_backend import on_threads
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dtensor.comm import PerRank, RankValues, communicator_of, events, map_ranks, per_rank, traced_collectives
+from dtensor.comm import PerRank, RankValues, communicator_of, map_ranks, per_rank, traced_collectives
 from dtensor.comm.local_reduce import fold
+from dtensor.comm.pending import Pending
 from dtensor.debug import CommDebugMode
 from dtensor.errors import LayoutError, MeshError
 from dtensor.mesh.device_mesh import DeviceMesh
@@ -42,32 +44,31 @@ MESHES = {
 
 
 @pytest.mark.parametrize(("case", "mesh"), diagonals(comm_cases.CASES, MESHES, every=5))
-def test_in_process(case: str, mesh: str) -> None:
+def test_collective_case_in_process(case: str, mesh: str) -> None:
     comm_cases.run_case(case, MESHES[mesh])
 
 
 @pytest.mark.parametrize("case", ["all_gather_of_ragged_pieces", "all_to_all_of_ragged_chunks", "monoids_fold_in_group_order"])
-def test_in_process_on_a_cube(case: str) -> None:
+def test_collective_case_on_a_3d_mesh_in_process(case: str) -> None:
     comm_cases.run_case(case, CUBE)
 
 
 @pytest.mark.gloo
-def test_on_gloo() -> None:
+def test_collective_cases_on_gloo() -> None:
     ran = run_gloo(comm_cases.main, 4, timeout_s=60.0)
     assert all(len(names) == 7 for names in ran)
 
 
-@pytest.mark.parametrize("case", comm_cases.CASES)
-def test_a_backend_is_one_file(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("case", "shape"), diagonals(comm_cases.CASES, [(4,), (2, 2)]))
+def test_collective_case_on_a_backend_of_threads(case: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     def program(mesh_of: Callable[..., DeviceMesh]) -> None:
-        for shape in ((4,), (2, 2)):
-            comm_cases.run_case(case, mesh_of(*shape))
+        comm_cases.run_case(case, mesh_of(*shape))
 
     on_threads(monkeypatch, 4, program)
 
 
-# --- map and map_ranks ---------------------------------------------------------------------------------------------------
-def test_map_takes_apart_and_puts_together() -> None:
+# --- map ------------------------------------------------------------------------------------------------------------
+def test_communicator_map_splits_arguments_and_combines_results_per_rank() -> None:
     comm = communicator_of(SQUARE)
     x = comm.map(lambda member: torch.full((member,), float(member)))
     assert isinstance(x, PerRank)
@@ -88,59 +89,51 @@ def test_map_takes_apart_and_puts_together() -> None:
     assert [len(item) for item in lists] == list(range(6))
 
 
-def test_map_knows_for_whom_it_runs() -> None:
+def test_communicator_map_sets_the_current_rank() -> None:
     mesh = MESHES["(3,) of odd ranks"]
     assert communicator_of(mesh).map(lambda member: mesh.get_rank()) == (5, 1, 3)
-    told = map_ranks(lambda coordinate: (coordinate, SQUARE.get_coordinate(), SQUARE["tp"].get_local_rank()), mesh=SQUARE)
-    assert all(given == asked and given[1] == tp for given, asked, tp in told)
-    assert SQUARE.get_local_rank("dp").values == (0, 0, 0, 1, 1, 1)  # outside: all of them
+    coordinates = map_ranks(lambda coordinate: (coordinate, SQUARE.get_coordinate(), SQUARE["tp"].get_local_rank()), mesh=SQUARE)
+    assert all(argument == current and argument[1] == tp for argument, current, tp in coordinates)
+    assert SQUARE.get_local_rank("dp").values == (0, 0, 0, 1, 1, 1)  # outside of map_ranks: the numbers of all ranks
 
 
-def test_map_ranks_takes_the_entered_mesh_and_is_differentiable() -> None:
-    x = per_rank([torch.ones(2, requires_grad=True), torch.ones(3, requires_grad=True)])
-    with DeviceMesh("cpu", 2):
-        y = map_ranks(lambda coordinate, x, scale: (x * scale * coordinate[0]).sum(), x, scale=5)
-    y.backward()
-    assert [shard.grad.tolist() for shard in x.shards] == [[0.0, 0.0], [5.0, 5.0, 5.0]]
-
-
-def test_values_of_another_mesh_are_refused() -> None:
+def test_per_rank_values_of_another_number_of_ranks_raise() -> None:
     with pytest.raises(MeshError, match="2 ranks and one of 6 ranks cannot be combined"):
         communicator_of(SQUARE).all_reduce(per_rank([torch.ones(1), torch.ones(1)]), (0,)).wait()
     with pytest.raises(MeshError, match="2 ranks and one of 6 ranks cannot be combined"):
         communicator_of(SQUARE).map(lambda member, x: x, per_rank([torch.ones(1), torch.ones(1)]))
 
 
-def test_terms_of_different_shapes_are_refused() -> None:
+def test_all_reduce_of_addends_of_different_shapes_raises() -> None:
     with pytest.raises(LayoutError, match="same shape to a reduction"):
         communicator_of(MESHES["(2,)"]).all_reduce(per_rank([torch.ones(3), torch.ones(1)]), (0,)).wait()
 
 
-def test_there_is_one_communicator_for_a_mesh() -> None:
+def test_communicator_of_a_mesh_is_cached_and_has_no_group_in_process() -> None:
     assert communicator_of(SQUARE) is communicator_of(SQUARE)
     with pytest.raises(MeshError, match="torchrun"):
         SQUARE.get_group("tp")
 
 
-def test_a_monoid_is_folded_as_its_group() -> None:
+def test_a_monoid_runs_as_the_first_rank_of_its_group() -> None:
     mesh = DeviceMesh("cpu", 2)
     comm = communicator_of(mesh)
-    seen = Monoid("first", lambda a, b: a + mesh.get_rank(), torch.zeros_like)
-    assert comm.all_reduce(torch.zeros(1), (0,), seen).wait().item() == 0.0
+    monoid = Monoid("first", lambda a, b: a + mesh.get_rank(), torch.zeros_like)
+    assert comm.all_reduce(torch.zeros(1), (0,), monoid).wait().item() == 0.0
 
 
-# --- dry runs and the fake backend ------------------------------------------------------------------------------------------
-def test_a_dry_run_gives_shapes_and_events() -> None:
+# --- dry runs and the fake backend ----------------------------------------------------------------------------------
+def test_collectives_of_a_dry_run_give_shapes_and_counts() -> None:
     mesh = DeviceMesh("meta", [[0, 1, 2], [3, 4, 5]])
     comm = communicator_of(mesh)
     x = torch.empty(2, 3, device="meta")
     with CommDebugMode() as counted:
         assert comm.map(lambda member, x: x, x) is x
         assert comm.all_reduce(x, (0, 1)).wait().shape == (2, 3)
-        assert [tuple(piece.shape) for piece in comm.all_gather(x, (1,), lambda m: (2 + m, 3)).wait()] == [(2, 3), (3, 3), (4, 3)]
+        assert [tuple(shard.shape) for shard in comm.all_gather(x, (1,), lambda m: (2 + m, 3)).wait()] == [(2, 3), (3, 3), (4, 3)]
         chunks = [torch.empty(k, device="meta") for k in (4, 5, 6)]
         assert comm.reduce_scatter(chunks, (1,)).wait().shape == (4,)
-        assert [tuple(piece.shape) for piece in comm.all_to_all(chunks, (1,), lambda s, t: (4 + s + t,)).wait()] == [
+        assert [tuple(shard.shape) for shard in comm.all_to_all(chunks, (1,), lambda s, t: (4 + s + t,)).wait()] == [
             (4,),
             (5,),
             (6,),
@@ -153,7 +146,7 @@ def test_a_dry_run_gives_shapes_and_events() -> None:
         comm.process_group((0,))
 
 
-def test_the_fake_backend_gives_shapes_without_a_hang() -> None:
+def test_collectives_on_the_fake_backend_give_shapes() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
     try:
         square = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
@@ -163,9 +156,9 @@ def test_the_fake_backend_gives_shapes_without_a_hang() -> None:
             for dtype in (torch.float32, torch.bool, torch.complex64, torch.int16):
                 x = torch.ones(2, 3, dtype=dtype)
                 assert comm.all_reduce(x, dims, "sum").wait().shape == (2, 3)
-                assert [piece.shape for piece in comm.all_gather(x, dims, lambda m: (2, 3)).wait()] == [(2, 3)] * n
+                assert [shard.shape for shard in comm.all_gather(x, dims, lambda m: (2, 3)).wait()] == [(2, 3)] * n
                 ragged = comm.all_gather(x, dims, lambda m, comm=comm: (2 + abs(m - comm.mesh.current_member()), 3)).wait()
-                assert {piece.dtype for piece in ragged} == {dtype}
+                assert {shard.dtype for shard in ragged} == {dtype}
                 assert comm.reduce_scatter([x] * n, dims).wait().dtype == dtype
                 assert len(comm.all_to_all([x] * n, dims, lambda source, target: (2, 3)).wait()) == n
                 assert comm.broadcast(x, dims, 1).wait().shape == (2, 3)
@@ -174,60 +167,27 @@ def test_the_fake_backend_gives_shapes_without_a_hang() -> None:
         dist.destroy_process_group()
 
 
-def test_operators_of_graphs_bind_a_group_once_and_anew_where_it_is_remade() -> None:
+def test_traced_collectives_bind_a_group_once_and_again_after_it_is_remade() -> None:
     for _ in range(2):
         dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
         try:
             world = dist.group.WORLD
             assert world is not None
-            known = {*traced_collectives._BOUND_COLLECTIVES}
+            bound_before = {*traced_collectives._BOUND_COLLECTIVES}
             for _ in range(2):
                 traced_collectives.TracedCollective("reduce", world.group_name, 4, "all_reduce(sum)", dist.ReduceOp.SUM).of(
                     torch.ones(3)
                 )
-            (key,) = {*traced_collectives._BOUND_COLLECTIVES} - known or known
+            (key,) = {*traced_collectives._BOUND_COLLECTIVES} - bound_before or bound_before
             assert traced_collectives._BOUND_COLLECTIVES[key][0] is world
         finally:
             dist.destroy_process_group()
 
 
-# --- counting ---------------------------------------------------------------------------------------------------------------
-def test_comm_debug_mode_counts_its_block_and_nests() -> None:
-    at_rest = set(events.listeners)
-    comm = communicator_of(SQUARE)
-    x = torch.ones(4)
-    with CommDebugMode() as outer:
-        comm.all_reduce(x, (0,)).wait()
-        with CommDebugMode() as inner:
-            comm.all_gather(x, (1,), lambda m: (4,)).wait()
-            communicator_of(SQUARE["tp"]).all_gather(x, (0,), lambda m: (4,)).wait()
-        comm.all_reduce(x, (0, 1)).wait()
-    comm.all_reduce(x, (0,)).wait()
-    assert events.listeners == at_rest  # where nobody listens a collective asks for no context
-    assert dict(inner.get_comm_counts()) == {"all_gather": 2}
-    assert dict(outer.get_comm_counts()) == {"all_reduce": 2, "all_gather": 2}
-    assert outer.get_total_counts() == 4
-    assert outer.get_comm_counts()["broadcast"] == 0
-    assert inner.get_comm_bytes()["all_gather"] == 2 * 2 * 16
-    assert [line.split() for line in str(outer).splitlines()] == [
-        ["collective", "over", "ranks", "count", "received", "per", "rank"],
-        ["all_reduce", "dp", "2", "1", "16", "B"],
-        ["all_gather", "tp", "3", "2", "64", "B"],
-        ["all_reduce", "dp+tp", "6", "1", "27", "B"],
-        ["total", "4", "107", "B"],
-    ]
+# --- reductions in process ------------------------------------------------------------------------------------------
 
 
-def test_the_largest_rank_is_what_is_counted() -> None:
-    comm = communicator_of(SQUARE)
-    with CommDebugMode() as counted:
-        comm.all_gather(comm.map(lambda member: torch.ones(member)), (1,), lambda member: (member,)).wait()
-        chunks = comm.map(lambda member: [torch.ones(member * to) for to in SQUARE.members_of((0,), member)])
-        comm.all_to_all(chunks, (0,), lambda source, target: (source * target,)).wait()
-    assert [event.bytes for event in counted.events] == [4 * (4 + 5), 4 * 2 * 5]
-
-
-def test_reductions_in_one_process_have_one_order() -> None:
+def test_in_process_all_reduce_adds_in_rank_order() -> None:
     numbers = [random.Random(seed).uniform(-1e8, 1e8) for seed in range(6)]
     comm = communicator_of(SQUARE)
     x = comm.map(lambda member: torch.tensor(numbers[member]))
@@ -236,14 +196,65 @@ def test_reductions_in_one_process_have_one_order() -> None:
 
 @pytest.mark.parametrize("count", [2, 3, 5, 8])
 @pytest.mark.parametrize("monoid", [EXP_SUM, MOMENTS], ids=str)
-def test_states_combined_at_once_are_those_combined_one_by_one(monoid: Monoid, count: int) -> None:
+def test_combine_all_of_a_monoid_equals_pairwise_combine(monoid: Monoid, count: int) -> None:
     numbers = 2 if monoid is EXP_SUM else 3
-    terms = [torch.rand(numbers, 3, 1, generator=torch.Generator().manual_seed(k), dtype=torch.float64) for k in range(count)]
+    addends = [torch.rand(numbers, 3, 1, generator=torch.Generator().manual_seed(k), dtype=torch.float64) for k in range(count)]
     if monoid is MOMENTS:
-        for k, term in enumerate(terms):
-            term[0] = k  # elements of a block
+        for k, addend in enumerate(addends):
+            addend[0] = k  # number of elements
     else:
-        terms[1][0, 0] = -torch.inf
-    one_by_one = functools.reduce(monoid.combine, terms)
-    torch.testing.assert_close(fold(terms, monoid), one_by_one)
+        addends[1][0, 0] = -torch.inf
+    one_by_one = functools.reduce(monoid.combine, addends)
+    torch.testing.assert_close(fold(addends, monoid), one_by_one)
     assert monoid.combine_all is not None
+
+
+def make_two_rounds(log: list[str]) -> Pending[int]:
+    def begin() -> Callable[[], int]:
+        log.append("second round")
+        return lambda: log.append("end") or 7
+
+    return Pending.of_two_rounds(begin)
+
+
+def log_around(name: str, log: list[str]) -> Callable[[Callable[[], Any]], Any]:
+    def run(fn: Callable[[], Any]) -> Any:
+        log.append(f"{name} (")
+        found = fn()
+        log.append(")")
+        return found
+
+    return run
+
+
+@pytest.mark.parametrize("advances", [False, True])
+def test_a_pending_of_two_rounds_runs_each_round_once_in_order(advances):
+    log: list[str] = []
+    pending = make_two_rounds(log)
+    if advances:
+        assert pending.advance()
+        assert log == ["second round"]
+        assert not pending.ended
+        assert not pending.advance()
+    assert pending.then(lambda x: x + 1).wait() == 8
+    assert pending.wait() == 7
+    assert log == ["second round", "end"]
+    assert pending.ended
+    assert not pending.advance()
+
+
+@pytest.mark.parametrize("advances", [False, True])
+def test_within_wraps_the_end_or_each_round_of_a_pending(advances):
+    log: list[str] = []
+    pending = make_two_rounds(log).within(log_around("wait", log), rounds=True).within(log_around("outer", log))
+    if advances:
+        pending.advance()
+        assert log == ["wait (", "second round", ")"]
+    assert pending.wait() == 7
+    rounds = ["wait (", "second round", ")"], ["wait (", "end", ")"]
+    assert log == ([*rounds[0], "outer (", *rounds[1], ")"] if advances else ["outer (", *rounds[0], *rounds[1], ")"])
+
+
+def test_a_pending_of_one_round_cannot_advance():
+    assert not Pending(lambda: 1).advance()
+    assert not Pending.of(1).advance()

@@ -1,4 +1,4 @@
-"""``python -m dtensor``: help, scripts that are explained and planned, benches, ``doctor``."""
+"""Commands of ``python -m dtensor``: help, explain, trace, plan, bench and doctor."""
 
 from __future__ import annotations
 
@@ -40,57 +40,71 @@ sys.exit(int(sys.argv[1]))
 """
 
 
-def test_without_a_command_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_main_without_arguments_prints_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
-    said = capsys.readouterr().out
-    assert all(verb in said for verb in VERBS)
+    output = capsys.readouterr().out
+    assert all(verb in output for verb in VERBS)
 
 
 @pytest.mark.parametrize("status", [0, 3])
-def test_a_script_is_run_and_explained(status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_runs_a_script_and_prints_its_collectives(
+    status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     script, before = tmp_path / "train.py", (list(sys.path), list(sys.argv))
     script.write_text(SCRIPT)
     assert main(["explain", str(script), str(status)]) == status
-    said = capsys.readouterr().out
-    assert "1 collective, 72 B received per rank" in said
-    assert "train.py:6  y = x.full_tensor()  # moves: 1 collective, 72 B" in said
+    output = capsys.readouterr().out
+    assert "1 collective, 72 B received per rank" in output
+    assert "train.py:6  y = x.full_tensor()  # moves: 1 collective, 72 B" in output
     assert (sys.path, sys.argv) == before
 
 
-def test_a_script_is_run_and_traced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    script, written = tmp_path / "train.py", tmp_path / "trace.json"
+def test_trace_runs_a_script_and_writes_its_collectives(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script, trace_file = tmp_path / "train.py", tmp_path / "trace.json"
     script.write_text(SCRIPT)
-    assert main(["trace", "--output", str(written), str(script), "3"]) == 3
-    assert f"written to {written}" in capsys.readouterr().out
-    moved = [event for event in events_in(written) if event["ph"] == "X" and event["tid"] == COMMUNICATION]
-    assert [(event["pid"], event["name"], event["args"]["bytes"]) for event in moved] == [(k, "all_gather", 72) for k in (0, 1)]
+    assert main(["trace", "--output", str(trace_file), str(script), "3"]) == 3
+    assert f"written to {trace_file}" in capsys.readouterr().out
+    collectives = [event for event in events_in(trace_file) if event["ph"] == "X" and event["tid"] == COMMUNICATION]
+    assert [(event["pid"], event["name"], event["args"]["bytes"]) for event in collectives] == [
+        (k, "all_gather", 72) for k in (0, 1)
+    ]
     script.write_text(SCRIPT.replace("sys.exit", "1 / 0, sys.exit"))
     with pytest.raises(ZeroDivisionError):
         main(["trace", "--output", str(tmp_path / "none.json"), str(script), "0"])
     assert not (tmp_path / "none.json").exists()
-    for words in (["trace", "--output"], ["explain", "--html"], ["plan", "--json"]):
+    for arguments in (["trace", "--output"], ["explain", "--html"], ["plan", "--json"]):
         with pytest.raises(SystemExit, match="2"):
-            main([*words, str(tmp_path / "no" / "file"), str(script)])
+            main([*arguments, str(tmp_path / "no" / "file"), str(script)])
         assert "cannot be written" in capsys.readouterr().err
 
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("verb", ["explain", "trace"])
-def test_what_torchrun_starts_speaks_once(verb: str, tmp_path: Path) -> None:
-    script, written = tmp_path / "train.py", tmp_path / "trace.json"
+def test_explain_and_trace_under_torchrun_report_once(verb: str, tmp_path: Path) -> None:
+    script, trace_file = tmp_path / "train.py", tmp_path / "trace.json"
     script.write_text(SCRIPT.replace("sys.exit", "import torch.distributed as dist; dist.destroy_process_group(); sys.exit"))
-    words = [verb, *(["--output", str(written)] if verb == "trace" else []), str(script), "0"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "dtensor", *words]
-    said = subprocess.run(torchrun, capture_output=True, text=True, timeout=120, check=True).stdout
+    arguments = [verb, *(["--output", str(trace_file)] if verb == "trace" else []), str(script), "0"]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "dtensor",
+        *arguments,
+    ]
+    output = subprocess.run(torchrun, capture_output=True, text=True, timeout=120, check=True).stdout
     if verb == "explain":
-        assert said.count("1 collective, 72 B received per rank") == said.count("train.py:6") == 1
+        assert output.count("1 collective, 72 B received per rank") == output.count("train.py:6") == 1
     else:
-        assert said.count("written to") == 1
-        moved = [event for event in events_in(written) if event["ph"] == "X" and event["tid"] == COMMUNICATION]
-        assert sorted((event["pid"], event["args"]["bytes"]) for event in moved) == [(0, 72), (1, 72)]
+        assert output.count("written to") == 1
+        collectives = [event for event in events_in(trace_file) if event["ph"] == "X" and event["tid"] == COMMUNICATION]
+        assert sorted((event["pid"], event["args"]["bytes"]) for event in collectives) == [(0, 72), (1, 72)]
 
 
-def test_what_a_failing_script_moved_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_reports_the_collectives_of_a_script_that_raises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.replace("sys.exit", "1 / 0, sys.exit"))
     with pytest.raises(ZeroDivisionError):
@@ -100,7 +114,7 @@ def test_what_a_failing_script_moved_is_told(tmp_path: Path, capsys: pytest.Capt
     assert "there is no file" in capsys.readouterr().err
 
 
-EXTRA = """
+MODEL_SCRIPT = """
 import torch
 import dtensor as dt
 from torch import nn
@@ -123,42 +137,42 @@ model(dt.ones(6, 4, device_mesh=mesh))
 
 
 @needs_whole
-def test_a_stranger_finds_the_all_gather_too_many_in_one_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    script, page = tmp_path / "model.py", tmp_path / "page.html"
-    script.write_text(EXTRA)
-    assert main(["explain", "--html", str(page), str(script)]) == 0
-    said = capsys.readouterr().out
-    at = 1 + EXTRA.splitlines().index("        return self.down(h)")
-    for told in (
+def test_explain_names_line_reason_and_fix_of_an_extra_all_gather(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script, html_file = tmp_path / "model.py", tmp_path / "page.html"
+    script.write_text(MODEL_SCRIPT)
+    assert main(["explain", "--html", str(html_file), str(script)]) == 0
+    output = capsys.readouterr().out
+    at = 1 + MODEL_SCRIPT.splitlines().index("        return self.down(h)")
+    for expected in (
         "1 collective (1 implicit), 96 B received per rank",
         f"model.py:{at}  return self.down(h): 1 collective, 96 B",
         "forward aten::linear in Block.down: all_gather over tp, 2 ranks, 96 B",
         "write instead: input.redistribute(placements=[Replicate()]), once, before this line",
-        f"written to {page}",
+        f"written to {html_file}",
     ):
-        assert told in said, said
-    assert f'<td class="number">{at}</td>' in page.read_text()
-    assert "return self.down(h)" in re.sub("</?span[^>]*>", "", page.read_text())
-    assert "<title>Communication of model.py</title>" in page.read_text()
-    script.write_text(EXTRA.replace("[dt.Shard(0)]", "[dt.Shard(int(layer is model.down))]"))  # as it should be
+        assert expected in output, output
+    assert f'<td class="number">{at}</td>' in html_file.read_text()
+    assert "return self.down(h)" in re.sub("</?span[^>]*>", "", html_file.read_text())
+    assert "<title>Communication of model.py</title>" in html_file.read_text()
+    script.write_text(MODEL_SCRIPT.replace("[dt.Shard(0)]", "[dt.Shard(int(layer is model.down))]"))  # the recommended placements
     assert main(["explain", str(script)]) == 0
     assert "0 collectives, 0 B received per rank" in capsys.readouterr().out
 
 
-def test_a_script_is_planned_as_a_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    script, page, kept = tmp_path / "model.py", tmp_path / "page.html", tmp_path / "plan.json"
-    script.write_text(EXTRA + "import sys; sys.exit(3)")
-    assert main(["plan", "--html", str(page), "--json", str(kept), str(script)]) == 3
-    said = capsys.readouterr().out
-    found = dt.ProgramPlan.load(kept)
-    assert said.startswith(str(found))
+def test_plan_of_a_script_writes_json_and_html(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script, html_file, plan_file = tmp_path / "model.py", tmp_path / "page.html", tmp_path / "plan.json"
+    script.write_text(MODEL_SCRIPT + "import sys; sys.exit(3)")
+    assert main(["plan", "--html", str(html_file), "--json", str(plan_file), str(script)]) == 3
+    output = capsys.readouterr().out
+    found = dt.ProgramPlan.load(plan_file)
+    assert output.startswith(str(found))
     assert found.nbytes <= found.eager_nbytes == 96
-    assert f"{found.nbytes} B received per rank" in page.read_text()
-    assert "<title>Plan of model.py</title>" in page.read_text()
+    assert f"{found.nbytes} B received per rank" in html_file.read_text()
+    assert "<title>Plan of model.py</title>" in html_file.read_text()
 
 
 @pytest.mark.parametrize(
-    ("words", "problem"),
+    ("arguments", "problem"),
     [
         (["--mesh", "0x3"], "'0x3' is not the shape of a mesh"),
         (["--mesh", "3 x 2"], "'3 x 2' is not the shape of a mesh"),
@@ -172,26 +186,26 @@ def test_a_script_is_planned_as_a_whole(tmp_path: Path, capsys: pytest.CaptureFi
         (["--pairs", "P(median)->R"], "not a placement"),
     ],
 )
-def test_what_means_nothing_is_told_before_a_process_starts(
-    words: list[str], problem: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_bench_refuses_invalid_arguments_before_it_starts_processes(
+    arguments: list[str], problem: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dtensor.__main__.spawn_ranks", None)
-    assert main(["bench", "redistribute", *words]) == 2
+    assert main(["bench", "redistribute", *arguments]) == 2
     assert problem in capsys.readouterr().err
 
 
-def test_extras_are_asked_for_before_work_starts(
+def test_a_missing_extra_is_named_before_any_work(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr("dtensor.__main__.spawn_ranks", lambda *given: _fail())
     (tmp_path / "script.py").write_text("1 / 0")
-    for words, extra in (
+    for arguments, extra in (
         (["bench", "redistribute", "--plot", "out.png"], "dtensor[plot]"),
         (["bench", "dispatch", "--plot", "out.png"], "dtensor[plot]"),
         (["plan", str(tmp_path / "script.py")], "dtensor[plan]"),
     ):
-        assert main(words) == 2
+        assert main(arguments) == 2
         assert extra in capsys.readouterr().err
 
 
@@ -199,14 +213,16 @@ def _fail() -> Iterator[int]:
     yield 1 // 0
 
 
-@pytest.mark.parametrize("words", [[], ["--help"], *([verb, "--help"] for verb in VERBS), ["bench", "redistribute", "--help"]])
-def test_help_has_examples_and_no_markup(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match=r"^0$") if words else nullcontext():
-        main(words)
-    said = capsys.readouterr().out
-    assert "``" not in said
-    assert ":mod:" not in said
-    assert len(words) < 2 or re.search(r"\nexamples?:\n  ", said), said
+@pytest.mark.parametrize(
+    "arguments", [[], ["--help"], *([verb, "--help"] for verb in VERBS), ["bench", "redistribute", "--help"]]
+)
+def test_help_of_each_command_has_examples_and_no_markup(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match=r"^0$") if arguments else nullcontext():
+        main(arguments)
+    output = capsys.readouterr().out
+    assert "``" not in output
+    assert ":mod:" not in output
+    assert len(arguments) < 2 or re.search(r"\nexamples?:\n  ", output), output
 
 
 def test_ranks_of_a_missing_folder_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -214,26 +230,26 @@ def test_ranks_of_a_missing_folder_is_an_error(tmp_path: Path, capsys: pytest.Ca
     assert f"there is no folder {tmp_path / 'none'}" in capsys.readouterr().err
 
 
-def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_option_prints_dtensor_and_torch_versions(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])
     assert capsys.readouterr().out.startswith(f"dtensor {dt.__version__}, torch {torch.__version__}")
 
 
-def test_the_console_script_is_the_same_command() -> None:
+def test_the_console_script_of_pyproject_is_main() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     module, _, name = project["scripts"]["dtensor"].partition(":")
     assert getattr(importlib.import_module(module), name) is main
 
 
-@pytest.mark.parametrize(("word", "near"), [("llama", "llama3-8b"), ("mixtral", "mixtral-8x7b"), ("lama3-8b", "llama3-8b")])
-def test_a_near_model_is_named(word: str, near: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("word", "suggestion"), [("llama", "llama3-8b"), ("mixtral", "mixtral-8x7b"), ("lama3-8b", "llama3-8b")])
+def test_plan_suggests_the_nearest_model_name(word: str, suggestion: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", word, "--ranks", "8"]) == 2
-    assert re.search(f"neither a script nor a known model; did you mean .*{near}", capsys.readouterr().err)
+    assert re.search(f"neither a script nor a known model; did you mean .*{suggestion}", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("verb", ["explain", "trace", "plan"])
-def test_an_error_of_the_script_keeps_its_traceback(verb: str, tmp_path: Path) -> None:
+def test_an_error_of_the_script_is_raised_unchanged(verb: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import dtensor as dt\nraise dt.errors.ArgumentError('seventeen')")
     pytest.importorskip("scipy")
@@ -241,41 +257,41 @@ def test_an_error_of_the_script_keeps_its_traceback(verb: str, tmp_path: Path) -
         main([verb, str(script)])
 
 
-def test_an_uncalibrated_machine_is_named(
+def test_bench_warns_if_the_machine_is_not_calibrated(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     row = bench.RedistributionTiming((2,), "S0->R", (5, 7), 1, 70, 140, 1e-4, 2e-4)
     monkeypatch.setattr("dtensor.__main__.spawn_ranks", lambda *given: iter([row]))
     profile = tmp_path / "profile.json"
     monkeypatch.setenv("DTENSOR_PROFILE", str(profile))
-    words = ["bench", "redistribute", "--mesh", "2", "--size", "5x7", "--pairs", "S0->R"]
-    assert main(words) == 0
-    said = capsys.readouterr()
-    assert said.out.splitlines()[1].split() == ["S0->R", "5x7", "1", "70", "B", "140", "B", "100", "us", "200", "us"]
-    assert "this machine is not calibrated" in said.err
+    arguments = ["bench", "redistribute", "--mesh", "2", "--size", "5x7", "--pairs", "S0->R"]
+    assert main(arguments) == 0
+    output = capsys.readouterr()
+    assert output.out.splitlines()[1].split() == ["S0->R", "5x7", "1", "70", "B", "140", "B", "100", "us", "200", "us"]
+    assert "this machine is not calibrated" in output.err
     profile.write_text("{}")
-    assert main(words) == 0
+    assert main(arguments) == 0
     assert "calibrated" not in capsys.readouterr().err
 
 
-def test_plots_have_a_title_and_the_fastest_row_on_top(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_plots_have_a_title_and_the_fastest_row_on_top(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     figure = pytest.importorskip("matplotlib.figure").Figure
-    drawn: list[Any] = []
-    monkeypatch.setattr(figure, "savefig", lambda self, path, **given: drawn.append(self))
+    figures: list[Any] = []
+    monkeypatch.setattr(figure, "savefig", lambda self, path, **given: figures.append(self))
     rows = [
         bench.RedistributionTiming((2,), f"S{k}->R", (5, 7), 1, 70, 140, 1e-4, seconds)
         for k, seconds in enumerate((3e-4, 1e-4, 2e-4))
     ]
-    bench.draw_plot(rows, tmp_path / "moved.png")
-    bench.draw_plot([bench.OperatorTiming("add", 2e-6, 5e-6), bench.OperatorTiming("mm", 1e-6, 4e-6)], tmp_path / "called.png")
-    for shown, best in zip(drawn, ("S1->R 5x7", "mm"), strict=True):
-        (axes,) = shown.axes
+    bench.draw_plot(rows, tmp_path / "redistribute.png")
+    bench.draw_plot([bench.OperatorTiming("add", 2e-6, 5e-6), bench.OperatorTiming("mm", 1e-6, 4e-6)], tmp_path / "dispatch.png")
+    for plot, best in zip(figures, ("S1->R 5x7", "mm"), strict=True):
+        (axes,) = plot.axes
         assert axes.get_title()
         assert (axes.get_xscale(), len(axes.patches)) == ("log", 0)  # no bars
         assert axes.yaxis_inverted()
         assert axes.get_yticklabels()[0].get_text() == best
         assert axes.get_legend() is None
-        assert len(shown.legends) == 1
+        assert len(plot.legends) == 1
 
 
 def test_bench_parses_placement_pairs_and_tensor_sizes() -> None:
@@ -290,11 +306,11 @@ def test_bench_parses_placement_pairs_and_tensor_sizes() -> None:
 
 
 @pytest.mark.gloo
-def test_redistributions_are_measured_on_any_mesh(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["bench", "redistribute", "--mesh", "2x2", "--size", "5x7", "--pairs", "S0->S1,R", "P->R", "R->P(max)"]
-    assert main([*words, "--json"]) == 0
+def test_bench_measures_redistributions_on_four_processes(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["bench", "redistribute", "--mesh", "2x2", "--size", "5x7", "--pairs", "S0->S1,R", "P->R", "R->P(max)"]
+    assert main([*arguments, "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
-    assert [(row["mesh"], row["pair"], row["shape"]) for row in rows] == [([2, 2], pair, [5, 7]) for pair in words[-3:]]
+    assert [(row["mesh"], row["pair"], row["shape"]) for row in rows] == [([2, 2], pair, [5, 7]) for pair in arguments[-3:]]
     mesh = dt.init_device_mesh("cpu", (2, 2))
     x = dt.zeros(5, 7, device_mesh=mesh, placements=[dt.Shard(0), dt.Replicate()])
     found = x.explain_redistribute([dt.Shard(1), dt.Replicate()])
@@ -305,30 +321,30 @@ def test_redistributions_are_measured_on_any_mesh(capsys: pytest.CaptureFixture[
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["operator", "add", "mm"]
 
 
-def failing(how: str) -> Iterator[int]:
+def fail_on_processes(failure: str) -> Iterator[int]:
     yield 1
-    if how == "raises":
+    if failure == "raises":
         raise ValueError("seventeen")
     os._exit(3)
 
 
 @pytest.mark.gloo
-def test_processes_that_fail_are_named() -> None:
-    for how, told in (("raises", "ValueError: seventeen"), ("dies", "exit code 3")):
-        rows = spawn_ranks(2, failing, how)
-        with pytest.raises(DTensorError, match=told):
+def test_spawn_ranks_reports_the_error_of_a_failed_process() -> None:
+    for failure, expected in (("raises", "ValueError: seventeen"), ("dies", "exit code 3")):
+        rows = spawn_ranks(2, fail_on_processes, failure)
+        with pytest.raises(DTensorError, match=expected):
             list(rows)
 
 
-def test_the_doctor_names_what_is_there() -> None:
-    said = "\n".join(doctor.report_lines())
-    assert "torch 2." in said
-    assert "gloo" in said
+def test_doctor_reports_versions_backends_and_patches() -> None:
+    output = "\n".join(doctor.report_lines())
+    assert "torch 2." in output
+    assert "gloo" in output
     for change in PATCHES:
-        assert (f"  {change.where}: {change.why}" in said) is change.in_force
-    assert "  torch.optim.optimizer._foreach_supported_types: " in said
+        assert (f"  {change.where}: {change.why}" in output) is change.in_force
+    assert "  torch.optim.optimizer._foreach_supported_types: " in output
 
 
 @pytest.mark.gloo
-def test_the_doctor_tries_processes() -> None:
+def test_doctor_self_test_passes_on_processes() -> None:
     assert doctor.self_test(120.0) == ""

@@ -1,4 +1,4 @@
-"""Operands on several meshes: lists go mesh by mesh, 0-d values are numbers if copies of slices agree, all else is refused."""
+"""Operands on several meshes: list operators run per mesh, 0-d values are used as numbers, other operands raise."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LINE, SQUARE = get_or_make_mesh((4,)), get_or_make_mesh((2, 2))
 X, Y = torch.arange(30.0).reshape(5, 6), torch.arange(12.0).reshape(4, 3)
 
 
-def test_a_number_of_another_mesh() -> None:
+def test_a_0d_operand_on_another_mesh_is_used_as_a_number() -> None:
     x, total = dt.distribute_tensor(X, LINE, [S0]), dt.distribute_tensor(Y, SQUARE, [S0, S1]).sum()
     assert total.placements == (Partial(), Partial())
     for out in (x * total, total * x):
@@ -33,19 +33,19 @@ def test_a_number_of_another_mesh() -> None:
     assert torch.equal(torch.stack([total, x.sum()]).full_tensor(), torch.stack([Y.sum(), (X * Y.sum()).sum()]))
 
 
-def test_it_is_differentiable() -> None:
+def test_a_0d_operand_on_another_mesh_is_differentiable() -> None:
     x, y = dt.distribute_tensor(X, LINE, [S0]).requires_grad_(), dt.distribute_tensor(Y, SQUARE, [S0, S1]).requires_grad_()
     p, q = X.clone().requires_grad_(), Y.clone().requires_grad_()
     for a, b in ((x, y), (p, q)):
         (a * (b.square().sum() + b.mean() + b.amax() + b.norm())).sum().backward()
-    for own, like in ((x, p), (y, q)):
+    for own, expected in ((x, p), (y, q)):
         assert own.grad.placements == own.placements
         assert own.grad.device_mesh == own.device_mesh
-        assert torch.allclose(own.grad.full_tensor(), like.grad)
+        assert torch.allclose(own.grad.full_tensor(), expected.grad)
 
 
 @pytest.mark.parametrize("foreach", [True, False])
-def test_clipping_and_stepping(foreach: bool) -> None:
+def test_clip_grad_norm_and_adamw_with_parameters_on_two_meshes_equal_plain_torch(foreach: bool) -> None:
     def train(distributed: bool) -> list[torch.Tensor]:
         values = [(X, LINE, [S0]), (Y, SQUARE, [S0, S1]), (X[:3], LINE, [S1]), (Y.flatten(), SQUARE, [R, S0])]
         put = lambda v, *where: dt.distribute_tensor(v, *where) if distributed else v.clone()  # noqa: E731
@@ -58,17 +58,17 @@ def test_clipping_and_stepping(foreach: bool) -> None:
             optimizer.step()
         return [p.detach().full_tensor() if isinstance(p, dt.DTensor) else p.detach() for p in parameters]
 
-    for own, like in zip(train(True), train(False), strict=True):
-        torch.testing.assert_close(own, like)
+    for own, expected in zip(train(True), train(False), strict=True):
+        torch.testing.assert_close(own, expected)
 
 
-def test_lists_of_norms_come_back_in_order() -> None:
+def test_foreach_norm_over_two_meshes_keeps_the_order_of_the_list() -> None:
     xs = [dt.distribute_tensor(X, LINE, [S0]), dt.distribute_tensor(Y, SQUARE, [S0, S1]), scatter(X * 2, LINE, [Partial()])]
     norms = torch._foreach_norm(xs)
     assert [round(norm.item(), 3) for norm in norms] == [round(v.norm().item(), 3) for v in (X, Y, X * 2)]
 
 
-def test_tensors_with_dims_are_refused() -> None:
+def test_operands_with_dims_on_different_meshes_raise() -> None:
     x, y = dt.distribute_tensor(X, LINE, [S0]), dt.distribute_tensor(X, SQUARE, [S0, S1])
     for call in (lambda: x + y, lambda: torch.cat([x, y]), lambda: x.add_(y), lambda: torch._foreach_add([x], [y])):
         with pytest.raises(MeshError, match=r"different meshes.*redistribute"):
@@ -79,7 +79,7 @@ NAMED = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 DP, TP = NAMED["dp"], NAMED["tp"]
 
 
-def test_a_number_on_a_slice_whose_copies_are_equal_is_a_number_everywhere() -> None:
+def test_a_0d_operand_on_a_submesh_with_equal_copies_is_used_on_any_mesh() -> None:
     x = dt.distribute_tensor(X, NAMED, [S0, S1])
     for total in (dt.distribute_tensor(Y, TP, [S0]).sum(), dt.distribute_tensor(Y, DP, [S1]).sum()):
         assert torch.equal((x * total).full_tensor(), X * Y.sum())
@@ -89,14 +89,14 @@ def test_a_number_on_a_slice_whose_copies_are_equal_is_a_number_everywhere() -> 
             assert out.device_mesh == mesh
             assert torch.equal(out.full_tensor(), X * Y.sum())
         both = torch.stack([total, x.sum()])
-        assert both.device_mesh == NAMED  # where it is told to all ranks once
+        assert both.device_mesh == NAMED  # the value is sent to all ranks once
         assert torch.equal(both.full_tensor(), torch.stack([Y.sum(), X.sum()]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.complex64])
-def test_a_number_on_a_slice_whose_copies_differ_is_refused_beyond_it(dtype: torch.dtype) -> None:
-    held = dt.per_rank([torch.tensor(k % 2, dtype=dtype) for k in range(4)])  # differs along tp
-    number = dt.DTensor.from_local(held, DP, [R])
+def test_a_0d_operand_on_a_submesh_with_different_copies_raises_on_other_meshes(dtype: torch.dtype) -> None:
+    local = dt.per_rank([torch.tensor(k % 2, dtype=dtype) for k in range(4)])  # differs along tp
+    number = dt.DTensor.from_local(local, DP, [R])
     x = dt.distribute_tensor(X.to(dtype), NAMED, [S0, S1])
     for call in (lambda: x * number, lambda: torch.stack([number, x.sum()]), lambda: x.mul_(number)):
         with pytest.raises(MeshError, match=r"values on submeshes of .* differ"):
@@ -105,7 +105,7 @@ def test_a_number_on_a_slice_whose_copies_differ_is_refused_beyond_it(dtype: tor
     assert [torch.equal(s, (k % 2) * X.to(dtype).chunk(2)[k // 2]) for k, s in enumerate(within._local.shards)] == [True] * 4
 
 
-def test_copies_that_differ_by_rounding_are_one_number_on_all_ranks() -> None:
+def test_submesh_copies_that_differ_by_rounding_become_one_value_on_all_ranks() -> None:
     eps = torch.finfo(torch.float32).eps
     number = dt.DTensor.from_local(dt.per_rank([torch.tensor(1.0 + (k % 2) * eps) for k in range(4)]), DP, [R])
     out = dt.distribute_tensor(torch.ones(3), NAMED, [R, R]) * number
@@ -114,25 +114,25 @@ def test_copies_that_differ_by_rounding_are_one_number_on_all_ranks() -> None:
     assert (dt.ones(3, device_mesh=NAMED) * nan).full_tensor().isnan().all()
 
 
-def test_numbers_of_one_slice_travel_together() -> None:
+def test_0d_operands_of_one_submesh_are_compared_in_one_collective() -> None:
     norms = [dt.distribute_tensor(X * k, DP, [S0]).norm() for k in range(5)]
-    with dt.debug.CommDebugMode() as seen:
+    with dt.debug.CommDebugMode() as comm:
         out = torch.stack([*norms, dt.distribute_tensor(X, NAMED, [S0, S1]).norm()])
-    assert seen.get_comm_counts() == {"all_reduce": 1, "all_gather": 1}
+    assert comm.get_comm_counts() == {"all_reduce": 1, "all_gather": 1}
     assert torch.allclose(out.full_tensor(), torch.stack([*((X * k).norm() for k in range(5)), X.norm()]))
     with dt.explicit(), pytest.raises(ImplicitCommunicationError, match=r"another mesh|copies"):
         torch.stack([*norms, dt.distribute_tensor(X, NAMED, [R, R]).norm()])
-    whole = dt.distribute_tensor(X, DP, [R]).norm()
+    replicated = dt.distribute_tensor(X, DP, [R]).norm()
     with dt.explicit(), pytest.raises(ImplicitCommunicationError, match="compare the values"):
-        _ = dt.distribute_tensor(X, NAMED, [R, R]) * whole
+        _ = dt.distribute_tensor(X, NAMED, [R, R]) * replicated
     with dt.explicit():
-        _ = dt.distribute_tensor(X, DP, [R]) * dt.distribute_tensor(X, NAMED, [R, R]).norm()  # known to every rank
+        _ = dt.distribute_tensor(X, DP, [R]) * dt.distribute_tensor(X, NAMED, [R, R]).norm()  # all ranks have this value
 
 
-def test_numbers_of_a_mesh_with_its_ranks_in_another_order() -> None:
+def test_copies_of_a_0d_operand_on_a_mesh_with_permuted_ranks_are_compared_by_rank() -> None:
     turned = dt.DeviceMesh("cpu", torch.tensor([[3, 1], [0, 2]]), mesh_dim_names=("a", "b"))
-    pieces = dt.per_rank([torch.tensor(float(k // 2)) for k in range(4)])  # ranks 3 and 1 hold 0, ranks 0 and 2 hold 1
-    number = dt.DTensor.from_local(pieces, turned["b"], [R])
+    local = dt.per_rank([torch.tensor(float(k // 2)) for k in range(4)])  # ranks 3 and 1 hold 0, ranks 0 and 2 hold 1
+    number = dt.DTensor.from_local(local, turned["b"], [R])
     x = dt.DTensor.from_local(dt.per_rank([torch.ones(1)] * 4), NAMED["tp"], [S0])
     with pytest.raises(MeshError, match="values"):
         _ = x * number  # tp's groups are ranks 0, 1 and 2, 3
@@ -141,45 +141,47 @@ def test_numbers_of_a_mesh_with_its_ranks_in_another_order() -> None:
     assert [shard.item() for shard in out._local.shards] == [0.0, 0.0, 1.0, 1.0]
 
 
-def test_a_number_on_a_slice_is_differentiable() -> None:
+def test_a_0d_operand_on_a_submesh_is_differentiable() -> None:
     x, y = dt.distribute_tensor(X, NAMED, [S0, S1]).requires_grad_(), dt.distribute_tensor(Y, DP, [S0]).requires_grad_()
     z = dt.distribute_tensor(Y * 3, TP, [S1]).requires_grad_()
     p, q, r = X.clone().requires_grad_(), Y.clone().requires_grad_(), (Y * 3).requires_grad_()
     for a, b, c in ((x, y, z), (p, q, r)):
         ((a * (b.square().sum() + b.norm())).sum() + c.mean() * b.amax() + (c * a.norm()).sum()).backward()
-    for own, like in ((x, p), (y, q), (z, r)):
+    for own, expected in ((x, p), (y, q), (z, r)):
         assert (own.grad.placements, own.grad.device_mesh) == (own.placements, own.device_mesh)
-        assert torch.allclose(own.grad.full_tensor(), like.grad)
+        assert torch.allclose(own.grad.full_tensor(), expected.grad)
 
 
-CLIPPED = {
-    "a slice and the whole": [(X, DP, [S0]), (Y, NAMED, [S0, S1])],
-    "the whole and a slice": [(Y, NAMED, [S0, S1]), (X, DP, [S0]), (X[:3], DP, [R])],
-    "two slices and the whole": [(X, DP, [S0]), (Y, NAMED, [R, S1]), (X[:3], TP, [S0]), (Y * 2, DP, [R])],
-    "two slices": [(X, TP, [S1]), (Y, DP, [S0])],
-    "a slice and another mesh": [(X, TP, [S0]), (Y, LINE, [S0])],
-    "a slice and plain tensors": [(X, TP, [S0]), (Y,), (Y * 2, NAMED, [S0, S0])],
+CLIPPED_PARAMETERS = {
+    "submesh, root mesh": [(X, DP, [S0]), (Y, NAMED, [S0, S1])],
+    "root mesh, submesh": [(Y, NAMED, [S0, S1]), (X, DP, [S0]), (X[:3], DP, [R])],
+    "two submeshes, root mesh": [(X, DP, [S0]), (Y, NAMED, [R, S1]), (X[:3], TP, [S0]), (Y * 2, DP, [R])],
+    "two submeshes": [(X, TP, [S1]), (Y, DP, [S0])],
+    "submesh, other mesh": [(X, TP, [S0]), (Y, LINE, [S0])],
+    "submesh, plain tensors": [(X, TP, [S0]), (Y,), (Y * 2, NAMED, [S0, S0])],
 }
 
 
 @pytest.mark.parametrize("foreach", [True, False])
-@pytest.mark.parametrize("what", CLIPPED)
-def test_clipping_over_slices_of_one_mesh(what: str, foreach: bool) -> None:
-    """As a model has it whose experts are on ``dp`` and whose other parameters are on ``dp`` and ``tp``."""
+@pytest.mark.parametrize("meshes", CLIPPED_PARAMETERS)
+def test_gradient_clipping_with_parameters_on_submeshes_equals_plain_torch(meshes: str, foreach: bool) -> None:
+    """Example: a model with experts on ``dp`` and other parameters on ``dp`` and ``tp``."""
     utils = torch.nn.utils
 
     def parameters(distributed: bool, scale: float) -> list[torch.nn.Parameter]:
         made = []
-        for value, *where in CLIPPED[what]:
+        for value, *where in CLIPPED_PARAMETERS[meshes]:
             put = lambda v, where=where: dt.distribute_tensor(v, *where) if distributed and where else v.clone()  # noqa: E731
             made.append(torch.nn.Parameter(put(value)))
             made[-1].grad = put(value * scale - 1)
         return made
 
     def compared(clip: Callable[[list[torch.nn.Parameter]], Any], scale: float = 0.5) -> None:
-        own, like = parameters(True, scale), parameters(False, scale)
-        results = [clip(own), clip(like)]
-        pairs = [*zip((p.grad for p in own), (p.grad for p in like), strict=True), *([results] if results[0] is not None else [])]
+        own, expected = parameters(True, scale), parameters(False, scale)
+        results = [clip(own), clip(expected)]
+        pairs = list(zip((p.grad for p in own), (p.grad for p in expected), strict=True))
+        if results[0] is not None:
+            pairs.append(tuple(results))
         for a, b in pairs:
             torch.testing.assert_close(a.full_tensor() if isinstance(a, dt.DTensor) else a, b, equal_nan=True)
 
@@ -193,7 +195,7 @@ def test_clipping_over_slices_of_one_mesh(what: str, foreach: bool) -> None:
         utils.clip_grad_norm_(parameters(True, torch.nan), 1.5, error_if_nonfinite=True, foreach=foreach)
 
 
-def test_clipping_over_slices_is_captured() -> None:
+def test_gradient_clipping_over_submeshes_replays_when_captured() -> None:
     def step(clip: Callable[..., Any]) -> list[torch.Tensor]:
         found = []
         for k in range(4):
@@ -206,25 +208,25 @@ def test_clipping_over_slices_is_captured() -> None:
         torch._foreach_mul_(grads, torch.stack(torch._foreach_norm(grads)).norm())
 
     captured = dt.capture(clip)
-    for own, like in zip(step(captured), step(clip), strict=True):
-        assert torch.equal(own, like)
+    for own, expected in zip(step(captured), step(clip), strict=True):
+        assert torch.equal(own, expected)
     assert captured.cache_info().replayed > 0
 
 
-def _clipping_on_processes() -> None:
+def _clip_gradients_over_submeshes() -> None:
     torch.set_num_threads(1)
     named = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     dp, tp = named["dp"], named["tp"]
     places = [(X, dp, [S0]), (Y, named, [S0, S1]), (X[:3], tp, [S0]), (Y * 2, dp, [R])]
     for foreach, norm_type in ((True, 2.0), (False, torch.inf)):
         own = [torch.nn.Parameter(dt.distribute_tensor(v, *where)) for v, *where in places]
-        like = [torch.nn.Parameter(v.clone()) for v, *_ in places]
-        for p, q, (v, *where) in zip(own, like, places, strict=True):
+        plain = [torch.nn.Parameter(v.clone()) for v, *_ in places]
+        for p, q, (v, *where) in zip(own, plain, places, strict=True):
             p.grad, q.grad = dt.distribute_tensor(v / 2, *where), v / 2
         norm = torch.nn.utils.clip_grad_norm_(own, 1.5, norm_type, error_if_nonfinite=True, foreach=foreach)
-        expected = torch.nn.utils.clip_grad_norm_(like, 1.5, norm_type, foreach=foreach)
+        expected = torch.nn.utils.clip_grad_norm_(plain, 1.5, norm_type, foreach=foreach)
         torch.testing.assert_close(norm.full_tensor(), expected)
-        for p, q in zip(own, like, strict=True):
+        for p, q in zip(own, plain, strict=True):
             torch.testing.assert_close(p.grad.full_tensor(), q.grad)
     number = dt.DTensor.from_local(torch.tensor(float(tp.get_local_rank())), dp, [R])
     with pytest.raises(MeshError, match="values"):
@@ -232,19 +234,19 @@ def _clipping_on_processes() -> None:
 
 
 @pytest.mark.gloo
-def test_clipping_over_slices_on_four_processes() -> None:
-    run_gloo(_clipping_on_processes, 4)
+def test_gradient_clipping_over_submeshes_on_four_processes() -> None:
+    run_gloo(_clip_gradients_over_submeshes, 4)
 
 
-def test_the_reduction_is_an_error_under_explicit() -> None:
+def test_explicit_refuses_the_reduction_of_a_0d_operand_of_another_mesh() -> None:
     x, total = dt.distribute_tensor(X, LINE, [S0]), dt.distribute_tensor(Y, SQUARE, [S0, S1]).sum()
     with dt.explicit(), pytest.raises(ImplicitCommunicationError, match="another mesh"):
         _ = x * total
 
 
-# --- no mesh at all -----------------------------------------------------------------------------------------------------
+# --- plain tensors and 0-d DTensors ---------------------------------------------------------------------------------
 @pytest.mark.parametrize("options", [{"foreach": True}, {"foreach": False}, {"fused": True}], ids=str)
-def test_plain_and_distributed_parameters_train_together(options: dict[str, bool]) -> None:
+def test_clip_grad_norm_and_adamw_with_plain_and_distributed_parameters_equal_plain_torch(options: dict[str, bool]) -> None:
     def train(distributed: bool) -> list[torch.Tensor]:
         put = lambda v, *where: dt.distribute_tensor(v, *where) if distributed and where else v.clone()  # noqa: E731
         values: list[tuple[torch.Tensor, ...]] = [(X, LINE, [S0]), (Y,), (X[:3], SQUARE, [S1, S0]), (Y[0],)]
@@ -257,11 +259,11 @@ def test_plain_and_distributed_parameters_train_together(options: dict[str, bool
             optimizer.step()
         return [p.detach().full_tensor() if isinstance(p, dt.DTensor) else p.detach() for p in parameters]
 
-    for own, like in zip(train(True), train(False), strict=True):
-        torch.testing.assert_close(own, like)
+    for own, expected in zip(train(True), train(False), strict=True):
+        torch.testing.assert_close(own, expected)
 
 
-def test_distributed_numbers_are_written_to_plain_tensors() -> None:
+def test_in_place_operators_of_plain_tensors_accept_0d_dtensors() -> None:
     total = dt.distribute_tensor(Y, LINE, [S0]).sum()
     running, rows = torch.tensor(1.0), torch.ones(3)
     running += total
@@ -276,19 +278,19 @@ def test_distributed_numbers_are_written_to_plain_tensors() -> None:
         rows += dt.distribute_tensor(Y[:, 0], LINE, [S0])[:3]
 
 
-def test_numbers_that_differ_between_copies_of_a_submesh_are_not_written() -> None:
+def test_in_place_add_of_a_0d_dtensor_with_different_submesh_copies_raises() -> None:
     named = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    alike = dt.DTensor.from_local(dt.per_rank([torch.tensor(float(k % 2)) for k in range(4)]), named["tp"], [Partial()])
-    other = dt.DTensor.from_local(dt.per_rank([torch.tensor(float(k)) for k in range(4)]), named["tp"], [Partial()])
+    equal_copies = dt.DTensor.from_local(dt.per_rank([torch.tensor(float(k % 2)) for k in range(4)]), named["tp"], [Partial()])
+    different_copies = dt.DTensor.from_local(dt.per_rank([torch.tensor(float(k)) for k in range(4)]), named["tp"], [Partial()])
     running = torch.tensor(1.0)
-    running += alike
+    running += equal_copies
     assert running.item() == 2
     with pytest.raises(MeshError, match="values that differ between the submeshes"):
-        running += other
+        running += different_copies
 
 
 @pytest.mark.parametrize("options", [{}, {"fused": True}, {"foreach": True}], ids=str)
-def test_state_of_an_optimizer_from_another_mesh_is_refused_with_what_brings_it_over(options: dict[str, bool]) -> None:
+def test_optimizer_state_of_another_mesh_raises_and_the_named_redistribute_repairs_it(options: dict[str, bool]) -> None:
     params, optimizers = [], []
     for mesh in (dt.init_device_mesh("cpu", (4,)), dt.init_device_mesh("cpu", (2,))):
         params.append(dt.distribute_tensor(torch.arange(1.0, 7), mesh, [Shard(0)]).requires_grad_())
@@ -300,10 +302,10 @@ def test_state_of_an_optimizer_from_another_mesh_is_refused_with_what_brings_it_
     optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
     with pytest.raises(MeshError, match=r"saved on another mesh.*s\.redistribute\(p\.device_mesh, p\.placements\)"):
         optimizers[1].step()
-    optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))  # the step was counted
+    optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))  # the failed step has been counted in this state
     for p, state in optimizers[1].state.items():
-        moved = {key: s.redistribute(p.device_mesh, p.placements) for key, s in state.items() if s.ndim}
-        state.update(moved)
+        redistributed = {key: s.redistribute(p.device_mesh, p.placements) for key, s in state.items() if s.ndim}
+        state.update(redistributed)
     for optimizer in optimizers:
         optimizer.step()
     torch.testing.assert_close(params[1].full_tensor(), params[0].full_tensor())

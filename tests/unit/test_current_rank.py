@@ -1,4 +1,4 @@
-"""Which rank asks: in one process the ranks' own numbers outside of ``map_ranks``, one rank's inside, in every thread."""
+"""Current rank: ``get_rank`` and ``get_local_rank`` give numbers of all ranks in process, and of one rank in ``map_ranks``."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ ROW = init_device_mesh("cpu", (3,), mesh_dim_names=("dp",))
 DATA = torch.arange(12.0).reshape(6, 2)
 
 
-def shards(x: Any) -> list[Any]:
+def shard_lists(x: Any) -> list[Any]:
     assert type(x) is PerRank
     return [shard.tolist() for shard in x.shards]
 
 
-# --- numbers of all ranks -------------------------------------------------------------------------------------------------
-def test_all_ranks_have_their_own_number() -> None:
+# --- rank numbers outside of map_ranks ------------------------------------------------------------------------------
+def test_get_local_rank_and_get_coordinate_have_the_numbers_of_all_ranks() -> None:
     assert [ROW.get_local_rank().values, SQUARE.get_local_rank("tp").values] == [(0, 1, 2), (0, 1, 0, 1)]
     assert [index.values for index in SQUARE.get_coordinate()] == [(0, 0, 1, 1), (0, 1, 0, 1)]
     assert SQUARE["tp", "dp"].get_local_rank(1).values == (0, 0, 1, 1)
     assert DeviceMesh("cpu", [5, 1, 3]).get_rank().values == (5, 1, 3)
 
 
-def test_a_number_that_all_ranks_have_is_that_number() -> None:
+def test_a_rank_number_that_is_equal_on_all_ranks_is_an_int() -> None:
     narrow = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     assert type(narrow.get_local_rank("dp")) is int
     assert type(narrow.get_coordinate()[0]) is int
@@ -48,7 +48,7 @@ def test_a_number_that_all_ranks_have_is_that_number() -> None:
     assert all(type(value) is int for value in (rank // 3, rank - rank))
 
 
-def test_a_dry_run_has_the_number_of_the_rank_that_it_runs() -> None:
+def test_a_dry_run_has_the_numbers_of_rank_0() -> None:
     mesh = init_device_mesh("meta", (4, 2))
     assert (mesh.get_rank(), mesh.get_coordinate(), mesh.get_local_rank(1)) == (0, (0, 0), 0)
 
@@ -75,13 +75,13 @@ def test_a_dry_run_has_the_number_of_the_rank_that_it_runs() -> None:
         lambda rank: rank * rank + rank,
     ],
 )
-def test_arithmetic_is_each_ranks_own(fn: Callable[[Any], Any]) -> None:
+def test_arithmetic_with_a_rank_number_runs_for_each_rank(fn: Callable[[Any], Any]) -> None:
     found = fn(ROW.get_local_rank())
     assert type(found) is RankNumber
     assert [repr(value) for value in found.values] == [repr(fn(rank)) for rank in range(3)]
 
 
-def test_numbers_of_other_ranks_do_not_go_together() -> None:
+def test_rank_numbers_of_meshes_of_different_sizes_cannot_be_combined() -> None:
     with pytest.raises(MeshError, match="3 ranks and one of 4 ranks cannot be combined"):
         ROW.get_local_rank() + SQUARE.get_rank()
 
@@ -104,14 +104,14 @@ def test_numbers_of_other_ranks_do_not_go_together() -> None:
         lambda data, rank: data.double() ** (rank + 0.5),
     ],
 )
-def test_a_plain_tensor_that_meets_it_is_each_ranks_own(fn: Callable[[Any, Any], Any]) -> None:
-    assert shards(fn(DATA, ROW.get_local_rank())) == [fn(DATA, rank).tolist() for rank in range(3)]
+def test_operators_of_a_plain_tensor_and_a_rank_number_give_per_rank_tensors(fn: Callable[[Any, Any], Any]) -> None:
+    assert shard_lists(fn(DATA, ROW.get_local_rank())) == [fn(DATA, rank).tolist() for rank in range(3)]
     each = dt.per_rank([DATA + k for k in range(3)])
     if fn(DATA, 0).ndim:
-        assert shards(fn(each, ROW.get_local_rank())) == [fn(DATA + rank, rank).tolist() for rank in range(3)]
+        assert shard_lists(fn(each, ROW.get_local_rank())) == [fn(DATA + rank, rank).tolist() for rank in range(3)]
 
 
-def test_gradients_of_what_each_rank_picks() -> None:
+def test_backward_through_indexing_by_a_rank_number_gives_per_rank_gradients() -> None:
     data = dt.per_rank([DATA.clone().requires_grad_() for _ in range(3)])
     (data[ROW.get_local_rank()] * (ROW.get_local_rank() + 1)).sum().backward()
     assert [shard.grad.sum(1).tolist()[:3] for shard in data.shards] == [[2.0, 0.0, 0.0], [0.0, 4.0, 0.0], [0.0, 0.0, 6.0]]
@@ -138,27 +138,27 @@ def test_gradients_of_what_each_rank_picks() -> None:
         lambda rank: "%d" % rank,  # noqa: UP031
     ],
 )
-def test_what_has_one_value_only_says_how_to_write_it(fn: Callable[[Any], Any]) -> None:
-    with pytest.raises(LayoutError, match=r"rank 0: .*rank 1: (.|\n)*map_ranks") as told:
+def test_single_value_uses_of_a_rank_number_raise_and_name_map_ranks(fn: Callable[[Any], Any]) -> None:
+    with pytest.raises(LayoutError, match=r"rank 0: .*rank 1: (.|\n)*map_ranks") as caught:
         fn(ROW.get_local_rank())
-    assert "mesh.get_rank() == 0" in str(told.value)  # what one rank does alone
+    assert "mesh.get_rank() == 0" in str(caught.value)  # the way to run code on one rank only
 
 
-def test_it_has_no_place_in_an_array() -> None:
+def test_numpy_arrays_refuse_a_rank_number() -> None:
     with pytest.raises((TypeError, IndexError)):
         np.arange(3) * ROW.get_local_rank()
     with pytest.raises((TypeError, IndexError)):
         np.arange(3)[ROW.get_local_rank()]
 
 
-def test_a_dtensor_refuses_arithmetic_with_a_per_rank_number() -> None:
+def test_a_dtensor_refuses_arithmetic_with_a_rank_number() -> None:
     x = dt.distribute_tensor(DATA, ROW, [Shard(0)])
     for fn in (lambda: x * ROW.get_local_rank(), lambda: ROW.get_local_rank() + x, lambda: x[ROW.get_local_rank()]):
         with pytest.raises(DTensorError, match="cannot be combined with a Python number"):
             fn()
 
 
-def test_it_prints_and_copies() -> None:
+def test_a_rank_number_can_be_formatted_copied_and_pickled() -> None:
     rank = ROW.get_local_rank()
     assert f"part {rank:02d} of 3" == "part [rank 0: 00, rank 1: 01, rank 2: 02] of 3"
     assert repr(rank) == "RankNumber(rank 0: 0, rank 1: 1, rank 2: 2)"
@@ -166,9 +166,9 @@ def test_it_prints_and_copies() -> None:
         assert made.values == (0, 1, 2)
 
 
-# --- what one rank does for all -----------------------------------------------------------------------------------------------
+# --- comparisons of get_rank() with 0 -------------------------------------------------------------------------------
 @pytest.mark.parametrize("mesh", [SQUARE, SQUARE["tp"], init_device_mesh("cpu", (1,)), DeviceMesh("cpu", [2, 3])], ids=repr)
-def test_the_process_does_what_rank_0_does_alone(mesh: DeviceMesh) -> None:
+def test_get_rank_equals_0_in_process(mesh: DeviceMesh) -> None:
     rank = mesh.get_rank()
     assert rank == 0
     assert 0 == rank  # noqa: SIM300 - the other side
@@ -177,23 +177,23 @@ def test_the_process_does_what_rank_0_does_alone(mesh: DeviceMesh) -> None:
     assert rank in (-1, 0)
 
 
-def test_but_its_number_is_each_ranks_own() -> None:
+def test_get_rank_in_calculations_is_the_number_of_each_rank() -> None:
     rank = SQUARE.get_rank()
-    assert shards((rank == 0) * torch.ones(1)) == [[1.0], [0.0], [0.0], [0.0]]  # the answer too, where it is calculated with
-    assert shards(torch.where(torch.tensor(True), rank != 0, 2)) == [0, 1, 1, 1]
-    assert shards(DATA[rank, 0]) == [0.0, 2.0, 4.0, 6.0]
+    assert shard_lists((rank == 0) * torch.ones(1)) == [[1.0], [0.0], [0.0], [0.0]]  # the comparison is per rank too
+    assert shard_lists(torch.where(torch.tensor(True), rank != 0, 2)) == [0, 1, 1, 1]
+    assert shard_lists(DATA[rank, 0]) == [0.0, 2.0, 4.0, 6.0]
     assert (rank % 2).values == (0, 1, 0, 1)
     for fn in (lambda: bool(rank == 1), lambda: bool(rank > 0), lambda: DATA[rank:], lambda: bool(rank % 2 == 0)):
         with pytest.raises(LayoutError, match="map_ranks"):
             fn()
 
 
-# --- inside map_ranks --------------------------------------------------------------------------------------------------------
-def test_inside_it_is_the_number_of_the_rank_that_runs() -> None:
+# --- inside map_ranks -----------------------------------------------------------------------------------------------
+def test_map_ranks_gives_the_numbers_of_the_running_rank() -> None:
     flat = init_device_mesh("cpu", (4,))
     part = DeviceMesh("cpu", [3, 1])
 
-    def told(at: tuple[int, ...]) -> list[Any]:
+    def numbers(at: tuple[int, ...]) -> list[Any]:
         return [
             at,
             SQUARE.get_coordinate(),
@@ -203,7 +203,7 @@ def test_inside_it_is_the_number_of_the_rank_that_runs() -> None:
             part.get_coordinate(),
         ]
 
-    assert list(dt.map_ranks(told, mesh=SQUARE)) == [
+    assert list(dt.map_ranks(numbers, mesh=SQUARE)) == [
         [(0, 0), (0, 0), 0, 0, 0, None],
         [(0, 1), (0, 1), 1, 1, 1, (1,)],
         [(1, 0), (1, 0), 0, 2, 2, None],
@@ -213,28 +213,28 @@ def test_inside_it_is_the_number_of_the_rank_that_runs() -> None:
         dt.map_ranks(lambda at: part.get_local_rank(), mesh=SQUARE)
 
 
-def test_a_rank_that_runs_picks_its_data() -> None:
+def test_map_ranks_slices_data_by_the_running_rank() -> None:
     picked = dt.map_ranks(lambda at: DATA[ROW.get_rank() * 2 : (ROW.get_rank() + 1) * 2], mesh=ROW)
     assert torch.equal(dt.DTensor.from_local(picked, ROW, [Shard(0)]).full_tensor(), DATA)
 
 
-def test_numbers_given_to_it_are_taken_apart() -> None:
+def test_map_ranks_passes_each_rank_its_value_of_a_rank_number() -> None:
     assert dt.map_ranks(lambda at, rank: (rank, at[0]), ROW.get_local_rank() * 2, mesh=ROW) == ((0, 0), (2, 1), (4, 2))
 
 
-def test_every_rank_has_a_loader_of_its_own() -> None:
+def test_map_ranks_makes_a_data_loader_for_each_rank() -> None:
     def loader_of(at: tuple[int, ...]) -> Any:
         sampler = DistributedSampler(range(12), num_replicas=3, rank=ROW.get_local_rank(), shuffle=False)
         return iter(DataLoader([[k, -k] for k in range(12)], batch_size=2, sampler=sampler))
 
     loaders = dt.map_ranks(loader_of, mesh=ROW)
     first, second = (dt.map_ranks(lambda at, loader: next(loader), loaders, mesh=ROW) for _ in range(2))
-    assert shards(first[0]) == [[0, 3], [1, 4], [2, 5]]
-    assert shards(second[1]) == [[-6, -9], [-7, -10], [-8, -11]]
+    assert shard_lists(first[0]) == [[0, 3], [1, 4], [2, 5]]
+    assert shard_lists(second[1]) == [[-6, -9], [-7, -10], [-8, -11]]
 
 
-def test_a_function_of_locals_uses_them() -> None:
-    """Sharded by hand: the rows of a table that a rank has, the others zero."""
+def test_local_map_runs_with_the_numbers_of_each_rank() -> None:
+    """An embedding lookup by hand: each rank looks up its own rows of the table and gives zeros for other rows."""
     table, ids = torch.randn(8, 3), torch.tensor([1, 7, 2, 4])
 
     def lookup(own: Any, ids: Any) -> Any:
@@ -247,7 +247,7 @@ def test_a_function_of_locals_uses_them() -> None:
     assert torch.equal(found.full_tensor(), table[ids])
 
 
-def test_a_rank_that_fails_leaves_nothing_behind() -> None:
+def test_an_error_in_map_ranks_restores_the_numbers_of_all_ranks() -> None:
     def fail(at: tuple[int, ...]) -> None:
         raise ValueError(at)
 
@@ -256,9 +256,9 @@ def test_a_rank_that_fails_leaves_nothing_behind() -> None:
     assert ROW.get_local_rank().values == (0, 1, 2)
 
 
-# --- threads -----------------------------------------------------------------------------------------------------------------
-def in_threads(*programs: Callable[[], Any]) -> list[Any]:
-    """What each program gives in a thread of its own, all at the same time."""
+# --- threads --------------------------------------------------------------------------------------------------------
+def run_in_threads(*programs: Callable[[], Any]) -> list[Any]:
+    """Run each program in its own thread, all at the same time, and return their results."""
     found: list[Any] = [None] * len(programs)
 
     def run(k: int) -> None:
@@ -278,44 +278,44 @@ def in_threads(*programs: Callable[[], Any]) -> list[Any]:
     return found
 
 
-def test_threads_run_for_ranks_of_their_own() -> None:
-    meet = threading.Barrier(2)
+def test_each_thread_has_its_own_running_rank() -> None:
+    barrier = threading.Barrier(2)
 
     def program() -> Any:
-        def told(at: tuple[int, ...]) -> bool:
-            meet.wait(10)
+        def is_own_rank(at: tuple[int, ...]) -> bool:
+            barrier.wait(10)
             return SQUARE.get_coordinate() == at and SQUARE.get_local_rank("tp") == at[1]
 
-        return dt.map_ranks(told, mesh=SQUARE)
+        return dt.map_ranks(is_own_rank, mesh=SQUARE)
 
     def shifted() -> Any:
         with run_as_member(SQUARE._root, 3):
-            meet.wait(10)
+            barrier.wait(10)
             own = [SQUARE.get_rank()]
             for _ in range(3):
-                meet.wait(10)
+                barrier.wait(10)
                 own.append(SQUARE.get_rank())
             return own
 
-    assert in_threads(program, shifted) == [(True,) * 4, [3] * 4]
+    assert run_in_threads(program, shifted) == [(True,) * 4, [3] * 4]
 
 
-def test_a_thread_enters_meshes_of_its_own() -> None:
-    meet = threading.Barrier(2)
+def test_each_thread_has_its_own_entered_mesh() -> None:
+    barrier = threading.Barrier(2)
 
     def program(size: int) -> Callable[[], Any]:
         def entered() -> tuple[int, ...]:
-            meet.wait(10)
+            barrier.wait(10)
             with DeviceMesh("cpu", size):
-                meet.wait(10)
+                barrier.wait(10)
                 made = dt.zeros(4).device_mesh.shape
-                meet.wait(10)
+                barrier.wait(10)
             return made
 
         return entered
 
     with ROW:
-        assert in_threads(program(2), program(4)) == [(2,), (4,)]
+        assert run_in_threads(program(2), program(4)) == [(2,), (4,)]
         with pytest.raises(MeshError, match="no device mesh"):
-            in_threads(lambda: as_mesh(None))
+            run_in_threads(lambda: as_mesh(None))
         assert as_mesh(None) is ROW

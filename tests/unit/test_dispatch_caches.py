@@ -1,4 +1,4 @@
-"""Caches of dispatch are bounded: programs whose shapes and numbers change at each step keep memory and time per op flat."""
+"""Dispatch caches: bounded for programs with changing shapes and numbers, and consistent under threads."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ import torch
 
 import dtensor as dt
 from dtensor.base.caches import BoundedDict
-from dtensor.dispatch import dispatcher as dispatching
+from dtensor.dispatch import dispatcher
 from dtensor.layout import layout
-from dtensor.propagation import shape_inference as infer
-from dtensor.propagation import strategy_table as prices
+from dtensor.propagation import shape_inference, strategy_table
 from dtensor.redistribute import planner
 
 MESH = dt.DeviceMesh("meta", 4)
@@ -31,7 +30,7 @@ def _step(size: int, number: float) -> None:
     y.redistribute(placements=[dt.Shard(0)]).add_(x.t(), alpha=number)
 
 
-def test_numbers_do_not_make_plans() -> None:
+def test_different_python_numbers_share_one_plan() -> None:
     _step(8, 0.5)
     before = {name: info.made for name, info in dt.cache_info().items()}
     for k in range(50):
@@ -39,26 +38,31 @@ def test_numbers_do_not_make_plans() -> None:
     assert {name: info.made for name, info in dt.cache_info().items()} == before
 
 
-def test_changing_shapes_keep_caches_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_caches_stay_bounded_with_changing_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dtensor.dispatch.dispatcher.PLANS.each", 20)
     monkeypatch.setattr("dtensor.dispatch.dispatcher.PLANS.together", 70)
-    for cache, limit in ((infer._INFERENCE_CACHE, 2), (prices._TABLE_CACHE, 2), (layout._BY_REQUEST, 30), (planner._PLANS, 20)):
+    for cache, limit in (
+        (shape_inference._INFERENCE_CACHE, 2),
+        (strategy_table._TABLE_CACHE, 2),
+        (layout._BY_REQUEST, 30),
+        (planner._PLANS, 20),
+    ):
         cache.clear()
         monkeypatch.setattr(cache, "limit", limit)
-    dispatching.clear_plans()
+    dispatcher.clear_plans()
     for size in range(1, 120):
         _step(size, 1 / size)
         info = dt.cache_info()
         assert all(cache.kept <= cache.limit for cache in info.values() if cache.limit is not None), info
-    assert max(cache.made or 0 for cache in info.values()) >= 119  # each shape is a plan of its own
+    assert max(cache.made or 0 for cache in info.values()) >= 119  # each shape has its own plan
 
 
 OPERATORS = (torch.cos, torch.sin, torch.exp, torch.tanh, torch.relu, torch.abs, torch.neg, torch.erf, torch.ceil, torch.sign)
 
 
 @pytest.mark.slow
-def test_changing_shapes_keep_the_plans_of_all_operators_together_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """None of the operators comes near a bound of its own; what is alive keeps its layout, whatever was forgotten."""
+def test_plans_of_all_operators_together_stay_bounded_with_changing_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No operator reaches its own bound. Tensors that are alive keep their layout after plans are dropped."""
     monkeypatch.setattr("dtensor.dispatch.dispatcher.PLANS.together", 64)
     for name, limit in (
         ("layout.layout._BY_REQUEST", 16),
@@ -66,9 +70,9 @@ def test_changing_shapes_keep_the_plans_of_all_operators_together_bounded(monkey
         ("propagation.strategy_table._TABLES", 99),
     ):
         monkeypatch.setattr(f"dtensor.{name}", BoundedDict(limit))
-    dispatching.clear_plans()
-    held = dt.zeros(77, device_mesh=MESH, placements=[dt.Shard(0)])
-    twin = held.cos()
+    dispatcher.clear_plans()
+    live = dt.zeros(77, device_mesh=MESH, placements=[dt.Shard(0)])
+    same_layout = live.cos()
     alive = []
     for size in range(100, 160):
         x = dt.zeros(size, device_mesh=MESH, placements=[dt.Shard(0)])
@@ -80,27 +84,27 @@ def test_changing_shapes_keep_the_plans_of_all_operators_together_bounded(monkey
             gc.collect()
             alive.append(dt.cache_info()["layouts"].kept)
     assert max(alive[3:]) <= max(alive[:3]) + 5, alive
-    assert dt.Layout.of(MESH, [dt.Shard(0)], (77,)) is held._layout is twin._layout is held.cos()._layout
-    assert (held + twin).placements == (dt.Shard(0),)
+    assert dt.Layout.of(MESH, [dt.Shard(0)], (77,)) is live._layout is same_layout._layout is live.cos()._layout
+    assert (live + same_layout).placements == (dt.Shard(0),)
 
 
 @pytest.mark.slow
-def test_threads_that_meet_operators_and_shapes_first_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One entry per operator, one object per layout, and bounds that hold, however the threads are interleaved."""
+def test_threads_that_plan_the_same_calls_at_once_share_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each layout is one object, and bounds hold, for each interleaving of threads."""
     monkeypatch.setattr("dtensor.dispatch.dispatcher.PLANS.together", 40)
     monkeypatch.setattr("dtensor.dispatch.dispatcher.PLANS.each", 6)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
         for _ in range(10):
-            dispatching.clear_plans()
-            _at_once(8)
+            dispatcher.clear_plans()
+            _run_in_threads(8)
     finally:
         sys.setswitchinterval(interval)
-        dispatching.clear_plans()
+        dispatcher.clear_plans()
 
 
-def _at_once(threads: int) -> None:
+def _run_in_threads(threads: int) -> None:
     barrier = threading.Barrier(threads)
 
     def work(_: int) -> list[dt.Layout]:
@@ -125,17 +129,17 @@ def _decorators(node: ast.FunctionDef) -> set[str]:
     }
 
 
-def test_no_cache_without_bound() -> None:
-    """Functions that remember their results do so with a bound, in sight of ``cache_info``; those without arguments have one."""
+def test_functions_with_arguments_have_bounded_caches() -> None:
+    """Functions with arguments use bounded caches that ``cache_info`` lists."""
     package = Path(dt.__file__).parent
-    loose = [
+    unbounded = [
         f"{path.name}: {node.name}"
         for path in package.rglob("*.py")
         if "testing" not in path.parts and path.name != "caches.py"
         for node in ast.parse(path.read_text()).body
         if isinstance(node, ast.FunctionDef) and node.args.args and _decorators(node) & {"cache", "lru_cache"}
     ]
-    assert loose == []
+    assert unbounded == []
     assert {
         "layout.splits.chunk_sizes",
         "redistributions",
@@ -145,7 +149,7 @@ def test_no_cache_without_bound() -> None:
     } <= dt.cache_info().keys()
 
 
-def test_layouts_die_with_their_last_use() -> None:
+def test_unused_layouts_are_freed() -> None:
     layout._BY_REQUEST.clear()
     gc.collect()
     before = dt.cache_info()["layouts"].kept
@@ -157,8 +161,8 @@ def test_layouts_die_with_their_last_use() -> None:
 
 
 @pytest.mark.slow
-def test_a_hundred_thousand_operations() -> None:
-    """Six or so a step; a program in its 2nd tenth against its last."""
+def test_time_and_memory_stay_flat_over_a_hundred_thousand_operations() -> None:
+    """A step has about six operations. Compare the seconds and memory of early and late tenths of the program."""
     seconds, memory = [], []
     for tenth in range(10):
         start = time.thread_time()

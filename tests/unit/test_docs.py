@@ -1,4 +1,4 @@
-"""Everything that the README, the pages of docs/ and the docstrings show is run, and prints what they say it prints."""
+"""Docs: the examples of the README, of the pages in docs/ and of docstrings run and print the shown output."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _OUTPUT = ("text", "output")
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A ```python block of a page, and the ```text or ```output block right behind it: what it prints."""
+    """A ```python block of a page, and its output: the ```text or ```output block directly after it."""
 
     line: int
     code: str
@@ -45,7 +45,7 @@ class Block:
 
 
 def blocks_of(page: str) -> list[Block]:
-    """The python blocks in order. A block marked ```python no-run is for reading only."""
+    """Return the python blocks in order, without those marked ```python no-run."""
     fences = list(_FENCE.finditer(page))
     blocks = []
     for i, fence in enumerate(fences):
@@ -61,7 +61,7 @@ def blocks_of(page: str) -> list[Block]:
 
 
 def run_page(name: str, text: str) -> list[str]:
-    """What is wrong with a page: its blocks run top to bottom in one namespace."""
+    """Run the blocks of a page from top to bottom in one namespace, and return the problems."""
     namespace: dict[str, Any] = {"__name__": "__main__"}
     wrong = []
     for block in blocks_of(text):
@@ -86,33 +86,33 @@ def _run_script(name: str, block: Block, namespace: dict[str, Any]) -> str:
 
 def _run_session(name: str, block: Block, namespace: dict[str, Any]) -> str:
     test = doctest.DocTestParser().get_doctest(block.code, namespace, name, name, block.line - 1)
-    test.globs = namespace  # the parser copied it; the page goes on with what this block defines
+    test.globs = namespace  # the parser copies it, but later blocks need the names of this block
     report: list[str] = []
     doctest.DocTestRunner(optionflags=FLAGS, verbose=False).run(test, out=report.append, clear_globs=False)
     return "".join(report)
 
 
-TELLS_NAMES = ("debugging.md",)  # of operators
+SHOWS_OPERATOR_NAMES = ("debugging.md",)  # they depend on the torch version
 
 
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(page, marks=needs_whole) if page.name in TELLS_NAMES else page for page in PAGES],
+    [pytest.param(page, marks=needs_whole) if page.name in SHOWS_OPERATOR_NAMES else page for page in PAGES],
     ids=lambda page: str(page.relative_to(ROOT)),
 )
 def test_page_runs_as_written(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # where a page saves a checkpoint under a name of its own
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # pages save checkpoints here
     wrong = run_page(page.name, page.read_text())
     assert not wrong, "\n\n".join(wrong)
 
 
 BLOCK_END = "== end of block"
-ON_PROCESSES = (
+TORCHRUN_PAGES = (
     "README.md",
     "docs/index.md",
     "docs/ten_minutes.md",
     "docs/tutorial.md",
-)  # pages that say that their program runs under torchrun
+)  # pages with programs that run under torchrun too
 
 
 def torchrun(script: Path, count: int, logs: Path) -> tuple[int, list[str], str]:
@@ -127,11 +127,11 @@ def torchrun(script: Path, count: int, logs: Path) -> tuple[int, list[str], str]
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("page", ON_PROCESSES)
-def test_page_prints_the_same_on_each_of_4_processes(page: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("page", TORCHRUN_PAGES)
+def test_page_prints_the_shown_output_on_each_of_4_processes(page: str, tmp_path: Path) -> None:
     blocks = blocks_of((ROOT / page).read_text())
     assert blocks
-    assert not any(">>> " in block.code for block in blocks), "a session is no program"
+    assert not any(">>> " in block.code for block in blocks), "sessions do not run under torchrun"
     script = tmp_path / "page.py"
     script.write_text("\n".join(f"{block.code}\nprint({BLOCK_END!r})" for block in blocks))
     status, printed, errors = torchrun(script, 4, tmp_path / "logs")
@@ -141,13 +141,13 @@ def test_page_prints_the_same_on_each_of_4_processes(page: str, tmp_path: Path) 
             assert doctest.OutputChecker().check_output(block.output or "", found, FLAGS), (block.code, found)
 
 
-NEEDS = {"dtensor.hf": "transformers"}  # an extra that `make test` does not install
+EXTRAS = {"dtensor.hf": "transformers"}  # an extra that `make test` does not install
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_docstring_examples_hold(name: str) -> None:
-    if name in NEEDS:
-        pytest.importorskip(NEEDS[name])
+def test_docstring_examples_print_the_shown_output(name: str) -> None:
+    if name in EXTRAS:
+        pytest.importorskip(EXTRAS[name])
     report: list[str] = []
     runner = doctest.DocTestRunner(optionflags=FLAGS, verbose=False)
     module = importlib.import_module(name)
@@ -157,8 +157,8 @@ def test_docstring_examples_hold(name: str) -> None:
     assert not report, "".join(report)
 
 
-def _ported() -> Any:
-    """What the scripts of the page leave, without its sessions, which show one process."""
+def _run_porting_page() -> Any:
+    """Run the scripts of docs/porting.md without its sessions, and return the losses, ``same`` and the output."""
     scripts = [block for block in blocks_of((ROOT / "docs" / "porting.md").read_text()) if ">>> " not in block.code]
     namespace: dict[str, Any] = {"__name__": "__main__"}
     printed = io.StringIO()
@@ -169,15 +169,15 @@ def _ported() -> Any:
 
 
 @pytest.mark.gloo
-def test_the_ported_script_gives_the_same_on_processes() -> None:
-    losses, same, printed = _ported()
-    first, second = run_gloo(_ported, 2)
+def test_porting_page_gives_equal_losses_on_processes() -> None:
+    losses, same, printed = _run_porting_page()
+    first, second = run_gloo(_run_porting_page, 2)
     assert first[0] == second[0] == pytest.approx(losses, abs=1e-6)
     assert (same, first[1], second[1]) == (True, True, True)
     assert (printed, "") == (first[2], second[2])
 
 
-def test_a_wrong_block_is_caught_and_names_live_on() -> None:
+def test_run_page_reports_wrong_output_and_keeps_names_between_blocks() -> None:
     page = "```python\nx = 2\nprint(x)\n```\n\n```text\n2\n```\nwords\n```python\n>>> x + 1\n3\n>>> y = 7\n```\n"
     page += "```python\nprint(x * y)\n```\n"
     assert run_page("page", page) == []
@@ -188,15 +188,15 @@ def test_a_wrong_block_is_caught_and_names_live_on() -> None:
 
 
 @pytest.mark.parametrize("page", ["docs/architecture.md", "CONTRIBUTING.md", "docs/measurements/README.md"])
-def test_files_that_are_named_are_there(page: str) -> None:
+def test_files_named_on_a_page_exist(page: str) -> None:
     named = re.findall(r"`((?:[a-z_]+/)+(?:[a-z_]+\.[a-z]+)?)`", (ROOT / page).read_text())
     missing = [name for name in named if not any((ROOT / room / name).exists() for room in ("", "dtensor", "tests"))]
     assert named
     assert not missing
 
 
-def test_figures_are_those_that_their_script_draws() -> None:
-    """After a change of the drawing: ``python docs/pictures/draw.py``."""
+def test_figures_of_the_docs_equal_those_of_draw_py() -> None:
+    """If this fails after a change of a drawing, run ``python docs/pictures/draw.py``."""
     folder = ROOT / "docs" / "pictures"
     for name, text in runpy.run_path(str(folder / "draw.py"))["figures"]().items():
         assert (folder / name).read_text() == text, name
@@ -207,12 +207,25 @@ DIVERGENCES = {"README.md": "## A deadlock that is an error", "docs/debugging.md
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("page", DIVERGENCES)
-def test_ranks_that_differ_raise_the_error_that_the_page_shows(page: str, tmp_path: Path) -> None:
+def test_divergence_example_raises_the_error_shown_on_the_page(page: str, tmp_path: Path) -> None:
     text = (ROOT / page).read_text().partition(DIVERGENCES[page])[2]
-    program, shown = re.findall(r"```(?:python no-run|text)\n(.*?)```", text, re.DOTALL)[:2]
+    program, error_text = re.findall(r"```(?:python no-run|text)\n(.*?)```", text, re.DOTALL)[:2]
     script = tmp_path / "train.py"
     script.write_text(program)
     status, _, errors = torchrun(script, 2, tmp_path / "logs")
     assert status
-    for line in shown.splitlines():
-        assert errors.count(line) >= 2, errors  # each rank says it
+    for line in error_text.splitlines():
+        assert errors.count(line) >= 2, errors  # each rank prints the error
+
+
+PARALLEL_PAGES = sorted((ROOT / "docs" / "parallel").glob("*.md"))
+
+
+def _failures(page: str) -> list[str]:
+    return run_page(page, (ROOT / page).read_text())
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("page", [str(page.relative_to(ROOT)) for page in PARALLEL_PAGES])
+def test_parallelism_page_runs_on_four_processes(page: str) -> None:
+    assert run_gloo(_failures, 4, page) == [[]] * 4

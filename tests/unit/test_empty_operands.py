@@ -1,4 +1,4 @@
-"""Tensors without elements: the program on DTensors does what plain torch does, or raises what it raises, on all ranks."""
+"""Empty operands: operators on tensors without elements give the results or errors of plain torch on all ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import dtensor as dt
 from dtensor import Partial, Replicate, Shard
 from dtensor.testing.placements import get_or_make_mesh
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*has no sharding rule for:UserWarning")  # to gather nothing costs nothing
+pytestmark = pytest.mark.filterwarnings("ignore:.*has no sharding rule for:UserWarning")  # the gather fallback of an empty tensor
 
 Program = Callable[[torch.Tensor, Callable[..., torch.Tensor]], torch.Tensor]
 ONE_D: dict[str, Program] = {
@@ -51,24 +51,24 @@ SHAPES = {3: [(0, 4, 5), (2, 0, 5), (2, 4, 0), (0, 0, 0)], 4: [(0, 4, 6, 5), (2,
 CASES = [(name, fn, 3) for name, fn in ONE_D.items()] + [(name, fn, 4) for name, fn in TWO_D.items()]
 
 
-def _outcome(run: Callable[[], torch.Tensor]) -> Any:
-    """What it gives, or the class and the first line of what it raises."""
+def _result_or_error(run: Callable[[], torch.Tensor]) -> Any:
+    """Return the result of ``run``, or the error that it raises."""
     try:
         found = run()
-    except Exception as error:  # whatever torch raises
+    except Exception as error:  # any error of torch
         return error
     return found
 
 
 @pytest.mark.parametrize(("name", "fn", "ndim"), some(CASES, 4), ids=[f"{name}-{ndim}" for name, _, ndim in CASES])
 @pytest.mark.parametrize("gradient", [False, True])
-def test_as_plain_torch(name: str, fn: Program, ndim: int, gradient: bool) -> None:
+def test_operators_on_empty_tensors_equal_plain_torch(name: str, fn: Program, ndim: int, gradient: bool) -> None:
     for shape in SHAPES[ndim]:
         for placement in (Replicate(), Partial(), *map(Shard, range(ndim))):
-            _compared(fn, shape, get_or_make_mesh((3,)), placement, gradient)
+            _check_equal_to_plain(fn, shape, get_or_make_mesh((3,)), placement, gradient)
 
 
-def _compared(fn: Program, shape: tuple[int, ...], mesh: dt.DeviceMesh, placement: Any, gradient: bool) -> None:
+def _check_equal_to_plain(fn: Program, shape: tuple[int, ...], mesh: dt.DeviceMesh, placement: Any, gradient: bool) -> None:
     values = lambda *size: torch.linspace(-1, 1, max(1, torch.Size(size).numel()))[: torch.Size(size).numel()].reshape(size)  # noqa: E731
 
     def run(x: torch.Tensor, weight: Callable[..., torch.Tensor]) -> torch.Tensor:
@@ -80,65 +80,70 @@ def _compared(fn: Program, shape: tuple[int, ...], mesh: dt.DeviceMesh, placemen
         assert x.grad is not None
         return x.grad
 
-    plain = _outcome(lambda: run(values(*shape), values))
+    plain = _result_or_error(lambda: run(values(*shape), values))
     weight = lambda *size: dt.distribute_tensor(values(*size), mesh, [Replicate()])  # noqa: E731
-    own = _outcome(lambda: run(dt.distribute_tensor(values(*shape), mesh, [placement]), weight))
-    where = f"{shape}, {placement}: {plain!r} by plain torch, {own!r}"
+    own = _result_or_error(lambda: run(dt.distribute_tensor(values(*shape), mesh, [placement]), weight))
+    text = f"{shape}, {placement}: {plain!r} by plain torch, {own!r}"
     if isinstance(plain, Exception):
-        assert isinstance(own, type(plain)), where
-        assert str(own).splitlines()[0] == str(plain).splitlines()[0], where
+        assert isinstance(own, type(plain)), text
+        assert str(own).splitlines()[0] == str(plain).splitlines()[0], text
     else:
-        assert isinstance(own, dt.DTensor), where
+        assert isinstance(own, dt.DTensor), text
         torch.testing.assert_close(own.full_tensor(), plain, equal_nan=True)
 
 
-def _refused() -> list[str]:
+def _error_texts() -> list[str]:
     dt.check_ranks("off")
     mesh = dt.init_device_mesh("cpu", (3,))
-    truth = dt.distribute_tensor(torch.ones(2, 4, dtype=torch.bool), mesh, [dt.Shard(0)])
+    bools = dt.distribute_tensor(torch.ones(2, 4, dtype=torch.bool), mesh, [dt.Shard(0)])
     counts = dt.distribute_tensor(torch.ones(2, 4, dtype=torch.int64), mesh, [dt.Shard(0)])
-    whole = dt.distribute_tensor(torch.ones(4, 4, dtype=torch.bool), mesh, [dt.Replicate()])
-    said = []
-    for program in (lambda: truth @ whole, lambda: counts.softmax(1), lambda: counts.log_softmax(-1), lambda: counts.sin().neg()):
+    replicated = dt.distribute_tensor(torch.ones(4, 4, dtype=torch.bool), mesh, [dt.Replicate()])
+    texts = []
+    for program in (
+        lambda: bools @ replicated,
+        lambda: counts.softmax(1),
+        lambda: counts.log_softmax(-1),
+        lambda: counts.sin().neg(),
+    ):
         try:
             program()
-            said.append("")
+            texts.append("")
         except NotImplementedError as error:
-            said.append(str(error))
-    return said
+            texts.append(str(error))
+    return texts
 
 
 @pytest.mark.gloo
-def test_a_rank_without_elements_refuses_the_dtypes_that_the_others_do() -> None:
-    first, *others = run_gloo(_refused, 3)
+def test_a_rank_without_elements_raises_the_dtype_errors_of_other_ranks() -> None:
+    first, *others = run_gloo(_error_texts, 3)
     assert [bool(words) for words in first] == [True, True, True, False]
     assert others == [first, first]
 
 
-def sent_of_nothing() -> list[tuple[int, ...]]:
+def _gather_empty_tensors() -> list[tuple[int, ...]]:
     mesh = dt.init_device_mesh("cpu", (2,))
-    placed = ([Replicate()], [Shard(0)], [Partial()])
-    return [tuple(dt.distribute_tensor(torch.ones(0, 6), mesh, where).full_tensor().shape) for where in placed]
+    choices = ([Replicate()], [Shard(0)], [Partial()])
+    return [tuple(dt.distribute_tensor(torch.ones(0, 6), mesh, placement).full_tensor().shape) for placement in choices]
 
 
 @pytest.mark.gloo
-def test_nothing_is_sent_to_all() -> None:
-    assert run_gloo(sent_of_nothing, 2, timeout_s=30.0) == [[(0, 6)] * 3] * 2
+def test_full_tensor_of_empty_tensors_on_processes() -> None:
+    assert run_gloo(_gather_empty_tensors, 2, timeout_s=30.0) == [[(0, 6)] * 3] * 2
 
 
-def test_a_kernel_is_not_started_for_nothing() -> None:
-    """As kernels of accelerators refuse to: a rank whose results have no elements does without it, in memory as it should lie."""
+def test_a_custom_kernel_does_not_run_on_a_rank_with_empty_results() -> None:
+    """Kernels of accelerators refuse empty inputs, so a rank with empty results allocates them without a kernel."""
 
     def kernel(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if not x.numel():
             raise RuntimeError("invalid argument")
         return x + 1, x.sum(1)
 
-    twofold = torch.library.custom_op("idle::twofold", kernel, mutates_args=())
-    twofold.register_fake(lambda x: (torch.empty_like(x), x.new_empty(x.shape[0])))
-    dt.register_sharding(twofold._opoverload)(lambda x: [([Shard(0), Shard(0)], [Shard(0)])])
+    add_and_sum = torch.library.custom_op("empty_ranks::add_and_sum", kernel, mutates_args=())
+    add_and_sum.register_fake(lambda x: (torch.empty_like(x), x.new_empty(x.shape[0])))
+    dt.register_sharding(add_and_sum._opoverload)(lambda x: [([Shard(0), Shard(0)], [Shard(0)])])
     x = torch.randn(5, 3).t().contiguous().t()
-    rows, sums = twofold(dt.distribute_tensor(x, get_or_make_mesh((4,)), [Shard(0)]))
-    assert [piece.shape for piece in rows._local.shards] == [(2, 3), (2, 3), (1, 3), (0, 3)]
+    rows, sums = add_and_sum(dt.distribute_tensor(x, get_or_make_mesh((4,)), [Shard(0)]))
+    assert [shard.shape for shard in rows._local.shards] == [(2, 3), (2, 3), (1, 3), (0, 3)]
     assert torch.equal(rows.full_tensor(), x + 1)
     assert torch.equal(sums.full_tensor(), x.sum(1))

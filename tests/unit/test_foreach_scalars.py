@@ -1,4 +1,4 @@
-"""Numbers of list operators, made tensors once: the same bits as torch's own way, element by element."""
+"""Foreach scalars: list operators with Python numbers give the bits of plain torch."""
 
 from __future__ import annotations
 
@@ -22,47 +22,47 @@ def values(dtype: torch.dtype) -> torch.Tensor:
     return torch.cat([special, torch.randn(9)]).to(dtype)
 
 
-def bits(x: torch.Tensor) -> torch.Tensor:
+def as_bytes(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous().view(torch.uint8)
 
 
-def check(name: str, numbers: object, dtypes: list[torch.dtype]) -> None:
-    """``name`` and its in-place form, of one tensor of each dtype and a number (or one for each)."""
+def check_bits(name: str, numbers: object, dtypes: list[torch.dtype]) -> None:
+    """Compare ``name`` and its in-place form with plain torch, on one tensor of each dtype and one or several numbers."""
     mesh = dt.DeviceMesh("cpu", 2)
     plain = [values(dtype) for dtype in dtypes]
-    made = [dt.distribute_tensor(x, mesh, [dt.Shard(0)]) for x in plain]
+    distributed = [dt.distribute_tensor(x, mesh, [dt.Shard(0)]) for x in plain]
     for form in (name, name + "_"):
-        wanted, got = getattr(torch, form)(plain, numbers), getattr(torch, form)(made, numbers)
-        for x, y in zip(wanted or plain, got or made, strict=True):
+        expected, got = getattr(torch, form)(plain, numbers), getattr(torch, form)(distributed, numbers)
+        for x, y in zip(expected or plain, got or distributed, strict=True):
             assert x.dtype == y.dtype
-            assert torch.equal(bits(x), bits(y.full_tensor()))
+            assert torch.equal(as_bytes(x), as_bytes(y.full_tensor()))
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64])
-def test_numbers_give_torchs_bits(name: str, dtype: torch.dtype) -> None:
+def test_foreach_operators_with_special_numbers_give_the_bits_of_torch(name: str, dtype: torch.dtype) -> None:
     for number in NUMBERS:
-        check(name, number, [dtype] * 3)
-    check(name, NUMBERS[:3], [dtype] * 3)
-    check(name, [0.9] * 3, [dtype] * 3)
-    check(name, [0.0, -0.0, 0.0], [dtype] * 3)
+        check_bits(name, number, [dtype] * 3)
+    check_bits(name, NUMBERS[:3], [dtype] * 3)
+    check_bits(name, [0.9] * 3, [dtype] * 3)
+    check_bits(name, [0.0, -0.0, 0.0], [dtype] * 3)
 
 
 @pytest.mark.parametrize("name", NAMES)
 @given(number=st.floats(allow_nan=True, allow_infinity=True))
-def test_any_number(name: str, number: float) -> None:
-    check(name, number, [torch.float32])
+def test_foreach_operators_with_any_float_give_the_bits_of_torch(name: str, number: float) -> None:
+    check_bits(name, number, [torch.float32])
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_lists_of_several_dtypes_and_whole_numbers(name: str) -> None:
-    check(name, 0.3, [torch.float32, torch.float64])
-    check(name, 3, [torch.float32, torch.float32])
-    check(name, [3, 0.5], [torch.float64, torch.float64])
-    check(name, True, [torch.float32]) if name != "_foreach_sub" else None
+def test_foreach_operators_with_mixed_dtypes_ints_and_bools_give_the_bits_of_torch(name: str) -> None:
+    check_bits(name, 0.3, [torch.float32, torch.float64])
+    check_bits(name, 3, [torch.float32, torch.float32])
+    check_bits(name, [3, 0.5], [torch.float64, torch.float64])
+    check_bits(name, True, [torch.float32]) if name != "_foreach_sub" else None
 
 
-def test_numbers_that_change_make_no_new_plan_and_stay_their_own() -> None:
+def test_foreach_operators_use_the_number_of_each_call() -> None:
     mesh = dt.DeviceMesh("cpu", 2)
     x = [dt.ones(4, device_mesh=mesh, placements=[dt.Shard(0)])]
     for number in (0.5, 0.25, 2.0):
@@ -70,8 +70,8 @@ def test_numbers_that_change_make_no_new_plan_and_stay_their_own() -> None:
     assert x[0].full_tensor().tolist() == [0.25] * 4
 
 
-def test_functions_of_other_modules_stand_for_their_overloads() -> None:
-    """``torch.linalg``, ``torch.fft`` and ``torch.special`` keep theirs in modules of their own."""
+def test_local_function_of_an_operator_of_a_torch_submodule() -> None:
+    """Operators of ``torch.linalg``, ``torch.fft`` and ``torch.special`` have functions in other modules."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for func in (

@@ -1,4 +1,4 @@
-"""Transforms of ``torch.func`` see DTensors through wrappers of their own, which count from where a view begins in memory."""
+"""functorch: torch.func transforms, make_fx and vmap of programs on DTensors."""
 
 from __future__ import annotations
 
@@ -26,40 +26,49 @@ TANGENT = torch.arange(20.0, dtype=torch.float64).reshape(4, 5) / 8 - 1
 PLACEMENTS: list[list[Placement]] = [[Replicate()], [Shard(0)], [Shard(1)], [Shard(1, sizes=(0, 4, 1))], [Partial()]]
 
 
-def assigned(y: Any) -> None:
+def assign_columns(y: Any) -> None:
     y[:, 1:3] = y[:, 3:] * 2
 
 
-def scaled(y: Any) -> None:
+def scale_rows(y: Any) -> None:
     y[1:3] *= 3
 
 
-def of_a_view(y: Any) -> None:
+def scale_view_of_view(y: Any) -> None:
     y[1:].t()[2:].mul_(y[1:, :3].t().sum())
 
 
-def one_of_many(y: Any) -> None:
+def write_split_and_unbind(y: Any) -> None:
     y[:, 2:3].add_(y.split([2, 1, 2], 1)[2][:, 1:].clone())
     y[2].mul_(y.unbind(0)[3].clone())
 
 
-def element(y: Any) -> None:
+def write_element(y: Any) -> None:
     y[2, 3] = y[0, 0].clone() * y[3, 4].clone()
 
 
-def diagonal(y: Any) -> None:
+def write_diagonal(y: Any) -> None:
     y.diagonal(1).copy_(y.diagonal().clone() ** 2)
 
 
-def flat(y: Any) -> None:
+def write_flat_view(y: Any) -> None:
     y.view(-1)[6:14].view(2, 4)[1] *= y.view(-1)[:4].clone()
 
 
-def strided(y: Any) -> None:
+def write_as_strided(y: Any) -> None:
     y.as_strided((2, 3), (5, 2), 5).mul_(y.as_strided((2, 3), (5, 2)).clone())
 
 
-WRITES = (assigned, scaled, of_a_view, one_of_many, element, diagonal, flat, strided)
+WRITES = (
+    assign_columns,
+    scale_rows,
+    scale_view_of_view,
+    write_split_and_unbind,
+    write_element,
+    write_diagonal,
+    write_flat_view,
+    write_as_strided,
+)
 TRANSFORMS: dict[str, Callable[[Callable[[Any], Any], Any, Any], Any]] = {
     "grad": lambda f, x, t: torch.func.grad(lambda x: (f(x) ** 3).sum())(x),
     "jvp": lambda f, x, t: torch.func.jvp(f, (x,), (t,))[1],
@@ -70,7 +79,7 @@ TRANSFORMS: dict[str, Callable[[Callable[[Any], Any], Any, Any], Any]] = {
 
 
 @pytest.mark.parametrize(("write", "transform"), some(list(itertools.product(WRITES, TRANSFORMS)), every=3))
-def test_writes_to_views_are_transformed(write: Callable[[Any], None], transform: str) -> None:
+def test_transforms_of_writes_to_views_equal_plain_torch(write: Callable[[Any], None], transform: str) -> None:
     def program(x: Any) -> Any:
         y = x * 2
         write(y)
@@ -83,7 +92,7 @@ def test_writes_to_views_are_transformed(write: Callable[[Any], None], transform
         torch.testing.assert_close(found.full_tensor(), expected)
 
 
-def test_writes_to_conjugated_views_are_transformed() -> None:
+def test_grad_of_writes_to_conjugated_views_equals_plain_torch() -> None:
     def program(x: Any) -> Any:
         y = x * 1
         z = y.conj()
@@ -97,24 +106,24 @@ def test_writes_to_conjugated_views_are_transformed() -> None:
         torch.testing.assert_close(found.full_tensor(), torch.func.grad(program)(x))
 
 
-def test_zeros_without_memory_are_operands() -> None:
-    """The tangent of what has none, where a second transform is under way: local operators read from nowhere."""
+def test_zero_tangents_without_storage_are_operands() -> None:
+    """A second transform makes zero tangents without storage; local operators must not read them."""
 
     def product(x: Any, y: Any, t: Any) -> Any:
         return torch.func.jvp(torch.func.grad(lambda x: torch.dot(x, y) ** 2), (x,), (t,))[1]
 
-    given = [torch.arange(5.0) + k for k in range(3)]
+    operands = [torch.arange(5.0) + k for k in range(3)]
     for placements in ([Shard(0)], [Replicate()]):
         mesh = dt.init_device_mesh("cpu", (4,))
-        found = product(*(dt.distribute_tensor(x, mesh, placements) for x in given))
-        torch.testing.assert_close(found.full_tensor(), product(*given))
+        found = product(*(dt.distribute_tensor(x, mesh, placements) for x in operands))
+        torch.testing.assert_close(found.full_tensor(), product(*operands))
 
 
-# --- graphs of whole tensors ----------------------------------------------------------------------------------------------
-@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node:UserWarning")  # torch's own
-@pytest.mark.parametrize("where", [Shard(0), Shard(1), Replicate()], ids=str)
-def test_a_recorded_graph_computes_with_what_it_is_given_and_its_constants_are_whole(where: Any) -> None:
-    x = dt.distribute_tensor(torch.arange(30.0).double().reshape(5, 6) / 8, LINE, [where])
+# --- make_fx --------------------------------------------------------------------------------------------------------
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node:UserWarning")  # from make_fx itself
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
+def test_make_fx_graph_of_dtensors_replays_on_new_inputs_with_global_constants(placement: Any) -> None:
+    x = dt.distribute_tensor(torch.arange(30.0).double().reshape(5, 6) / 8, LINE, [placement])
     w = x * 3
 
     def fn(t: Any) -> Any:
@@ -124,13 +133,13 @@ def test_a_recorded_graph_computes_with_what_it_is_given_and_its_constants_are_w
 
     recorded = make_fx(fn)(x.clone())
     assert torch.equal(recorded(x * 2).full_tensor(), fn(x * 2).full_tensor())
-    scaled = make_fx(lambda s: w * s)(torch.tensor(2.0))
-    assert torch.equal(scaled(torch.tensor(5.0)).full_tensor(), (w * 5).full_tensor())
+    graph = make_fx(lambda s: w * s)(torch.tensor(2.0))
+    assert torch.equal(graph(torch.tensor(5.0)).full_tensor(), (w * 5).full_tensor())
     _, jvp = torch.func.linearize(fn, x)
     assert torch.allclose(jvp(x).full_tensor(), torch.func.jvp(fn, (x,), (x,))[1].full_tensor())
 
 
-def test_what_is_no_operator_is_refused_in_a_graph_of_whole_tensors() -> None:
+def test_make_fx_refuses_redistribute_full_tensor_and_to_local() -> None:
     x = dt.ones(4, 6, device_mesh=LINE, placements=[Shard(0)])
     for fn in (
         lambda t: t.redistribute(placements=[Replicate()]) * 2,
@@ -143,22 +152,22 @@ def test_what_is_no_operator_is_refused_in_a_graph_of_whole_tensors() -> None:
     assert constant(x * 2).sum().item() == 48
 
 
-# --- a batch that hides a dim of a DTensor that is moved --------------------------------------------------------------------
-def moved(x: Any) -> Any:
+# --- redistribution under vmap --------------------------------------------------------------------------------------
+def distribute_squares(x: Any) -> Any:
     return dt.distribute_tensor(x**2, dt.init_device_mesh("cpu", (3,)), [Shard(1)]).sin()
 
 
-def gathered(x: Any) -> Any:
+def gather_squares(x: Any) -> Any:
     return to_full_tensor(x**2, None).sin()
 
 
-def by_pieces(x: Any) -> Any:
+def rebuild_squares_from_local(x: Any) -> Any:
     squares = x**2
     layout = layout_of(squares)
     return from_local_recorded(layout, layout, False, *shards_of(split_ranks(to_local_tensor(squares) * 2))).sin()
 
 
-def squared(x: Any, scale: int = 1) -> Any:
+def square_plain(x: Any, scale: int = 1) -> Any:
     return (x**2 * scale).sin()
 
 
@@ -175,46 +184,46 @@ BATCHES: dict[str, Callable[[Callable[[Any], Any], Any], Any]] = {
 
 
 @pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize(("program", "scale"), [(moved, 1), (gathered, 1), (by_pieces, 2)])
-def test_a_dtensor_is_moved_and_taken_apart_where_a_batch_hides_a_dim(program: Any, scale: int, batch: str) -> None:
+@pytest.mark.parametrize(("program", "scale"), [(distribute_squares, 1), (gather_squares, 1), (rebuild_squares_from_local, 2)])
+def test_redistribution_gather_and_to_local_under_vmap_equal_plain_torch(program: Any, scale: int, batch: str) -> None:
     x = X.reshape(2, 5, 2)
-    mesh, expected = dt.init_device_mesh("cpu", (3,)), BATCHES[batch](lambda x: squared(x, scale), x)
-    for where in (Replicate(), Shard(0), Shard(1), Shard(2), Shard(1, sizes=(0, 4, 1))):
-        found = BATCHES[batch](program, dt.distribute_tensor(x, mesh, [where]))
+    mesh, expected = dt.init_device_mesh("cpu", (3,)), BATCHES[batch](lambda x: square_plain(x, scale), x)
+    for placement in (Replicate(), Shard(0), Shard(1), Shard(2), Shard(1, sizes=(0, 4, 1))):
+        found = BATCHES[batch](program, dt.distribute_tensor(x, mesh, [placement]))
         torch.testing.assert_close(found.full_tensor() if isinstance(found, dt.DTensor) else found, expected)
 
 
-@pytest.mark.parametrize("where", [Replicate(), Shard(0), Shard(1)], ids=str)
-def test_gradients_come_in_batches_however_those_lie(where: Placement) -> None:
-    """A batch that is cut is made whole on all ranks before a DTensor is moved under it."""
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1)], ids=str)
+def test_batched_gradients_of_redistribute_for_each_placement_of_the_batch(placement: Placement) -> None:
+    """A sharded batch of gradients is gathered before a DTensor is redistributed under vmap."""
     x = dt.distribute_tensor(torch.arange(6.0), LINE, [Shard(0)]).requires_grad_()
-    wanted = torch.arange(18.0).reshape(3, 6)
-    for move in (lambda: x.redistribute(placements=[Replicate()]), x.full_tensor):
-        y = move()
-        grads = dt.distribute_tensor(wanted, LINE, [where]) if isinstance(y, dt.DTensor) else wanted
+    expected = torch.arange(18.0).reshape(3, 6)
+    for redistribute in (lambda: x.redistribute(placements=[Replicate()]), x.full_tensor):
+        y = redistribute()
+        grads = dt.distribute_tensor(expected, LINE, [placement]) if isinstance(y, dt.DTensor) else expected
         (found,) = torch.autograd.grad(y, x, grads, is_grads_batched=True)
-        assert torch.equal(found.full_tensor(), wanted)
+        assert torch.equal(found.full_tensor(), expected)
 
 
-# --- tensors made inside of a transform ----------------------------------------------------------------------------------
-MADE: dict[str, Callable[[Any], Any]] = {
+# --- tensors created inside a transform -----------------------------------------------------------------------------
+FACTORIES: dict[str, Callable[[Any], Any]] = {
     "distributed": lambda mesh: dt.distribute_tensor(torch.ones(5, dtype=torch.float64) * 3, mesh, [Shard(0)]),
     "copied": lambda mesh: dt.distribute_tensor(torch.full((5,), 3.0, dtype=torch.float64), mesh),
     "filled": lambda mesh: dt.full((5,), 3.0, device_mesh=mesh, placements=[Shard(0)], dtype=torch.float64),
 }
 
 
-@pytest.mark.parametrize("make", MADE)
+@pytest.mark.parametrize("make", FACTORIES)
 @pytest.mark.parametrize("transform", [*TRANSFORMS, "vmap", "functionalize"])
-def test_what_is_made_inside_of_a_transform_is_a_constant(transform: str, make: str) -> None:
+def test_a_dtensor_created_inside_a_transform_is_a_constant(transform: str, make: str) -> None:
     others: dict[str, Any] = {
         "vmap": lambda f, x, _: torch.vmap(f)(x),
         "functionalize": lambda f, x, _: torch.func.functionalize(f)(x),
     }
     run = {**TRANSFORMS, **others}[transform]
     expected = run(lambda x: (x * 3) ** 2, X, TANGENT)
-    given = (dt.distribute_tensor(x, LINE, [Shard(0)]) for x in (X, TANGENT))
-    found = run(lambda x: (x * MADE[make](LINE)) ** 2, *given)
+    operands = (dt.distribute_tensor(x, LINE, [Shard(0)]) for x in (X, TANGENT))
+    found = run(lambda x: (x * FACTORIES[make](LINE)) ** 2, *operands)
     torch.testing.assert_close(found.full_tensor(), expected)
 
 
@@ -222,42 +231,42 @@ def test_what_is_made_inside_of_a_transform_is_a_constant(transform: str, make: 
 @pytest.mark.parametrize(
     "make", [dt.zeros, lambda *size, **how: dt.distribute_tensor(torch.zeros(*size, dtype=how["dtype"]), LINE)]
 )
-def test_what_is_made_inside_of_a_transform_may_be_written_to(make: Any, transform: str) -> None:
+def test_a_dtensor_created_inside_a_transform_can_be_written(make: Any, transform: str) -> None:
     def program(x: Any, made: Any) -> Any:
         made[1:] = x[1:] * 2
         return made.mul_(x)
 
     run = TRANSFORMS[transform]
     expected = run(lambda x: program(x, torch.zeros_like(x)), X, TANGENT)
-    given = (dt.distribute_tensor(x, LINE, [Shard(0)]) for x in (X, TANGENT))
-    found = run(lambda x: program(x, make(4, 5, device_mesh=LINE, dtype=x.dtype)), *given)
+    operands = (dt.distribute_tensor(x, LINE, [Shard(0)]) for x in (X, TANGENT))
+    found = run(lambda x: program(x, make(4, 5, device_mesh=LINE, dtype=x.dtype)), *operands)
     torch.testing.assert_close(found.full_tensor(), expected)
 
 
 @pytest.mark.parametrize("transform", ["grad", "jvp", "jacfwd"])
-def test_what_is_seen_from_inside_of_a_transform_is_read_and_printed_as_outside(transform: str) -> None:
-    x, seen = dt.distribute_tensor(X, LINE, [Shard(0)]), []
+def test_a_closed_over_dtensor_is_read_and_printed_inside_a_transform(transform: str) -> None:
+    x, observed = dt.distribute_tensor(X, LINE, [Shard(0)]), []
 
     def program(y: Any) -> Any:
-        seen.append((repr(x), x.tolist(), copy.deepcopy(x).tolist()))
+        observed.append((repr(x), x.tolist(), copy.deepcopy(x).tolist()))
         return y * 2
 
     TRANSFORMS[transform](program, x, x)
-    assert seen[0] == (repr(x), X.tolist(), X.tolist())
+    assert observed[0] == (repr(x), X.tolist(), X.tolist())
 
 
-def test_random_numbers_drawn_inside_of_a_transform_are_those_drawn_outside() -> None:
-    def drawn() -> Any:
+def test_random_numbers_inside_a_transform_equal_those_outside() -> None:
+    def draw() -> Any:
         torch.manual_seed(0)
         return dt.randn(4, 5, device_mesh=LINE, placements=[Shard(0)], dtype=torch.float64)
 
     x = dt.distribute_tensor(X, LINE, [Shard(0)])
-    assert torch.equal(torch.func.grad(lambda x: (x * drawn()).sum())(x).full_tensor(), drawn().full_tensor())
+    assert torch.equal(torch.func.grad(lambda x: (x * draw()).sum())(x).full_tensor(), draw().full_tensor())
     with pytest.raises(RuntimeError, match="randomness"):
-        torch.vmap(lambda row: row * drawn())(x)
+        torch.vmap(lambda row: row * draw())(x)
 
 
-def test_a_tensor_that_is_differentiated_or_mapped_is_not_distributed_as_a_constant() -> None:
+def test_distribute_tensor_of_a_transformed_plain_tensor_raises() -> None:
     def program(x: Any) -> Any:
         return dt.distribute_tensor(x, LINE, [Shard(0)]).sum()
 

@@ -1,4 +1,4 @@
-"""What Python and other libraries read through a DTensor is its global value; its own storage holds nothing."""
+"""Host access: NumPy, DLPack, format and apply_ of a DTensor read and write its global value."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from dtensor.testing.placements import get_or_make_mesh
 
 LINE = get_or_make_mesh((4,))
 X = torch.arange(30.0).reshape(5, 6)
-EVERYWHERE = pytest.mark.parametrize("where", [Shard(0), Shard(1), Replicate(), Partial()], ids=str)
+EACH_PLACEMENT = pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate(), Partial()], ids=str)
 
 
-@EVERYWHERE
-def test_other_libraries_see_the_whole(where: Any) -> None:
-    x = scatter(X, LINE, [where])
+@EACH_PLACEMENT
+def test_numpy_and_dlpack_read_the_global_value(placement: Any) -> None:
+    x = scatter(X, LINE, [placement])
     assert np.array_equal(np.from_dlpack(x), X.numpy())
     assert torch.equal(torch.from_dlpack(x), X)
     assert np.array_equal(np.asarray(x), X.numpy())
@@ -36,9 +36,9 @@ def test_other_libraries_see_the_whole(where: Any) -> None:
         torch.from_dlpack(x.detach().requires_grad_())
 
 
-@EVERYWHERE
-def test_a_format_of_several_numbers_is_refused_as_torch_refuses_it(where: Any) -> None:
-    x = scatter(X, LINE, [where])
+@EACH_PLACEMENT
+def test_format_of_several_elements_raises_as_in_plain_torch(placement: Any) -> None:
+    x = scatter(X, LINE, [placement])
     assert f"{x.sum():.2f}" == f"{X.sum():.2f}"
     assert f"{x}" == repr(x)
     for y in (X, x, x[:1, :1]):
@@ -46,8 +46,8 @@ def test_a_format_of_several_numbers_is_refused_as_torch_refuses_it(where: Any) 
             f"{y:.3f}"
 
 
-def test_the_older_way_to_give_memory_away_asks_too() -> None:
-    """It took the wrapper's null pointer, and who read the capsule ended the process."""
+def test_to_dlpack_gives_the_global_value() -> None:
+    """Without the patch, the capsule had a null pointer, and reading it crashed the process."""
     plain, x = X.clone(), scatter(X, LINE, [Shard(0)])
     assert torch.equal(torch.from_dlpack(torch.utils.dlpack.to_dlpack(x)), X)
     assert torch.equal(torch.from_dlpack(torch.to_dlpack(x)), X)
@@ -58,21 +58,21 @@ def test_the_older_way_to_give_memory_away_asks_too() -> None:
         dt.capture(lambda x, y: x + torch.from_dlpack(torch.to_dlpack(y)).sum())(x, plain)
 
 
-@EVERYWHERE
-def test_apply_writes_every_element_once(where: Any) -> None:
-    for like in (X.clone(), X.t().clone(memory_format=torch.preserve_format)):
-        x, seen = scatter(like, LINE, [where]), []
-        made = x.apply_(lambda v, seen=seen: seen.append(v) or v * 2)
-        assert made is x
-        assert x.placements == (where,)
-        assert x.stride() == like.stride()
-        assert torch.equal(x.full_tensor(), like * 2)
-        assert sorted(seen) == sorted(like.flatten().tolist())
+@EACH_PLACEMENT
+def test_apply_calls_the_function_once_for_each_element(placement: Any) -> None:
+    for plain in (X.clone(), X.t().clone(memory_format=torch.preserve_format)):
+        x, calls = scatter(plain, LINE, [placement]), []
+        result = x.apply_(lambda v, calls=calls: calls.append(v) or v * 2)
+        assert result is x
+        assert x.placements == (placement,)
+        assert x.stride() == plain.stride()
+        assert torch.equal(x.full_tensor(), plain * 2)
+        assert sorted(calls) == sorted(plain.flatten().tolist())
     with pytest.raises(RuntimeError, match="detach"):
-        scatter(X, LINE, [where]).requires_grad_().apply_(abs)
+        scatter(X, LINE, [placement]).requires_grad_().apply_(abs)
 
 
-def test_sharing_memory_shares_the_pieces() -> None:
+def test_share_memory_shares_the_local_tensors() -> None:
     layer = dt.distribute_module(nn.Linear(6, 5), LINE)
     assert not layer.weight.is_shared()
     layer.share_memory()
@@ -80,12 +80,12 @@ def test_sharing_memory_shares_the_pieces() -> None:
     assert layer(dt.distribute_tensor(X, LINE, [Shard(0)])).shape == (5, 5)
 
 
-def test_the_old_way_to_make_a_tensor_of_a_shape_gives_a_distributed_one() -> None:
+def test_new_of_a_dtensor_gives_a_dtensor() -> None:
     x = dt.distribute_tensor(torch.rand(5, 3), dt.init_device_mesh("cpu", (2,)), [dt.Shard(0)])
-    for made, shape in ((x.new(2, 3), (2, 3)), (x.new(x.shape), (5, 3)), (x.new(size=(4, 1)), (4, 1)), (x.int().new(), (0,))):
-        assert isinstance(made, dt.DTensor)
-        assert made.shape == shape
+    for result, shape in ((x.new(2, 3), (2, 3)), (x.new(x.shape), (5, 3)), (x.new(size=(4, 1)), (4, 1)), (x.int().new(), (0,))):
+        assert isinstance(result, dt.DTensor)
+        assert result.shape == shape
     assert x.new([1.0, 2.0]).tolist() == [1.0, 2.0]
     assert torch.equal((x.new(x.shape).zero_() + x).full_tensor(), x.full_tensor())
-    assert torch.distributions.Exponential(x + 1).sample().shape == (5, 3)  # draws into such a tensor
+    assert torch.distributions.Exponential(x + 1).sample().shape == (5, 3)  # torch draws into a tensor of x.new
     assert torch.distributions.Multinomial(4, probs=x + 1).sample().sum().item() == 20

@@ -1,7 +1,4 @@
-"""The language of pages, error messages and docstrings: the words of docs/concepts.md and CONTRIBUTING.md, and short sentences.
-
-Pages, names, first lines and references of all modules are checked.
-"""
+"""Language of pages, error messages and docstrings: the words of CONTRIBUTING.md, short sentences, valid references."""
 
 from __future__ import annotations
 
@@ -26,14 +23,14 @@ _FENCE = re.compile(r"^```(?P<kind>[^\n]*)\n(?P<text>.*?)^```[ \t]*$", re.MULTIL
 _ITEM = re.compile(r"^(?:\s*[-*] |\s*\d+\. )", re.MULTILINE)
 
 
-def banned() -> re.Pattern[str]:
+def banned_pattern() -> re.Pattern[str]:
     """Return a pattern of the words on the left of the list in CONTRIBUTING.md."""
     lines = re.search(r"```words\n(.*?)```", PAGES["CONTRIBUTING.md"].read_text(), re.DOTALL)[1].splitlines()
     words = [word.strip() for line in lines for word in line.partition("->")[0].split(",")]
     return re.compile(rf"(?<![\w-])({'|'.join(sorted(map(re.escape, words), key=len, reverse=True))})(?![\w-])", re.IGNORECASE)
 
 
-BANNED = banned()
+BANNED = banned_pattern()
 
 
 def without_code(text: str) -> str:
@@ -41,7 +38,7 @@ def without_code(text: str) -> str:
     return re.sub(r"<[^>]*>", "", re.sub(r"\]\([^)]*\)", "]", re.sub(r"`[^`]*`", "`x`", text)))
 
 
-def problems(page: str, longest: int = PARAGRAPH) -> Iterator[str]:
+def page_problems(page: str, longest: int = PARAGRAPH) -> Iterator[str]:
     """Yield each banned word, long paragraph, long cell, long sentence and long code line, with its line number."""
     for fence in _FENCE.finditer(page):
         if fence["kind"].split()[:1] in (["python"], ["sh"], ["bash"]):
@@ -67,7 +64,7 @@ def problems(page: str, longest: int = PARAGRAPH) -> Iterator[str]:
 
 @pytest.mark.parametrize("name", sorted(PAGES))
 def test_page_is_in_plain_language(name: str) -> None:
-    assert not list(problems(PAGES[name].read_text(), 60 if name == "README.md" else PARAGRAPH))
+    assert not list(page_problems(PAGES[name].read_text(), 60 if name == "README.md" else PARAGRAPH))
 
 
 def test_readme_and_changelog_are_short() -> None:
@@ -75,14 +72,14 @@ def test_readme_and_changelog_are_short() -> None:
     assert len((ROOT / "CHANGELOG.md").read_bytes()) < 6_000
 
 
-def test_problems_are_found() -> None:
+def test_page_problems_finds_each_kind_of_problem() -> None:
     words, cell = "word " * 31, "word " * 41
     page = (
         f"The peer lies.\n\n{words}\n\n{'word. ' * 101}\n\n| {cell} |\n\n```python\n{'x' * 85}\n```\n```text\n{'x' * 85}\n```\n"
     )
-    found = list(problems(page))
+    found = list(page_problems(page))
     assert [problem.partition(":")[0] for problem in found] == ["10", "1", "1", "7", "3", "5"]
-    assert not list(problems("A `peer` in code, and [a link](peer.md).\n"))
+    assert not list(page_problems("A `peer` in code, and [a link](peer.md).\n"))
 
 
 # --- code -----------------------------------------------------------------------------------------------------------
@@ -110,7 +107,7 @@ def banned_in_messages() -> Iterator[str]:
             yield from (f"{path}:{line} {found[0]!r}" for found in BANNED.finditer(re.sub(r"`[^`]*`", "", text)))
 
 
-def openings() -> Iterator[str]:
+def vague_openings() -> Iterator[str]:
     for path, tree in TREES.items():
         yield from (f"{path}:{line} {text.splitlines()[0]}" for line, text in docstrings(tree) if text.startswith(OPENINGS))
 
@@ -149,14 +146,16 @@ def attribute_exists(target: str) -> bool:
     return False
 
 
-def leads_somewhere(role: str, path: Path, module: str) -> bool:
+def reference_exists(role: str, path: Path, module: str) -> bool:
     """Return True if a cross-reference is a name of its module or folder, a public name, or relative to its package."""
     name = role.lstrip(".")
     dots = len(role) - len(name)
     if dots:
         package = module.split(".") if path.stem == "__init__" else module.split(".")[:-1]
         return attribute_exists(".".join([*package[: len(package) - dots + 1], name]))
-    if attribute_exists(name) or any(attribute_exists(f"{room}.{name}") for room in (module, "dtensor", "dtensor.parallel")):
+    if attribute_exists(name) or any(
+        attribute_exists(f"{package}.{name}") for package in (module, "dtensor", "dtensor.parallel")
+    ):
         return True
     return name.split(".")[-1] in names_of(path.parent)
 
@@ -168,7 +167,7 @@ def names_of(folder: Path) -> set[str]:
     return {node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
 
 
-def dangling() -> Iterator[str]:
+def dangling_references() -> Iterator[str]:
     """Yield references to files, and to functions and classes by role, that do not exist."""
     files = [path for folder in ("dtensor", "tests", "docs", "benchmarks") for path in (ROOT / folder).rglob("*.*")]
     tails = {"/".join(path.parts[-n:]) for path in [*files, *ROOT.glob("*.*")] for n in (1, 2, 3, 4)}
@@ -184,7 +183,7 @@ def dangling() -> Iterator[str]:
         if path.suffix == ".py" and path.stem != "__main__":
             module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
             roles = re.findall(r":(?:func|class|meth|mod|attr|data):`~?([\w.]+)`", text)
-            yield from (f"{path}: {role}" for role in roles if not leads_somewhere(role, path, module))
+            yield from (f"{path}: {role}" for role in roles if not reference_exists(role, path, module))
 
 
 def shared_file_names() -> Iterator[str]:
@@ -193,19 +192,19 @@ def shared_file_names() -> Iterator[str]:
     yield from sorted({stem for stem in stems if stems.count(stem) > 1} - SHARED_FILE_NAMES)
 
 
-FINDERS = {
+CODE_PROBLEMS = {
     "banned words in error messages": banned_in_messages,
-    "docstrings that open without a verb": openings,
+    "docstrings that open without a verb": vague_openings,
     "modules that do not name their file": modules_without_their_name,
     "functions in more than 3 modules": repeated_functions,
-    "references that lead nowhere": dangling,
+    "references that lead nowhere": dangling_references,
     "file names in several folders": shared_file_names,
 }
 
 
-@pytest.mark.parametrize("kind", FINDERS)
-def test_code_has_none(kind: str) -> None:
-    found = list(FINDERS[kind]())
+@pytest.mark.parametrize("kind", CODE_PROBLEMS)
+def test_code_has_no_language_problem(kind: str) -> None:
+    found = list(CODE_PROBLEMS[kind]())
     assert not found, "\n".join(found)
 
 

@@ -1,4 +1,4 @@
-"""Folders are layers: a file imports only from its own folder and from those that stand before it. The peer is never imported."""
+"""Layers: a module imports only from its own and lower layers, and never torch.distributed.tensor; files are short."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "dtensor"
-MAX_LINES = 600  # of a file: one concept, whole
-MAX_FUNCTION = 80  # lines of a function, its docstring counts
+MAX_LINES = 600  # of a file
+MAX_FUNCTION = 80  # lines of a function, with its docstring
 
-# From the ground up. A folder inside another is a layer of its own where it is named here; the longest name that fits counts.
+# From the lowest layer up. The longest matching name is the layer of a module.
 LAYERS = (
     "errors",
     "base",
@@ -63,14 +63,14 @@ ALIASES = {
     "fsdp",
     "hf",
     "placement_types",
-}  # by the names that others have for these rooms
-PEER = ("torch.distributed.tensor", "torch.distributed._tensor", "torch.distributed._local_tensor")
+}  # modules with the names of torch or transformers
+FORBIDDEN = ("torch.distributed.tensor", "torch.distributed._tensor", "torch.distributed._local_tensor")
 
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
 def module_name(path: Path) -> str:
-    """``dtensor.comm.protocol`` for its file; ``dtensor.comm`` for its ``__init__.py``."""
+    """Return the dotted name of a file, without ``__init__``."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -79,25 +79,25 @@ NAMES = {module_name(path) for path in MODULES}
 
 
 def layer_of(module: str) -> int:
-    """The layer of a module of this package."""
+    """Return the index of the layer of a module."""
     name = module.removeprefix("dtensor").removeprefix(".").replace(".", "/") or "__init__"
-    fitting = [layer for layer in LAYERS if name == layer or name.startswith(layer + "/")]
-    if not fitting:
+    matching = [layer for layer in LAYERS if name == layer or name.startswith(layer + "/")]
+    if not matching:
         raise LookupError(f"{module} is in no layer: put it in a folder of LAYERS")
-    return LAYERS.index(max(fitting, key=len))
+    return LAYERS.index(max(matching, key=len))
 
 
 @cache
 def nodes_of(source: str) -> list[ast.AST]:
-    """The module and its statements, and what holds some; expressions hold none."""
+    """Return the module and all its statements, without expressions."""
     nodes: list[ast.AST] = [ast.parse(source)]
     for node in nodes:
-        nodes += [below for part in ("body", "orelse", "finalbody", "handlers", "cases") for below in getattr(node, part, ())]
+        nodes += [child for part in ("body", "orelse", "finalbody", "handlers", "cases") for child in getattr(node, part, ())]
     return nodes
 
 
 def imports_of(source: str, module: str, is_package: bool = False) -> Iterator[tuple[str, int]]:
-    """Every import of ``source``, wherever it stands, and its line; relative ones absolute with ``module`` as the importer."""
+    """Yield the absolute name and the line of each import in ``source``, which is the text of ``module``."""
     for node in nodes_of(source):
         match node:
             case ast.Import(names):
@@ -116,27 +116,27 @@ def absolute(module: str, is_package: bool, target: str | None, level: int) -> s
 
 
 def module_of(name: str) -> str:
-    """The module that an imported name is in: ``dtensor.mesh.device_mesh`` of ``dtensor.mesh.device_mesh.DeviceMesh``."""
+    """Return the module of an imported name: ``dtensor.mesh.device_mesh`` for ``dtensor.mesh.device_mesh.DeviceMesh``."""
     while name not in NAMES:
         name = name.rpartition(".")[0]
     return name
 
 
 def violations(source: str, module: str, is_package: bool = False) -> list[str]:
-    """What the law forbids in ``source``, one line each."""
+    """Return the forbidden imports in ``source``, one line each."""
     result = []
     own = layer_of(module)
     for imported, line in imports_of(source, module, is_package):
         where = f"{module}:{line} imports {imported}"
-        if any(imported == peer or imported.startswith(peer + ".") for peer in PEER):
-            result.append(f"{where}: the peer is only for tests and benchmarks")
+        if any(imported == forbidden or imported.startswith(forbidden + ".") for forbidden in FORBIDDEN):
+            result.append(f"{where}: torch.distributed.tensor is only for tests and benchmarks")
         elif imported.partition(".")[0] == "dtensor" and (other := layer_of(module_of(imported))) > own:
-            result.append(f"{where}: {LAYERS[own]} must not import {LAYERS[other]}, which stands above it")
+            result.append(f"{where}: {LAYERS[own]} must not import {LAYERS[other]}, a higher layer")
     return result
 
 
-def arrows() -> dict[str, set[str]]:
-    """Module -> the modules that it imports."""
+def imports_by_module() -> dict[str, set[str]]:
+    """Return, for each module, the modules that it imports."""
     found = {}
     for path in MODULES:
         module = module_name(path)
@@ -150,16 +150,16 @@ def test_modules_import_only_lower_layers() -> None:
     assert not found, "\n".join(found)
 
 
-def test_no_circle() -> None:
-    """Taking away what imports nothing that is left ends with nothing."""
-    left = arrows()
-    while ground := {module for module, below in left.items() if not below & left.keys()}:
-        left = {module: below for module, below in left.items() if module not in ground}
-    assert not left, "in circles or above one: " + ", ".join(sorted(left))
+def test_imports_have_no_cycles() -> None:
+    """Remove modules without remaining imports until none is left."""
+    remaining = imports_by_module()
+    while independent := {module for module, imported in remaining.items() if not imported & remaining.keys()}:
+        remaining = {module: imported for module, imported in remaining.items() if module not in independent}
+    assert not remaining, "in an import cycle or above one: " + ", ".join(sorted(remaining))
 
 
-def too_long(source: str) -> list[str]:
-    """What of ``source`` nobody understands in one sitting."""
+def length_problems(source: str) -> list[str]:
+    """Return the files and functions of ``source`` beyond the limits."""
     lines = len(source.splitlines())
     found = [f"the file has {lines} lines: split it by concept"] if lines > MAX_LINES else []
     for node in nodes_of(source):
@@ -169,29 +169,29 @@ def too_long(source: str) -> list[str]:
     return found
 
 
-def test_the_measure_counts_lines() -> None:
+def test_length_problems_are_found_in_files_and_functions() -> None:
     body = "    pass\n"
-    assert not too_long("def f():\n" + body * (MAX_FUNCTION - 1))
-    assert too_long("class C:\n def f(self):\n" + body * MAX_FUNCTION) == [f"f has {MAX_FUNCTION + 1} lines"]
-    assert not too_long("x = 1\n" * MAX_LINES)
-    assert len(too_long("x = 1\n" * (MAX_LINES + 1))) == 1
+    assert not length_problems("def f():\n" + body * (MAX_FUNCTION - 1))
+    assert length_problems("class C:\n def f(self):\n" + body * MAX_FUNCTION) == [f"f has {MAX_FUNCTION + 1} lines"]
+    assert not length_problems("x = 1\n" * MAX_LINES)
+    assert len(length_problems("x = 1\n" * (MAX_LINES + 1))) == 1
 
 
-def test_files_and_functions_are_short() -> None:
-    found = [f"{path.relative_to(ROOT)}: {line}" for path in MODULES for line in too_long(path.read_text())]
+def test_files_and_functions_are_within_the_line_limits() -> None:
+    found = [f"{path.relative_to(ROOT)}: {line}" for path in MODULES for line in length_problems(path.read_text())]
     assert not found, "\n".join(found)
 
 
-def test_every_folder_is_a_layer() -> None:
-    """``ls dtensor`` is the architecture: nothing lies at the root but the face."""
+def test_each_folder_is_a_layer() -> None:
+    """``ls dtensor`` shows the layers. The root has only the package root and public aliases."""
     folders = {module_name(path).replace(".", "/").removeprefix("dtensor/") for path in MODULES if path.name == "__init__.py"}
     assert {folder.partition("/")[0] for folder in folders} - {"dtensor"} <= set(LAYERS) | {"parallel"}
     at_root = {path.stem for path in PACKAGE.glob("*.py")}
     assert at_root == {"__init__", "__main__", "errors", "placement", "sharded_tensor"} | ALIASES
 
 
-def test_lines_per_layer_are_shown() -> None:
-    """Counted to be looked at: ``make layers`` prints them."""
+def test_print_lines_per_layer() -> None:
+    """``make layers`` prints the lines of each layer."""
     counted: dict[int, list[tuple[str, int]]] = {}
     for path in MODULES:
         name = module_name(path)
@@ -230,12 +230,14 @@ def test_lines_per_layer_are_shown() -> None:
         ("import torch.distributed as dist", "dtensor.mesh.device_mesh", True),
     ],
 )
-def test_the_law_catches_what_it_should(line: str, module: str, allowed: bool) -> None:
+def test_violations_finds_forbidden_imports(line: str, module: str, allowed: bool) -> None:
     assert (violations(line, module) == []) is allowed
 
 
-def test_files_beside_modules_are_shipped() -> None:
+def test_data_files_are_in_the_package_data() -> None:
     patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["dtensor"]
-    beside = [path.relative_to(PACKAGE) for path in PACKAGE.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")]
-    assert beside
-    assert not [path for path in beside if not any(path.match(pattern) for pattern in patterns)]
+    data_files = [
+        path.relative_to(PACKAGE) for path in PACKAGE.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")
+    ]
+    assert data_files
+    assert not [path for path in data_files if not any(path.match(pattern) for pattern in patterns)]

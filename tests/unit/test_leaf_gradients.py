@@ -1,4 +1,4 @@
-"""Gradients of leaves lie as the leaves do, and those of one backward pass travel together."""
+"""Leaf gradients: they have the placements of their leaves, and those of one backward pass are reduced together."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from dtensor.tensor import leaf_gradients
 MESH = dt.init_device_mesh("cpu", (4,))
 
 
-def net() -> nn.Module:
+def make_net() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 7), nn.LayerNorm(7), nn.GELU(), nn.Linear(7, 3))
 
 
-def placed(model: nn.Module, mesh: Any, placements: Callable[[nn.Parameter], Any]) -> nn.Module:
+def distribute_parameters(model: nn.Module, mesh: Any, placements: Callable[[nn.Parameter], Any]) -> nn.Module:
     for module in model.modules():
         for name, p in list(module._parameters.items()):
             if p is not None:
@@ -39,52 +39,52 @@ def replicated(p: Any) -> list[Any]:
     return [Replicate()]
 
 
-def rows(p: Any) -> list[Any]:
+def sharded_rows(p: Any) -> list[Any]:
     return [Shard(0)]
 
 
-def batch(mesh: Any = MESH) -> tuple[torch.Tensor, Any]:
+def make_batch(mesh: Any = MESH) -> tuple[torch.Tensor, Any]:
     x = torch.randn(10, 6, generator=torch.Generator().manual_seed(1))
     return x, dt.distribute_tensor(x, mesh, [Shard(0)] + [Replicate()] * (mesh.ndim - 1))
 
 
-def agree(model: nn.Module, plain: nn.Module) -> None:
+def check_gradients(model: nn.Module, plain: nn.Module) -> None:
     same_gradients(model, plain)
 
 
-@pytest.mark.parametrize("where", [replicated, rows])
-def test_those_of_a_pass_move_in_one_collective(where: Callable[[Any], Any]) -> None:
-    plain, (x, cut) = net(), batch()
-    model = placed(copy.deepcopy(plain), MESH, where)
-    loss = model(cut).square().sum()
+@pytest.mark.parametrize("placements", [replicated, sharded_rows])
+def test_leaf_gradients_of_one_backward_are_reduced_in_one_collective(placements: Callable[[Any], Any]) -> None:
+    plain, (x, dx) = make_net(), make_batch()
+    model = distribute_parameters(copy.deepcopy(plain), MESH, placements)
+    loss = model(dx).square().sum()
     with CommDebugMode() as comm:
         loss.backward()
     plain(x).square().sum().backward()
-    agree(model, plain)
-    if where is replicated:
+    check_gradients(model, plain)
+    if placements is replicated:
         nbytes = sum(p.numel() * p.element_size() for p in plain.parameters())
         assert dict(comm.get_comm_counts()) == {"all_reduce": 1}
         assert dict(comm.get_comm_bytes()) == {"all_reduce": 2 * nbytes * 3 // 4}
 
 
-def test_what_would_be_too_much_at_once_goes_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leaf_gradients_beyond_the_batch_limit_are_reduced_in_several_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leaf_gradients, "BATCH_NBYTES", 100)
-    plain, (x, cut) = net(), batch()
-    model = placed(copy.deepcopy(plain), MESH, replicated)
-    loss = model(cut).square().sum()
+    plain, (x, dx) = make_net(), make_batch()
+    model = distribute_parameters(copy.deepcopy(plain), MESH, replicated)
+    loss = model(dx).square().sum()
     with CommDebugMode() as comm:
         loss.backward()
     plain(x).square().sum().backward()
-    agree(model, plain)
-    assert comm.get_total_counts() == 2 + WHOLE  # of a layer and half a norm, half a norm and a weight, the rest
+    check_gradients(model, plain)
+    assert comm.get_total_counts() == 2 + WHOLE  # batches end inside the norm and inside the last layer
 
 
-def test_hooks_see_them_as_the_leaf_lies() -> None:
-    plain, (x, cut) = net(), batch()
-    model, seen = placed(copy.deepcopy(plain), MESH, replicated), []
+def test_gradient_hooks_receive_gradients_with_the_placements_of_the_leaf() -> None:
+    plain, (x, dx) = make_net(), make_batch()
+    model, observed = distribute_parameters(copy.deepcopy(plain), MESH, replicated), []
 
     def step(p: Any) -> None:
-        seen.append(p.grad.placements)
+        observed.append(p.grad.placements)
         with torch.no_grad():
             p -= 0.1 * p.grad
         p.grad = None
@@ -95,53 +95,53 @@ def test_hooks_see_them_as_the_leaf_lies() -> None:
     for p in (*model.parameters(), *plain.parameters()):
         p.register_hook(lambda grad: grad * 2)
         p.register_post_accumulate_grad_hook(step if isinstance(p, dt.DTensor) else plain_step)
-    model(cut).square().sum().backward()
+    model(dx).square().sum().backward()
     plain(x).square().sum().backward()
-    assert seen == [(Replicate(),)] * 6
+    assert observed == [(Replicate(),)] * 6
     same_parameters(model, plain)
 
 
-def test_those_that_are_asked_for_lie_as_the_leaf_does() -> None:
-    plain, (x, cut) = net(), batch()
-    model = placed(copy.deepcopy(plain), MESH, replicated)
+def test_autograd_grad_returns_gradients_with_the_placements_of_the_leaf() -> None:
+    plain, (x, dx) = make_net(), make_batch()
+    model = distribute_parameters(copy.deepcopy(plain), MESH, replicated)
     with CommDebugMode() as comm:
-        found = torch.autograd.grad(model(cut).square().sum(), list(model.parameters()))
+        found = torch.autograd.grad(model(dx).square().sum(), list(model.parameters()))
     assert comm.get_total_counts() == 1
     for grad, own in zip(found, torch.autograd.grad(plain(x).square().sum(), list(plain.parameters())), strict=True):
         assert grad.placements == (Replicate(),)
         torch.testing.assert_close(grad.full_tensor(), own)
 
 
-def test_second_derivatives() -> None:
+def test_gradient_penalty_has_the_gradients_of_plain_torch() -> None:
     def penalty(model: nn.Module, x: Any) -> Any:
         return sum(
             g.square().sum() for g in torch.autograd.grad(model(x).square().sum(), list(model.parameters()), create_graph=True)
         )
 
-    plain, (x, cut) = net().double(), (x.double() for x in batch())
-    model = placed(copy.deepcopy(plain), MESH, replicated)
-    penalty(model, cut).backward()
+    plain, (x, dx) = make_net().double(), (x.double() for x in make_batch())
+    model = distribute_parameters(copy.deepcopy(plain), MESH, replicated)
+    penalty(model, dx).backward()
     penalty(plain, x).backward()
-    agree(model, plain)
+    check_gradients(model, plain)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_passes_after_and_within_each_other(reentrant: bool) -> None:
+def test_repeated_and_nested_backward_passes_accumulate_leaf_gradients(reentrant: bool) -> None:
     def run(model: Any, x: Any) -> None:
         for _ in range(2):
             h = model[0](x)
             y = checkpoint(model[1:], h, use_reentrant=reentrant)
             y.square().sum().backward()
 
-    plain, (x, cut) = net(), batch()
-    model = placed(copy.deepcopy(plain), MESH, replicated)
-    run(model, cut)
+    plain, (x, dx) = make_net(), make_batch()
+    model = distribute_parameters(copy.deepcopy(plain), MESH, replicated)
+    run(model, dx)
     run(plain, x)
-    agree(model, plain)
+    check_gradients(model, plain)
 
 
-def test_a_pass_that_ends_early_leaves_those_that_were_complete() -> None:
-    class Refuses(torch.autograd.Function):
+def test_a_backward_that_raises_keeps_complete_leaf_gradients() -> None:
+    class RaiseInBackward(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Any) -> Any:
             return x * 1
@@ -150,22 +150,22 @@ def test_a_pass_that_ends_early_leaves_those_that_were_complete() -> None:
         def backward(ctx: Any, grad: Any) -> Any:
             raise ValueError("no further")
 
-    plain, (x, cut) = net(), batch()
-    model = placed(copy.deepcopy(plain), MESH, replicated)
-    for each, value in ((model, cut), (plain, x)):
+    plain, (x, dx) = make_net(), make_batch()
+    model = distribute_parameters(copy.deepcopy(plain), MESH, replicated)
+    for each, value in ((model, dx), (plain, x)):
         with pytest.raises(ValueError, match="no further"):
-            each[1:](Refuses.apply(each[0](value))).square().sum().backward()
+            each[1:](RaiseInBackward.apply(each[0](value))).square().sum().backward()
     assert model[0].weight.grad is None
-    agree(model[1:], plain[1:])
+    check_gradients(model[1:], plain[1:])
     model.zero_grad()
     plain.zero_grad()
-    for each, value in ((model, cut), (plain, x)):
+    for each, value in ((model, dx), (plain, x)):
         each(value).sum().backward()
-    agree(model, plain)
+    check_gradients(model, plain)
 
 
-def test_a_write_to_one_that_has_not_left_is_refused() -> None:
-    class Writes(torch.autograd.Function):
+def test_a_write_to_a_leaf_gradient_before_its_reduction_raises() -> None:
+    class ScaleGradientInPlace(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Any) -> Any:
             return x * 1
@@ -175,40 +175,40 @@ def test_a_write_to_one_that_has_not_left_is_refused() -> None:
             return grad.mul_(2)
 
     a, b = (dt.zeros(3, device_mesh=MESH, placements=[Replicate()]).requires_grad_() for _ in range(2))
-    rows = dt.ones(8, 3, device_mesh=MESH, placements=[Shard(0)])
-    loss = ((Writes.apply(b * 1) + a) * rows).sum()  # both are given the same gradient, a's first
+    data = dt.ones(8, 3, device_mesh=MESH, placements=[Shard(0)])
+    loss = ((ScaleGradientInPlace.apply(b * 1) + a) * data).sum()  # a and b receive the same gradient tensor, a first
     with pytest.raises(dt.errors.DTensorError, match="written to in place"):
         loss.backward()
 
 
-def on_processes(mesh: Any) -> None:
-    for where, dtype in ((replicated, torch.float32), (rows, torch.float64)):
-        plain, (x, _) = net().to(dtype), batch()
+def check_accumulation(mesh: Any) -> None:
+    for placements, dtype in ((replicated, torch.float32), (sharded_rows, torch.float64)):
+        plain, (x, _) = make_net().to(dtype), make_batch()
         x = x.to(dtype)
-        cut = dt.distribute_tensor(x, mesh, [Shard(0)])
-        model = placed(copy.deepcopy(plain), mesh, where)
+        dx = dt.distribute_tensor(x, mesh, [Shard(0)])
+        model = distribute_parameters(copy.deepcopy(plain), mesh, placements)
         for _ in range(2):
             for _ in range(2):
-                model(cut).square().sum().backward()
+                model(dx).square().sum().backward()
                 plain(x).square().sum().backward()
-            agree(model, plain)
+            check_gradients(model, plain)
             model.zero_grad()
             plain.zero_grad()
 
 
-def main() -> None:
-    on_processes(dt.init_device_mesh("cpu", (3,)))
+def check_on_processes() -> None:
+    check_accumulation(dt.init_device_mesh("cpu", (3,)))
 
 
 @pytest.mark.gloo
-def test_on_processes() -> None:
-    run_gloo(main, 3)
+def test_accumulated_leaf_gradients_on_processes_equal_plain_torch() -> None:
+    run_gloo(check_on_processes, 3)
 
 
-def test_a_gradient_that_memory_repeats_is_stored_where_its_leaf_lies() -> None:
-    """Autograd copies it where the leaf lies apart in memory; of what few ranks have, a copy that grows is dealt out."""
-    whole = dt.distribute_tensor(torch.randn(6, 16), MESH, [Shard(1)])
-    leaf = whole.chunk(2, 1)[1].detach().requires_grad_()
+def test_an_expanded_gradient_is_stored_with_placements_and_strides_of_its_leaf() -> None:
+    """The gradient of ``sum`` is expanded; autograd copies it with the strides and placements of the leaf."""
+    x = dt.distribute_tensor(torch.randn(6, 16), MESH, [Shard(1)])
+    leaf = x.chunk(2, 1)[1].detach().requires_grad_()
     leaf.sum().backward()
     assert leaf.grad is not None
     assert leaf.grad.placements == leaf.placements == (Shard(1, sizes=(0, 0, 4, 4)),)

@@ -1,4 +1,4 @@
-"""Attributes that the library stores on tensors are declared in one table, which copies, files and captures follow."""
+"""Library attributes: all attributes that the library stores on tensors are declared in one table."""
 
 from __future__ import annotations
 
@@ -14,27 +14,32 @@ from dtensor import DTensor, Shard
 from dtensor.dispatch.tensor_state import ATTRIBUTES
 
 
-def test_all_attributes_that_operations_leave_are_known() -> None:
+def test_operators_store_only_declared_attributes() -> None:
     mesh = dt.init_device_mesh("cpu", (3,))
     before = {id(x) for x in gc.get_objects() if isinstance(x, DTensor)}
     x = dt.distribute_tensor(torch.randn(7, 6), mesh, [Shard(0)])
     w = dt.distribute_tensor(torch.randn(6, 6), mesh, [Shard(0)]).requires_grad_()
-    kept = [x @ w, x.t() @ x, x[2:5], x.view(7, 2, 3), x.unsqueeze(1).expand(7, 4, 6), torch.cat([x, x @ w])]
+    results = [x @ w, x.t() @ x, x[2:5], x.view(7, 2, 3), x.unsqueeze(1).expand(7, 4, 6), torch.cat([x, x @ w])]
     rows = (x[:, 0] > 0).nonzero()
-    kept += [rows, x[rows[:, 0]], x.index_add(0, rows[:, 0], x[rows[:, 0]]), x.redistribute(placements=[Shard(1)], async_op=True)]
-    kept += [x.softmax(0).sum(), *x.unbind(1), x.detach(), w.data]
+    results += [
+        rows,
+        x[rows[:, 0]],
+        x.index_add(0, rows[:, 0], x[rows[:, 0]]),
+        x.redistribute(placements=[Shard(1)], async_op=True),
+    ]
+    results += [x.softmax(0).sum(), *x.unbind(1), x.detach(), w.data]
     (x @ w).relu().square().sum().backward()
     x[1:3].add_(1.0)
-    kept += [w.grad, x @ w]
-    made = [y for y in gc.get_objects() if isinstance(y, DTensor) and id(y) not in before]
-    assert len(made) >= len(kept)
-    left = {name for y in made for name in y.__dict__}
-    assert left <= {"_local", "_layout", *ATTRIBUTES}
-    assert {"_names", "_grad_layout", "_wanted"} <= left
+    results += [w.grad, x @ w]
+    tensors = [y for y in gc.get_objects() if isinstance(y, DTensor) and id(y) not in before]
+    assert len(tensors) >= len(results)
+    names = {name for y in tensors for name in y.__dict__}
+    assert names <= {"_local", "_layout", *ATTRIBUTES}
+    assert {"_names", "_grad_layout", "_wanted"} <= names
 
 
 @pytest.mark.parametrize("name", ATTRIBUTES)
-def test_the_declared_writers_and_readers_of_an_attribute_use_it(name: str) -> None:
+def test_declared_writers_and_readers_of_an_attribute_use_it(name: str) -> None:
     folder = Path(dt.__file__).parent
     sources = [path.read_text() for path in folder.glob("dispatch/*.py") if path.name != "tensor_state.py"]
     constants = {match for text in sources for match in re.findall(rf'^(\w+) = "{name}"', text, re.MULTILINE)}

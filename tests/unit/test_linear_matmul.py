@@ -1,4 +1,4 @@
-"""``linear`` and ``matmul`` arrive whole: one operator and one node of autograd's, with what plain tensors give."""
+"""linear and matmul: dispatched as one operator with one autograd node where torch allows it, and equal to plain torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MESH = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
 S, R, P = Shard, Replicate(), Partial()
 Function = Callable[..., Tensor]
 
-# shapes of the operands, whether they are served whole
+# shapes of the operands, and whether linear or matmul is dispatched undecomposed
 LINEAR = [
     ((5, 3, 6), (7, 6), True),
     ((4, 6), (7, 6), True),
@@ -44,21 +44,21 @@ MATMUL = [
 CASES = [(F.linear, *case) for case in LINEAR] + [(torch.matmul, *case) for case in MATMUL]
 
 
-def of(*shape: int, seed: int = 0) -> Tensor:
+def make_tensor(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def cut(x: Tensor, placements: Sequence[Placement]) -> Any:
+def make_dtensor(x: Tensor, placements: Sequence[Placement]) -> Any:
     return dt.distribute_tensor(x.detach(), MESH, placements).requires_grad_(x.requires_grad)
 
 
-def ways(ndim: int) -> list[tuple[Placement, Placement]]:
+def placement_pairs(ndim: int) -> list[tuple[Placement, Placement]]:
     first, last, before = S(0), S(ndim - 1), S(max(0, ndim - 2))
     return [(R, R), (first, last), (last, R), (S(0), S(0)), (P, first), (R, before)]
 
 
-def same(ours: Any, plain: Any) -> None:
-    for got, expected in zip(ours, plain, strict=True):
+def assert_same(distributed: Any, plain: Any) -> None:
+    for got, expected in zip(distributed, plain, strict=True):
         assert (got is None) == (expected is None)
         if expected is not None:
             torch.testing.assert_close(got.full_tensor(), expected)
@@ -69,83 +69,92 @@ def total(x: Tensor, y: Tensor, grad: Tensor) -> Tensor:
     return (x * y * grad).sum()
 
 
-@pytest.mark.parametrize(("function", "first", "second", "whole"), some(CASES))
-def test_values_strides_gradients_and_gradients_of_those_are_those_of_plain_tensors(
-    function: Function, first: tuple[int, ...], second: tuple[int, ...], whole: bool
+@pytest.mark.parametrize(("function", "first", "second", "undecomposed"), some(CASES, every=3))
+def test_linear_and_matmul_values_strides_and_two_derivatives_equal_plain_torch(
+    function: Function, first: tuple[int, ...], second: tuple[int, ...], undecomposed: bool
 ) -> None:
-    for seed, (of_x, of_y) in enumerate(
-        zip(ways(len(first)) * 3, [way for way in ways(len(second)) for _ in range(3)], strict=True)
+    for seed, (placements_of_x, placements_of_y) in enumerate(
+        zip(placement_pairs(len(first)) * 3, [pair for pair in placement_pairs(len(second)) for _ in range(3)], strict=True)
     ):
-        wanted = [(True, True), (True, False), (False, True)][seed % 3]
-        x, y = (of(*shape, seed=seed).requires_grad_(needs) for shape, needs in zip((first, second), wanted, strict=True))
-        ours, plain = [cut(x, of_x), cut(y, of_y)], [x, y]
-        made, expected = function(*ours), function(*plain)
-        same([made], [expected])
-        name = type(made.grad_fn).__name__
-        assert (name in ("LinearBackward0", "MatmulBackward0")) == (whole and WHOLE), name
-        grad = of(*expected.shape, seed=9)
-        of_ours, of_plain = ([t for t in operands if t.requires_grad] for operands in (ours, plain))
-        given = cut(grad, (R, R))
-        same(
-            torch.autograd.grad(total(made, made.detach(), given), of_ours, retain_graph=True),
-            torch.autograd.grad(total(expected, expected.detach(), grad), of_plain, retain_graph=True),
+        requires_grad = [(True, True), (True, False), (False, True)][seed % 3]
+        x, y = (
+            make_tensor(*shape, seed=seed).requires_grad_(needs)
+            for shape, needs in zip((first, second), requires_grad, strict=True)
         )
-        once = torch.autograd.grad(total(made, made, given), of_ours, create_graph=True)
-        expected_once = torch.autograd.grad(total(expected, expected, grad), of_plain, create_graph=True)
-        same(once, expected_once)
-        twice = torch.autograd.grad(sum((t * t).sum() for t in once), of_ours)
-        same(twice, torch.autograd.grad(sum((t * t).sum() for t in expected_once), of_plain))
+        distributed, plain = [make_dtensor(x, placements_of_x), make_dtensor(y, placements_of_y)], [x, y]
+        result, expected = function(*distributed), function(*plain)
+        assert_same([result], [expected])
+        name = type(result.grad_fn).__name__
+        assert (name in ("LinearBackward0", "MatmulBackward0")) == (undecomposed and WHOLE), name
+        grad = make_tensor(*expected.shape, seed=9)
+        leaves, plain_leaves = ([t for t in operands if t.requires_grad] for operands in (distributed, plain))
+        dgrad = make_dtensor(grad, (R, R))
+        assert_same(
+            torch.autograd.grad(total(result, result.detach(), dgrad), leaves, retain_graph=True),
+            torch.autograd.grad(total(expected, expected.detach(), grad), plain_leaves, retain_graph=True),
+        )
+        once = torch.autograd.grad(total(result, result, dgrad), leaves, create_graph=True)
+        expected_once = torch.autograd.grad(total(expected, expected, grad), plain_leaves, create_graph=True)
+        assert_same(once, expected_once)
+        twice = torch.autograd.grad(sum((t * t).sum() for t in once), leaves)
+        assert_same(twice, torch.autograd.grad(sum((t * t).sum() for t in expected_once), plain_leaves))
 
 
 @pytest.mark.parametrize("function", [F.linear, lambda x, y: x @ y.t(), lambda x, y: y @ x.t()])
-@pytest.mark.parametrize("by_columns", [(True, False), (False, True), (True, True)])
-def test_gradients_lie_in_memory_as_plain_ones_do(function: Function, by_columns: tuple[bool, bool]) -> None:
+@pytest.mark.parametrize("transposed", [(True, False), (False, True), (True, True)])
+def test_gradients_of_transposed_operands_have_the_strides_of_plain_torch(
+    function: Function, transposed: tuple[bool, bool]
+) -> None:
     plain = [
-        (of(6, rows).t() if turned else of(rows, 6)).requires_grad_() for rows, turned in zip((4, 8), by_columns, strict=True)
+        (make_tensor(6, rows).t() if is_transposed else make_tensor(rows, 6)).requires_grad_()
+        for rows, is_transposed in zip((4, 8), transposed, strict=True)
     ]
-    ours = [cut(plain[0], (S(0), R)), cut(plain[1], (R, S(0)))]
-    function(*ours).square().sum().backward()
+    distributed = [make_dtensor(plain[0], (S(0), R)), make_dtensor(plain[1], (R, S(0)))]
+    function(*distributed).square().sum().backward()
     function(*plain).square().sum().backward()
-    same([t.grad for t in ours], [t.grad for t in plain])
+    assert_same([t.grad for t in distributed], [t.grad for t in plain])
 
 
-@pytest.mark.parametrize("wanted", [(True, False, False), (False, True, False), (False, False, True), (False, True, True)])
-def test_gradients_that_nobody_asks_for_are_not_computed(wanted: tuple[bool, bool, bool]) -> None:
-    x, weight, bias = (t.requires_grad_(needs) for t, needs in zip((of(4, 3, 6), of(8, 6), of(8)), wanted, strict=True))
-    ours = [cut(x, (S(0), R)), cut(weight, (R, S(0))), cut(bias, (R, S(0)))]
-    made = F.linear(*ours)
-    grads = torch.ops.aten.linear_backward(ours[0].detach(), made.detach(), ours[1].detach(), wanted)
-    assert tuple(grad is not None for grad in grads) == wanted
-    made.sum().backward()
+@pytest.mark.parametrize("requires_grad", [(True, False, False), (False, True, False), (False, False, True), (False, True, True)])
+def test_linear_backward_computes_only_the_requested_gradients(requires_grad: tuple[bool, bool, bool]) -> None:
+    x, weight, bias = (
+        t.requires_grad_(needs)
+        for t, needs in zip((make_tensor(4, 3, 6), make_tensor(8, 6), make_tensor(8)), requires_grad, strict=True)
+    )
+    distributed = [make_dtensor(x, (S(0), R)), make_dtensor(weight, (R, S(0))), make_dtensor(bias, (R, S(0)))]
+    result = F.linear(*distributed)
+    grads = torch.ops.aten.linear_backward(distributed[0].detach(), result.detach(), distributed[1].detach(), requires_grad)
+    assert tuple(grad is not None for grad in grads) == requires_grad
+    result.sum().backward()
     F.linear(x, weight, bias).sum().backward()
-    same([t.grad for t in ours], [x.grad, weight.grad, bias.grad])
+    assert_same([t.grad for t in distributed], [x.grad, weight.grad, bias.grad])
 
 
-def test_complex_numbers_go_the_way_of_their_conjugates() -> None:
-    x, weight = (torch.complex(of(4, 6, seed=s), of(4, 6, seed=s + 2)).requires_grad_() for s in (0, 1))
-    ours = [cut(x, (S(0), R)), cut(weight, (R, S(0)))]
-    F.linear(*ours).abs().sum().backward()
+def test_linear_of_complex_tensors_has_the_gradients_of_plain_torch() -> None:
+    x, weight = (torch.complex(make_tensor(4, 6, seed=s), make_tensor(4, 6, seed=s + 2)).requires_grad_() for s in (0, 1))
+    distributed = [make_dtensor(x, (S(0), R)), make_dtensor(weight, (R, S(0)))]
+    F.linear(*distributed).abs().sum().backward()
     F.linear(x, weight).abs().sum().backward()
-    same([t.grad for t in ours], [x.grad, weight.grad])
+    assert_same([t.grad for t in distributed], [x.grad, weight.grad])
 
 
 @pytest.mark.parametrize("function", [F.linear, lambda x, w: x @ w.t()])
-def test_who_takes_operators_down_sees_products(function: Function) -> None:
-    x, weight = of(4, 3, 6).requires_grad_(), of(8, 6).requires_grad_()
-    ours = [cut(x, (S(0), R)), cut(weight, (R, S(0)))]
+def test_flop_counter_counts_the_flops_of_plain_torch(function: Function) -> None:
+    x, weight = make_tensor(4, 3, 6).requires_grad_(), make_tensor(8, 6).requires_grad_()
+    distributed = [make_dtensor(x, (S(0), R)), make_dtensor(weight, (R, S(0)))]
     with FlopCounterMode(display=False) as plain:
         function(x, weight).sum().backward()
     with FlopCounterMode(display=False) as both:
-        function(*ours).sum().backward()
+        function(*distributed).sum().backward()
     assert both.get_total_flops() == plain.get_total_flops()
-    made = function(*ours)
+    result = function(*distributed)
     with FlopCounterMode(display=False) as backward:
-        made.sum().backward()
+        result.sum().backward()
     assert backward.get_total_flops() == plain.get_total_flops() * 2 // 3
 
 
-class Seen(TorchDispatchMode):
-    """What runs on plain tensors."""
+class RecordingMode(TorchDispatchMode):
+    """Mode that records the operators on plain tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,57 +167,66 @@ class Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class Onlooker(Seen):
+class PassiveRecordingMode(RecordingMode):
     looks_on = True
 
 
-@pytest.mark.parametrize("mode", [Seen, Onlooker])
-def test_blocks_of_plain_tensors_are_seen_in_parts(mode: type[Seen]) -> None:
-    x, weight = cut(of(4, 3, 6).requires_grad_(), (S(0), R)), cut(of(8, 6).requires_grad_(), (R, S(0)))
-    with mode() as seen:
-        made = F.linear(x, weight)
-        made.sum().backward()
+@pytest.mark.parametrize("mode", [RecordingMode, PassiveRecordingMode])
+def test_dispatch_modes_observe_local_operators_decomposed(mode: type[RecordingMode]) -> None:
+    x, weight = (
+        make_dtensor(make_tensor(4, 3, 6).requires_grad_(), (S(0), R)),
+        make_dtensor(make_tensor(8, 6).requires_grad_(), (R, S(0))),
+    )
+    with mode() as recorder:
+        result = F.linear(x, weight)
+        result.sum().backward()
         torch.matmul(x.detach(), weight.detach().t())
-    assert "mm" in seen.names
-    assert not {"linear", "matmul", "linear_backward", "matmul_backward"} & seen.names
-    assert ("Linear" in type(made.grad_fn).__name__) == (mode is Onlooker and WHOLE)
+    assert "mm" in recorder.names
+    assert not {"linear", "matmul", "linear_backward", "matmul_backward"} & recorder.names
+    assert ("Linear" in type(result.grad_fn).__name__) == (mode is PassiveRecordingMode and WHOLE)
 
 
-def test_autocast_and_forward_derivatives_and_transforms() -> None:
-    x, weight = of(4, 3, 6), of(8, 6)
-    ours, theirs = cut(x, (S(0), R)), cut(weight, (R, S(0)))
+def test_linear_and_matmul_under_autocast_forward_ad_and_torch_func() -> None:
+    x, weight = make_tensor(4, 3, 6), make_tensor(8, 6)
+    distributed, distributed_weight = make_dtensor(x, (S(0), R)), make_dtensor(weight, (R, S(0)))
     with torch.autocast("cpu", torch.bfloat16):
-        assert F.linear(ours.float(), theirs.float()).dtype is torch.bfloat16
-        assert torch.matmul(ours.float(), theirs.float().t()).dtype is torch.bfloat16
-    tangent = of(4, 3, 6, seed=1)
+        assert F.linear(distributed.float(), distributed_weight.float()).dtype is torch.bfloat16
+        assert torch.matmul(distributed.float(), distributed_weight.float().t()).dtype is torch.bfloat16
+    tangent = make_tensor(4, 3, 6, seed=1)
     with forward_ad.dual_level():
-        dual = forward_ad.make_dual(ours, cut(tangent, (R, S(0))))
-        for made in (F.linear(dual, theirs), dual @ theirs.t()):
-            torch.testing.assert_close(forward_ad.unpack_dual(made).tangent.full_tensor(), tangent @ weight.t())
+        dual = forward_ad.make_dual(distributed, make_dtensor(tangent, (R, S(0))))
+        for result in (F.linear(dual, distributed_weight), dual @ distributed_weight.t()):
+            torch.testing.assert_close(forward_ad.unpack_dual(result).tangent.full_tensor(), tangent @ weight.t())
 
     def check(function: Function) -> None:
-        same(
-            [torch.func.grad(lambda a: function(a, theirs).square().sum())(ours)],
+        assert_same(
+            [torch.func.grad(lambda a: function(a, distributed_weight).square().sum())(distributed)],
             [torch.func.grad(lambda a: function(a, weight).square().sum())(x)],
         )
-        same([torch.func.vmap(lambda a: function(a, theirs))(ours)], [torch.func.vmap(lambda a: function(a, weight))(x)])
-        same([torch.func.jvp(lambda a: function(a, theirs), (ours,), (cut(tangent, (S(0), R)),))[1]], [tangent @ weight.t()])
+        assert_same(
+            [torch.func.vmap(lambda a: function(a, distributed_weight))(distributed)],
+            [torch.func.vmap(lambda a: function(a, weight))(x)],
+        )
+        assert_same(
+            [torch.func.jvp(lambda a: function(a, distributed_weight), (distributed,), (make_dtensor(tangent, (S(0), R)),))[1]],
+            [tangent @ weight.t()],
+        )
 
     check(F.linear)
     check(lambda a, b: a @ b.t())
 
 
 @pytest.mark.parametrize("function", [F.linear, torch.matmul, lambda x, w: torch.matmul(w, x)])
-def test_an_activation_that_goes_into_a_frozen_weight_is_not_kept(function: Function) -> None:
-    kept: list[Any] = []
-    x, weight = cut(of(6, 6).requires_grad_(), [S(0), R]), cut(of(6, 6, seed=1), [R, S(0)])
+def test_an_activation_multiplied_by_a_frozen_weight_is_not_saved(function: Function) -> None:
+    saved: list[Any] = []
+    x, weight = make_dtensor(make_tensor(6, 6).requires_grad_(), [S(0), R]), make_dtensor(make_tensor(6, 6, seed=1), [R, S(0)])
     activation = x * 2
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        made = function(activation, weight)
-    activation.relu_()  # nor does backward miss what it was
-    made.sum().backward()
-    assert not any(t.untyped_storage() is activation.untyped_storage() or t is activation for t in kept)
-    plain = of(6, 6).requires_grad_()
-    function(plain * 2, of(6, 6, seed=1)).sum().backward()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        result = function(activation, weight)
+    activation.relu_()  # backward does not need the overwritten activation
+    result.sum().backward()
+    assert not any(t.untyped_storage() is activation.untyped_storage() or t is activation for t in saved)
+    plain = make_tensor(6, 6).requires_grad_()
+    function(plain * 2, make_tensor(6, 6, seed=1)).sum().backward()
     assert x.grad is not None
-    same([x.grad], [plain.grad])
+    assert_same([x.grad], [plain.grad])

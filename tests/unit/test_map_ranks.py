@@ -1,4 +1,4 @@
-"""``map_ranks`` in one process: each rank's run is as independent as in a process of its own, or is refused."""
+"""map_ranks in process: the runs of the ranks are independent as on processes, or an error is raised."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MESH = dt.init_device_mesh("cpu", (3,))
 BATCH = torch.arange(12.0, dtype=torch.float64).reshape(4, 3)
 
 
-def own_batches() -> PerRank:
+def make_batches() -> PerRank:
     return dt.per_rank([BATCH.clone() for _ in range(3)])
 
 
@@ -36,8 +36,8 @@ class Doubled(torch.autograd.Function):
         return grad * 2
 
 
-# --- gradients of plain tensors ------------------------------------------------------------------------------------------------
-USES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+# --- gradients of plain tensors -------------------------------------------------------------------------------------
+PLAIN_TENSOR_USES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "operator": lambda x, w: x @ w,
     "attribute": lambda x, w: x @ w.T,
     "view": lambda x, w: x @ w.view(3, 3),
@@ -50,9 +50,9 @@ USES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("use", USES.values(), ids=USES.keys())
+@pytest.mark.parametrize("use", PLAIN_TENSOR_USES.values(), ids=PLAIN_TENSOR_USES.keys())
 @pytest.mark.parametrize("leaf", [True, False])
-def test_a_plain_tensor_has_the_gradient_that_every_rank_finds(use: Callable[[Tensor, Tensor], Tensor], leaf: bool) -> None:
+def test_gradient_of_a_plain_tensor_is_that_of_one_rank(use: Callable[[Tensor, Tensor], Tensor], leaf: bool) -> None:
     def gradient(program: Callable[[Tensor], Any]) -> Tensor:
         w = torch.arange(9.0, dtype=torch.float64).reshape(3, 3).requires_grad_()
         program(w if leaf else w * 2).backward()
@@ -60,13 +60,13 @@ def test_a_plain_tensor_has_the_gradient_that_every_rank_finds(use: Callable[[Te
         return w.grad
 
     expected = gradient(lambda w: use(BATCH, w).square().sum())
-    found = gradient(lambda w: dt.map_ranks(lambda at, x: use(x, w).square().sum(), own_batches(), mesh=MESH))
+    found = gradient(lambda w: dt.map_ranks(lambda at, x: use(x, w).square().sum(), make_batches(), mesh=MESH))
     assert torch.equal(found, expected)
 
 
-def test_a_module_in_a_closure_has_the_gradients_that_every_rank_finds() -> None:
+def test_gradients_of_a_module_in_a_closure_are_those_of_one_rank() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)).double()
-    dt.map_ranks(lambda at, x: model(x).square().sum(), own_batches(), mesh=MESH).backward()
+    dt.map_ranks(lambda at, x: model(x).square().sum(), make_batches(), mesh=MESH).backward()
     found = [p.grad for p in model.parameters()]
     model.zero_grad()
     model(BATCH).square().sum().backward()
@@ -76,21 +76,21 @@ def test_a_module_in_a_closure_has_the_gradients_that_every_rank_finds() -> None
         assert torch.equal(mine, parameter.grad)
 
 
-def test_sparse_gradients_are_what_every_rank_finds() -> None:
+def test_sparse_gradient_of_a_plain_embedding_is_that_of_one_rank() -> None:
     table = nn.Embedding(5, 3, sparse=True)
     dt.map_ranks(lambda at: table(torch.tensor([1, 2, 1])).sum(), mesh=MESH).backward()
     assert table.weight.grad is not None
     assert table.weight.grad.to_dense()[:, 0].tolist() == [0.0, 2.0, 1.0, 0.0, 0.0]
 
 
-def test_gradients_that_differ_between_ranks_are_refused() -> None:
+def test_different_gradients_of_a_plain_tensor_raise() -> None:
     w = torch.ones(3, requires_grad=True)
     loss = dt.map_ranks(lambda at: (w * (at[0] + 1)).sum(), mesh=MESH)
     with pytest.raises(LayoutError, match=r"gradient .* differs between ranks"):
         loss.backward()
 
 
-def test_torch_autograd_grad_gives_each_rank_its_own() -> None:
+def test_autograd_grad_inside_map_ranks_returns_per_rank_gradients() -> None:
     w = torch.ones(3, requires_grad=True)
     (found,) = dt.map_ranks(lambda at: torch.autograd.grad((w * (at[0] + 1)).sum(), w), mesh=MESH)
     assert [shard.tolist() for shard in found.shards] == [[1.0] * 3, [2.0] * 3, [3.0] * 3]
@@ -98,7 +98,7 @@ def test_torch_autograd_grad_gives_each_rank_its_own() -> None:
     assert [shard.tolist() for shard in transformed.shards] == [[1.0] * 3, [2.0] * 3, [3.0] * 3]
 
 
-def test_each_rank_trains_a_model_of_its_own() -> None:
+def test_each_rank_trains_its_own_model() -> None:
     def train(at: tuple[int, ...], model: nn.Module, x: Tensor) -> Tensor:
         optimizer = torch.optim.Adam(model.parameters())
         for _ in range(2):
@@ -108,14 +108,14 @@ def test_each_rank_trains_a_model_of_its_own() -> None:
         return next(model.parameters()).detach()
 
     models = dt.map_ranks(lambda at: nn.Linear(3, 2).double(), mesh=MESH)
-    first, *others = dt.map_ranks(train, models, own_batches(), mesh=MESH).shards
+    first, *others = dt.map_ranks(train, models, make_batches(), mesh=MESH).shards
     assert all(torch.equal(other, first) for other in others)
     assert len({model.weight.data_ptr() for model in models}) == 3
 
 
-# --- writes --------------------------------------------------------------------------------------------------------------------
-class Shared:
-    """Tensors that exist before the runs."""
+# --- writes ---------------------------------------------------------------------------------------------------------
+class SharedState:
+    """Tensors and modules that exist before ``map_ranks`` and that all ranks share."""
 
     def __init__(self) -> None:
         self.total, self.mean, self.variance = torch.zeros(3), torch.zeros(3), torch.ones(3)
@@ -144,10 +144,10 @@ class Shared:
         self.optimizer.step()
 
 
-WRITES: dict[str, Callable[[Shared], Any]] = {
+WRITES: dict[str, Callable[[SharedState], Any]] = {
     "in place": lambda s: lambda at: s.total.add_(1),
     "item": lambda s: s.set_item,
-    "on one rank": lambda s: s.add_on_one_rank,
+    "in place on one rank": lambda s: s.add_on_one_rank,
     "out": lambda s: lambda at: torch.add(s.mean, 1, out=s.total),
     "data": lambda s: lambda at: s.model[0].weight.data.mul_(2),
     "view": lambda s: lambda at: s.total.view(3, 1).add_(1),
@@ -168,14 +168,14 @@ WRITES: dict[str, Callable[[Shared], Any]] = {
 
 @pytest.mark.filterwarnings("ignore:Using backward")
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())
-def test_a_write_to_what_ranks_share_is_refused(write: Callable[[Shared], Any]) -> None:
+def test_a_write_to_a_tensor_that_ranks_share_raises(write: Callable[[SharedState], Any]) -> None:
     with pytest.raises(
         LayoutError, match=r"map_ranks: the function writes to a tensor of shape .* on rank 0 and uses it on rank 1"
     ):
-        dt.map_ranks(write(Shared()), mesh=MESH)
+        dt.map_ranks(write(SharedState()), mesh=MESH)
 
 
-def test_a_rank_writes_to_its_own() -> None:
+def test_a_rank_writes_to_its_own_tensors() -> None:
     def run(at: tuple[int, ...], own: Tensor) -> Tensor:
         own.add_(at[0])
         made = torch.from_numpy(np.ones(3, dtype=np.float32)).div_(2)
@@ -188,54 +188,54 @@ def test_a_rank_writes_to_its_own() -> None:
     assert [shard.tolist() for shard in local.shards] == [[0.0] * 3, [1.0] * 3, [2.0] * 3]
 
 
-def test_what_the_first_rank_makes_and_keeps_may_be_read() -> None:
-    kept: list[Tensor] = []
+def test_a_tensor_cached_by_the_first_rank_can_be_read_by_others() -> None:
+    cached: list[Tensor] = []
 
     def run(at: tuple[int, ...]) -> Tensor:
-        if not kept:
-            kept.append(torch.zeros(3))
-            kept[0][1] = 4.0
-        return kept[0] + at[0]
+        if not cached:
+            cached.append(torch.zeros(3))
+            cached[0][1] = 4.0
+        return cached[0] + at[0]
 
     assert [shard[1].item() for shard in dt.map_ranks(run, mesh=MESH).shards] == [4.0, 5.0, 6.0]
 
 
-def test_what_all_ranks_return_is_a_copy_for_each() -> None:
+def test_a_shared_tensor_returned_by_all_ranks_is_copied() -> None:
     shared = torch.zeros(4)
-    local, (parts, whole) = dt.map_ranks(lambda at: (shared, [shared[at[0] : at[0] + 1], shared[:2]]), mesh=MESH)
-    for x in (local, whole):
+    local, (parts, same_view) = dt.map_ranks(lambda at: (shared, [shared[at[0] : at[0] + 1], shared[:2]]), mesh=MESH)
+    for x in (local, same_view):
         x.add_(1)
         assert all(shard.eq(1).all() for shard in x.shards)
     assert not shared.any()
-    assert parts.shards[1].data_ptr() == shared[1:].data_ptr()  # ranks' parts of it are as they are
+    assert parts.shards[1].data_ptr() == shared[1:].data_ptr()  # different views are not copied
     x = dt.DTensor.from_local(dt.map_ranks(lambda at: shared, mesh=MESH), MESH, [dt.Replicate()])
     assert x.add_(1).full_tensor().tolist() == [1.0] * 4
 
 
-def test_a_plain_tensor_that_all_ranks_return_has_the_gradient_that_every_rank_finds() -> None:
+def test_gradient_of_a_plain_tensor_returned_by_all_ranks_is_that_of_one_rank() -> None:
     w = torch.ones(3, requires_grad=True)
     (dt.map_ranks(lambda at: w, mesh=MESH) * dt.per_rank([torch.ones(3)] * 3)).sum().backward()
     assert w.grad is not None
     assert w.grad.tolist() == [1.0] * 3
 
 
-def test_normalization_that_does_not_train_writes_nothing() -> None:
+def test_batch_norm_in_eval_mode_can_be_shared() -> None:
     model = nn.BatchNorm1d(3).eval()
     found = dt.map_ranks(lambda at: model(torch.ones(2, 3)), mesh=MESH)
     assert torch.equal(found.shards[2], model(torch.ones(2, 3)))
 
 
-def test_a_reentrant_checkpoint_is_refused() -> None:
+def test_a_reentrant_checkpoint_inside_map_ranks_raises() -> None:
     model = nn.Linear(3, 2).double()
     with pytest.raises(LayoutError, match="use_reentrant=False"):
-        dt.map_ranks(lambda at, x: checkpoint(model, x.requires_grad_(), use_reentrant=True), own_batches(), mesh=MESH)
+        dt.map_ranks(lambda at, x: checkpoint(model, x.requires_grad_(), use_reentrant=True), make_batches(), mesh=MESH)
 
 
-@pytest.mark.parametrize("track", [nn.BatchNorm1d, nn.InstanceNorm1d])
-def test_running_statistics_of_local_batches_are_written_once(track: Any) -> None:
-    """As for ``plain += per_rank``: one value where ranks agree, else refused."""
+@pytest.mark.parametrize("norm_class", [nn.BatchNorm1d, nn.InstanceNorm1d])
+def test_running_statistics_of_local_batches_are_written_once(norm_class: Any) -> None:
+    """Ranks with equal local batches write one value; ranks with different batches raise."""
     x = torch.arange(12.0).reshape(2, 3, 2)
-    expected, model = (track(3, track_running_stats=True) for _ in range(2))
+    expected, model = (norm_class(3, track_running_stats=True) for _ in range(2))
     result = expected(x)
     assert all(torch.equal(shard, result) for shard in model(dt.per_rank([x, x])).shards)
     assert torch.equal(model.running_mean, expected.running_mean)
@@ -244,9 +244,9 @@ def test_running_statistics_of_local_batches_are_written_once(track: Any) -> Non
         model(dt.per_rank([x, x + 1]))
 
 
-# --- random numbers ------------------------------------------------------------------------------------------------------------
+# --- random numbers -------------------------------------------------------------------------------------------------
 GENERATOR = torch.Generator()
-DRAWS: dict[str, Callable[[], Any]] = {
+RANDOM_CALLS: dict[str, Callable[[], Any]] = {
     "torch": lambda: torch.rand(2).tolist(),
     "module": lambda: nn.Linear(2, 2).weight.tolist(),
     "generator": lambda: torch.rand(2, generator=GENERATOR).tolist(),
@@ -255,8 +255,8 @@ DRAWS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS.keys())
-def test_every_rank_draws_what_a_process_would(draw: Callable[[], Any]) -> None:
+@pytest.mark.parametrize("random_call", RANDOM_CALLS.values(), ids=RANDOM_CALLS.keys())
+def test_each_rank_draws_the_random_numbers_of_a_separate_process(random_call: Callable[[], Any]) -> None:
     def seed() -> None:
         torch.manual_seed(1)
         GENERATOR.manual_seed(1)
@@ -264,13 +264,13 @@ def test_every_rank_draws_what_a_process_would(draw: Callable[[], Any]) -> None:
         np.random.seed(1)
 
     seed()
-    inside, after = draw(), draw()
+    inside, after = random_call(), random_call()
     seed()
-    assert list(dt.map_ranks(lambda at: draw(), mesh=MESH)) == [inside] * 3
-    assert draw() == after
+    assert list(dt.map_ranks(lambda at: random_call(), mesh=MESH)) == [inside] * 3
+    assert random_call() == after
 
 
-def test_the_generator_goes_on_from_where_the_first_rank_left_it() -> None:
+def test_map_ranks_leaves_the_generator_in_the_state_of_the_first_rank() -> None:
     torch.manual_seed(2)
     expected = torch.rand(5)
     torch.manual_seed(2)
@@ -278,22 +278,22 @@ def test_the_generator_goes_on_from_where_the_first_rank_left_it() -> None:
     assert torch.equal(torch.rand(1), expected[4:])
 
 
-# --- compiled functions -------------------------------------------------------------------------------------------------------
-def test_a_function_compiled_as_one_graph_runs_inside() -> None:
+# --- compiled functions ---------------------------------------------------------------------------------------------
+def test_a_function_compiled_as_one_graph_runs_inside_map_ranks() -> None:
     compiled = torch.compile(lambda x: x.sin() * 2, backend="eager", fullgraph=True)
-    found = dt.map_ranks(lambda at, x: compiled(x + at[0]), own_batches(), mesh=MESH)
+    found = dt.map_ranks(lambda at, x: compiled(x + at[0]), make_batches(), mesh=MESH)
     for rank, shard in enumerate(found.shards):
         assert torch.equal(shard, (BATCH + rank).sin() * 2)
 
 
-def test_a_compiled_function_of_a_plain_tensor_has_the_gradient_that_every_rank_finds() -> None:
+def test_gradient_through_a_compiled_function_inside_map_ranks() -> None:
     w = torch.ones(3, requires_grad=True)
     dt.map_ranks(lambda at: torch.compile(lambda: (w * 2).sum(), backend="eager")(), mesh=MESH).backward()
     assert w.grad is not None
     assert w.grad.tolist() == [2.0] * 3
-    whole = torch.compile(lambda: (w * 2).sum(), backend="eager", fullgraph=True)
+    full_graph = torch.compile(lambda: (w * 2).sum(), backend="eager", fullgraph=True)
     with pytest.raises(Exception, match=r"torch\.compile inside map_ranks, of tensors that require gradients"):
-        dt.map_ranks(lambda at: whole(), mesh=MESH)
+        dt.map_ranks(lambda at: full_graph(), mesh=MESH)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
@@ -308,3 +308,11 @@ def test_flex_attention_of_local_heads_runs_per_rank() -> None:
     torch.testing.assert_close(found.full_tensor(), flex_attention(q, q, q))
     with pytest.raises(Exception, match=r"tensors of each rank are not compiled into one graph. .*map_ranks"):
         dt.local_map(flex_attention, heads, (heads,) * 3, device_mesh=MESH)(x, x, x)
+
+
+def test_map_ranks_uses_the_entered_mesh_and_is_differentiable() -> None:
+    x = dt.per_rank([torch.ones(2, requires_grad=True), torch.ones(3, requires_grad=True)])
+    with dt.DeviceMesh("cpu", 2):
+        y = dt.map_ranks(lambda coordinate, x, scale: (x * scale * coordinate[0]).sum(), x, scale=5)
+    y.backward()
+    assert [shard.grad.tolist() for shard in x.shards] == [[0.0, 0.0], [5.0, 5.0, 5.0]]

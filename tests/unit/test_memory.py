@@ -1,4 +1,4 @@
-"""What ranks hold: the same in one process, dry, and as torch's profiler measures it on processes."""
+"""Memory report: peaks in process, in a dry run, and on processes compared with the profiler of torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """A block as in Llama: attention and a gated unit, each behind a norm, with a residual."""
+    """Llama block: attention and a gated MLP, each after a norm, with residual connections."""
 
     def __init__(self, width: int = 64, heads: int = 4) -> None:
         super().__init__()
@@ -68,21 +68,21 @@ def train(model: nn.Module, mesh: dt.DeviceMesh) -> None:
         optimizer.zero_grad()
 
 
-def llama(mesh: dt.DeviceMesh) -> None:
+def llama_block(mesh: dt.DeviceMesh) -> None:
     columns, rows = ("q", "k", "v", "gate", "up"), ("o", "down")
     plan = {name: ColwiseParallel() for name in columns} | {name: RowwiseParallel() for name in rows}
     model = parallelize_module(Block().to(mesh.device_type), mesh, plan)
     model(torch.ones(2, 48, 64, device=mesh.device_type)).sum().backward()
 
 
-def an_optimizers_step(mesh: dt.DeviceMesh) -> None:
+def optimizer_step(mesh: dt.DeviceMesh) -> None:
     weights = [nn.Parameter(dt.zeros(96, 130, device_mesh=mesh, placements=[S0])) for _ in range(4)]
     for w in weights:
         w.grad = dt.ones(96, 130, device_mesh=mesh, placements=[S0])
     torch.optim.AdamW(weights).step()
 
 
-def what_operators_need(mesh: dt.DeviceMesh) -> None:
+def implicit_redistributions(mesh: dt.DeviceMesh) -> None:
     a, b = (dt.ones(128, 130, device_mesh=mesh, placements=[dt.Shard(k)]) for k in (0, 1))
     (a + b).sum()
     (a @ b.t()).redistribute(placements=[R]).sum()
@@ -92,58 +92,58 @@ PROGRAMS: list[Callable[[dt.DeviceMesh], None]] = [
     tensor_parallel,
     fully_sharded,
     replicated,
-    llama,
-    an_optimizers_step,
-    what_operators_need,
+    llama_block,
+    optimizer_step,
+    implicit_redistributions,
 ]
 
 
-def told_and_measured(program: Callable[[dt.DeviceMesh], None], mesh: dt.DeviceMesh) -> tuple[dict[int, int], int]:
-    """Peaks by rank, and the most that torch's allocator had given out at once in the same run."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        told = dt.memory(program, mesh)
-    found = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
-    now = most = 0
+def report_and_measure(program: Callable[[dt.DeviceMesh], None], mesh: dt.DeviceMesh) -> tuple[dict[int, int], int]:
+    """Return the reported peaks by rank, and the peak allocation that the profiler measures in the same run."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        report = dt.memory(program, mesh)
+    found = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    current = peak = 0
     for event in sorted(found, key=lambda event: event.start_ns()):
-        now += event.nbytes()
-        most = max(most, now)
-    return told.peaks, most
+        current += event.nbytes()
+        peak = max(peak, current)
+    return report.peaks, peak
 
 
-def _on_processes() -> list[list[tuple[dict[int, int], int]]]:
+def _measure_on_processes() -> list[list[tuple[dict[int, int], int]]]:
     mesh = dt.init_device_mesh("cpu", (2,))
     for program in PROGRAMS:
-        program(mesh)  # plans are made, and what they need is kept
-    return [[told_and_measured(program, mesh) for _ in range(7)] for program in PROGRAMS]
+        program(mesh)  # fills the plan caches
+    return [[report_and_measure(program, mesh) for _ in range(7)] for program in PROGRAMS]
 
 
 @pytest.mark.gloo
 @pytest.mark.slow
-def test_peaks_are_those_that_are_measured_on_processes() -> None:
+def test_memory_peaks_equal_profiler_peaks_on_processes() -> None:
     dry = [dt.memory(program, dry_run_of_mesh(dt.init_device_mesh("cpu", (2,)))).peak for program in PROGRAMS]
-    ranks = run_gloo(_on_processes, 2)
-    for program, foreseen, *runs in zip(PROGRAMS, dry, *ranks, strict=True):
+    ranks = run_gloo(_measure_on_processes, 2)
+    for program, predicted, *runs in zip(PROGRAMS, dry, *ranks, strict=True):
         for rank, found in enumerate(runs):
             assert all(set(peaks) == {0, 1} for peaks, _ in found)
-            # threads of gloo's keep what they have sent, sometimes: past the peak, or into the next run
-            usual = median(most for _, most in found)
+            # gloo threads sometimes keep sent buffers past the peak or into the next run
+            measured = median(peak for _, peak in found)
             for peaks, _ in found:
-                assert peaks[rank] == pytest.approx(usual, rel=0.1), program.__name__
-            rel = 0.12 if program is llama else 0.1  # which a dry run foresees 11 % larger: not explained yet
-            assert foreseen == pytest.approx(usual, rel=rel), program.__name__
+                assert peaks[rank] == pytest.approx(measured, rel=0.1), program.__name__
+            rel = 0.12 if program is llama_block else 0.1  # the dry run predicts 11 % more: not explained yet
+            assert predicted == pytest.approx(measured, rel=rel), program.__name__
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
-def test_one_process_holds_what_a_dry_run_foresees_but_for_buffers(program: Callable[[dt.DeviceMesh], None]) -> None:
+def test_memory_peak_in_process_is_close_to_that_of_a_dry_run(program: Callable[[dt.DeviceMesh], None]) -> None:
     here, dry = (dt.memory(program, dt.init_device_mesh(device, (2,))) for device in ("cpu", "meta"))
     assert set(here.peaks) == {0, 1}
-    assert 0.7 * dry.peak <= here.peak <= 1.1 * dry.peak  # where reductions need no buffers
+    assert 0.7 * dry.peak <= here.peak <= 1.1 * dry.peak  # in process, reductions need no buffers
     for found in (here, dry):
         assert sum(found.kinds.values()) == found.peak == max(found.peaks.values())
-        assert all(max(moment.bytes for moment in found.timeline[rank]) == most for rank, most in found.peaks.items())
+        assert all(max(moment.bytes for moment in found.timeline[rank]) == peak for rank, peak in found.peaks.items())
 
 
-def test_kinds_are_told_apart() -> None:
+def test_memory_report_separates_parameters_gradients_state_and_buffers() -> None:
     mesh = dt.init_device_mesh("cpu", (3,))
     w = nn.Parameter(dt.zeros(7, 5, device_mesh=mesh, placements=[S0]))  # 3, 3, 1 rows
     x = dt.ones(4, 7, device_mesh=mesh, placements=[S0])  # 2, 2, 0 rows
@@ -165,7 +165,7 @@ def test_kinds_are_told_apart() -> None:
     assert any(place.source.startswith("(x @ w)") for place, _ in found.lines)
 
 
-def test_memory_is_given_back() -> None:
+def test_memory_of_freed_intermediates_is_not_counted() -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
 
     def chain() -> None:
@@ -178,7 +178,7 @@ def test_memory_is_given_back() -> None:
     assert found.timeline[0][-1].bytes == 0
 
 
-def test_what_is_made_smaller_in_place_counts_less() -> None:
+def test_memory_of_a_storage_resized_to_zero_is_not_counted() -> None:
     def program() -> None:
         x = torch.ones(1000)
         x.untyped_storage().resize_(0)
@@ -186,12 +186,12 @@ def test_what_is_made_smaller_in_place_counts_less() -> None:
         y += 1
 
     found = dt.memory(program)
-    assert found.peak == 4000  # the second one comes when the first has gone
+    assert found.peak == 4000  # the second tensor is made after the first is freed
     assert [moment.bytes for moment in found.timeline[0]] == [0, 4000, 0, 3600, 0]
 
 
 @pytest.mark.parametrize("kind", ["meta", "cpu"])
-def test_what_a_redistribution_sends_is_each_ranks_own(kind: str) -> None:
-    """Seen first by a collective, not by an operator: a rank held the blocks of all ranks."""
+def test_memory_of_a_gathered_tensor_counts_one_rank(kind: str) -> None:
+    """A tensor that only a collective uses counts the block of one rank, and not those of all ranks."""
     x = dt.ones(4, 6, device_mesh=dt.init_device_mesh(kind, (2,)), placements=[dt.Shard(0)])
     assert dt.memory(x.full_tensor).kinds == {"communication buffers": 96, "other": 48}

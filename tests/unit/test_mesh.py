@@ -1,4 +1,4 @@
-"""Meshes: geometry that is the same for everybody, slices of it in any order, and errors that say what to write instead."""
+"""Device meshes: creation, submeshes, flatten and unflatten, equality, backends by mesh dim and error messages."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ CUBE = init_device_mesh("cpu", (2, 3, 2), mesh_dim_names=("dp", "pp", "tp"))
 
 
 @pytest.mark.parametrize("ranks", [[[0, 1], [2, 3]], np.arange(4).reshape(2, 2), torch.arange(4).reshape(2, 2), ((0, 1), (2, 3))])
-def test_a_mesh_is_made_of_lists_arrays_and_tensors(ranks: object) -> None:
+def test_device_mesh_takes_lists_tuples_arrays_and_tensors_of_ranks(ranks: object) -> None:
     mesh = DeviceMesh("cpu", ranks)
     assert mesh.shape == (2, 2)
     assert mesh.mesh.tolist() == [[0, 1], [2, 3]]
     assert mesh == DeviceMesh("cpu", [[0, 1], [2, 3]])
 
 
-def test_numbers_of_numpy_are_numbers() -> None:
+def test_numpy_integers_are_accepted_as_sizes_and_dims() -> None:
     assert DeviceMesh("cpu", np.int64(3)) == DeviceMesh("cpu", 3)
     assert init_device_mesh("cpu", (np.int64(2), 2)).shape == init_device_mesh("cpu", np.array([2, 2])).shape == (2, 2)
     assert CUBE.size(np.int64(-1)) == CUBE.size(-1)
 
 
-def test_an_int_is_that_many_ranks() -> None:
+def test_device_mesh_of_an_int_has_that_many_ranks() -> None:
     assert DeviceMesh("cpu", 3).mesh.tolist() == [0, 1, 2]
     assert init_device_mesh("cpu", (3,)) == DeviceMesh("cpu", 3)
 
 
-def test_facts() -> None:
+def test_mesh_attributes_of_a_3d_mesh() -> None:
     assert CUBE.ndim == 3
     assert CUBE.size() == 12
     assert CUBE.size(1) == CUBE.size("pp") == CUBE.size(-2) == 3
@@ -51,13 +51,13 @@ def test_facts() -> None:
     assert CUBE.get_rank() == 0
 
 
-def test_coordinates_are_row_major() -> None:
+def test_coordinates_of_ranks_are_row_major() -> None:
     assert CUBE.coordinates[0] == (0, 0, 0)
     assert CUBE.coordinates[7] == (1, 0, 1)
     assert [CUBE.coordinates.index(c) for c in CUBE.coordinates] == list(range(12))
 
 
-# --- slices ---------------------------------------------------------------------------------------------------------
+# --- submeshes ------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("names", "ranks"),
     [
@@ -68,20 +68,20 @@ def test_coordinates_are_row_major() -> None:
         (("tp", "pp", "dp"), [[[0, 6], [2, 8], [4, 10]], [[1, 7], [3, 9], [5, 11]]]),
     ],
 )
-def test_slices_pick_dims_in_any_order(names: str | tuple[str, ...], ranks: list[object]) -> None:
+def test_submesh_has_the_named_dims_in_the_given_order(names: str | tuple[str, ...], ranks: list[object]) -> None:
     sliced = CUBE[names]
     assert sliced.mesh.tolist() == ranks
     assert sliced.mesh_dim_names == ((names,) if isinstance(names, str) else names)
 
 
-def test_the_same_slice_is_the_same_object() -> None:
+def test_equal_submeshes_are_one_object_or_equal() -> None:
     assert CUBE["dp", "tp"] is CUBE["dp", "tp"]
     assert CUBE["dp", "pp", "tp"] is CUBE
     assert CUBE["dp", "tp"]["tp"] == CUBE["tp"]
     assert hash(CUBE["dp", "tp"]["tp"]) == hash(CUBE["tp"])
 
 
-def test_each_member_sees_its_own_slice() -> None:
+def test_submesh_has_the_ranks_of_the_current_rank() -> None:
     with run_as_member(CUBE._root, 9):
         assert CUBE["tp"].mesh.tolist() == [8, 9]
         assert CUBE["dp"].mesh.tolist() == [3, 9]
@@ -90,20 +90,20 @@ def test_each_member_sees_its_own_slice() -> None:
     assert CUBE["tp"].mesh.tolist() == [0, 1]
 
 
-def test_members_of_a_group_vary_over_its_dims() -> None:
+def test_members_of_lists_the_ranks_along_mesh_dims() -> None:
     assert CUBE.members_of((2,), 8) == (8, 9)
     assert CUBE.members_of((2, 0), 8) == (2, 8, 3, 9)
     assert CUBE["tp"].members_of((0,), 8) == (8, 9)
 
 
-def test_a_slice_spans_the_root_only_if_it_leaves_nothing_out() -> None:
+def test_a_submesh_spans_the_root_only_if_it_has_all_ranks() -> None:
     assert CUBE.spans_root
     assert not CUBE["tp"].spans_root
     assert init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))["b"].spans_root
 
 
-# --- flatten --------------------------------------------------------------------------------------------------------
-def test_flatten_joins_dims_and_names() -> None:
+# --- flatten, unflatten, concatenate --------------------------------------------------------------------------------
+def test_flatten_joins_mesh_dims_and_their_names() -> None:
     flat = CUBE["dp", "tp"].flatten()
     assert flat.mesh.tolist() == [0, 1, 6, 7]
     assert flat.mesh_dim_names == ("dp_tp",)
@@ -111,19 +111,19 @@ def test_flatten_joins_dims_and_names() -> None:
     assert CUBE["dp_tp", "pp"].shape == (4, 3)
 
 
-def test_flatten_in_another_order_is_another_mesh() -> None:
+def test_flatten_of_a_transposed_submesh_permutes_the_ranks() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     assert mesh["b", "a"].flatten("ba").mesh.tolist() == [0, 2, 1, 3]
 
 
-def test_a_flattened_name_is_taken_once() -> None:
+def test_flatten_refuses_the_name_of_another_flattened_dim() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     mesh.flatten("both")
     with pytest.raises(MeshError, match="exists already"):
         mesh["b", "a"].flatten("both")
 
 
-def test_unflatten_splits_a_dim_wherever_its_ranks_lie() -> None:
+def test_unflatten_splits_a_mesh_dim_of_root_submesh_and_flattened_meshes() -> None:
     world = init_device_mesh("cpu", (12,), mesh_dim_names=("world",))
     cube = world.unflatten("world", (3, 2, 2), ("pp", "dp", "tp"))
     assert cube.mesh.tolist() == CUBE.mesh.reshape(3, 2, 2).tolist()
@@ -135,7 +135,7 @@ def test_unflatten_splits_a_dim_wherever_its_ranks_lie() -> None:
     assert init_device_mesh("cpu", (4,)).unflatten(-1, (2, 2)).mesh.tolist() == [[0, 1], [2, 3]]
 
 
-def test_unflatten_names_what_does_not_fit() -> None:
+def test_unflatten_refuses_wrong_sizes_and_names() -> None:
     world = init_device_mesh("cpu", (2, 4), mesh_dim_names=("a", "b"))
     for dim, sizes, names in (("b", (3, 2), ("x", "y")), ("b", (-2, -2), ("x", "y"))):
         with pytest.raises(MeshError, match="cannot be unflattened to"):
@@ -147,7 +147,7 @@ def test_unflatten_names_what_does_not_fit() -> None:
         world.unflatten("b", (2, 2), ("a", "y"))
 
 
-def test_slices_are_put_together_again() -> None:
+def test_concatenate_joins_submeshes_of_one_root() -> None:
     assert DeviceMesh._concatenate([CUBE["tp"], CUBE["dp"]]) == CUBE["tp", "dp"]
     with pytest.raises(MeshError, match="with different mesh dims"):
         DeviceMesh._concatenate([CUBE["tp"], CUBE["tp", "dp"]])
@@ -155,7 +155,7 @@ def test_slices_are_put_together_again() -> None:
         DeviceMesh._concatenate([CUBE["tp"], init_device_mesh("cpu", (2,))])
 
 
-def test_meshes_that_were_unflattened_from_one_are_put_together() -> None:
+def test_concatenate_joins_submeshes_of_different_unflattened_meshes() -> None:
     world = init_device_mesh("cpu", (8,), mesh_dim_names=("world",))
     data = world.unflatten(0, (1, 4, 1, 2), ("pp", "batch", "cp", "tp"))
     dense = world.unflatten(0, (1, 2, 2, 2), ("pp", "copies", "fsdp", "tp"))
@@ -169,7 +169,7 @@ def test_meshes_that_were_unflattened_from_one_are_put_together() -> None:
 
 
 @given(splits=st.lists(st.permutations([2, 3, 2, 1, 1]), min_size=2, max_size=3))
-def test_meshes_on_one_root_have_their_ranks(splits: list[list[int]]) -> None:
+def test_unify_roots_keeps_shapes_ranks_and_groups(splits: list[list[int]]) -> None:
     world = init_device_mesh("cpu", (12,))
     meshes = [world.unflatten(0, sizes) for sizes in splits]
     found = unify_roots(meshes)
@@ -180,25 +180,25 @@ def test_meshes_on_one_root_have_their_ranks(splits: list[list[int]]) -> None:
     assert unify_roots([*found, *meshes]) == [*found, *found]
 
 
-def test_a_flattened_name_is_looked_up_from_every_slice() -> None:
+def test_a_flattened_dim_is_found_from_each_submesh_of_its_root() -> None:
     mesh = init_device_mesh("cpu", (2, 3, 2), mesh_dim_names=("dp", "pp", "tp"))
     mesh["dp", "tp"]._flatten("dp_tp")
     mesh["tp", "dp"].flatten("turned")
-    for asked in (mesh, mesh["tp"], mesh["pp", "dp"], mesh["dp_tp"]):
-        assert asked.size("dp_tp") == 4
+    for part in (mesh, mesh["tp"], mesh["pp", "dp"], mesh["dp_tp"]):
+        assert part.size("dp_tp") == 4
         with run_as_member(mesh._root, 7):
-            assert (asked.get_local_rank("dp_tp"), asked.get_local_rank("turned")) == (3, 3)
+            assert (part.get_local_rank("dp_tp"), part.get_local_rank("turned")) == (3, 3)
         with run_as_member(mesh._root, 6):
-            assert (asked.get_local_rank("dp_tp"), asked.get_local_rank("turned")) == (2, 1)
+            assert (part.get_local_rank("dp_tp"), part.get_local_rank("turned")) == (2, 1)
         with pytest.raises(MeshError, match="process"):
-            asked.get_group("dp_tp")
+            part.get_group("dp_tp")
         with pytest.raises(KeyError, match="no mesh dim 'dp_pp'"):
-            asked.get_group("dp_pp")
+            part.get_group("dp_pp")
     assert pickle.loads(pickle.dumps(mesh))["dp_tp"] == mesh["dp_tp"]
     assert pickle.loads(pickle.dumps(mesh["pp"])).size("turned") == 4
 
 
-def test_a_name_that_a_mesh_has_is_not_given_to_a_flattened_dim() -> None:
+def test_flatten_refuses_the_name_of_an_existing_mesh_dim() -> None:
     named = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     split = init_device_mesh("cpu", (4,), mesh_dim_names=("world",)).unflatten("world", (2, 2), ("a", "b"))
     for mesh in (named, split):
@@ -209,18 +209,18 @@ def test_a_name_that_a_mesh_has_is_not_given_to_a_flattened_dim() -> None:
         assert mesh["a"].flatten("c") == mesh["c"]
         with pytest.raises(MeshError, match="exists already"):
             mesh["b"].flatten("c")
-        assert mesh["b"].get_local_rank("c").values == (0, 0, 1, 1)  # what was refused has left nothing
+        assert mesh["b"].get_local_rank("c").values == (0, 0, 1, 1)  # the refused flatten has changed nothing
 
 
-def test_overlapping_dims_are_refused() -> None:
+def test_a_submesh_of_overlapping_dims_raises() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     mesh.flatten()
     with pytest.raises(MeshError, match="overlap"):
         mesh["a_b", "a"]
 
 
-# --- values ---------------------------------------------------------------------------------------------------------
-def test_equal_meshes_are_equal_and_hash_alike() -> None:
+# --- equality, pickling, the default mesh ---------------------------------------------------------------------------
+def test_equal_meshes_compare_and_hash_equal() -> None:
     other = init_device_mesh("cpu", (2, 3, 2), mesh_dim_names=("dp", "pp", "tp"))
     assert other == CUBE
     assert hash(other) == hash(CUBE)
@@ -230,16 +230,16 @@ def test_equal_meshes_are_equal_and_hash_alike() -> None:
 
 
 @pytest.mark.parametrize("mesh", [CUBE, CUBE["tp"], CUBE["tp", "dp"], CUBE["dp", "pp"].flatten()], ids=repr)
-def test_a_mesh_survives_pickling_and_copying(mesh: DeviceMesh) -> None:
+def test_pickle_gives_an_equal_mesh_and_deepcopy_the_same_mesh(mesh: DeviceMesh) -> None:
     assert pickle.loads(pickle.dumps(mesh)) == mesh
     assert copy.deepcopy(mesh) is mesh
 
 
-def test_print() -> None:
+def test_repr_shows_device_ranks_and_names() -> None:
     assert repr(CUBE["tp"]) == "DeviceMesh('cpu', [0, 1], mesh_dim_names=('tp',))"
 
 
-def test_the_entered_mesh_is_the_default() -> None:
+def test_the_entered_mesh_is_the_default_mesh() -> None:
     with DeviceMesh("cpu", 3) as outer:
         assert as_mesh(None) is outer
         with DeviceMesh("cpu", 2) as inner:
@@ -249,7 +249,7 @@ def test_the_entered_mesh_is_the_default() -> None:
         as_mesh(None)
 
 
-def test_a_mesh_of_some_ranks() -> None:
+def test_repr_of_a_dtensor_shows_the_ranks_of_its_mesh() -> None:
     mesh = DeviceMesh("cpu", [3, 1])
     assert mesh.ranks == (3, 1)
     x = dt.distribute_tensor(torch.arange(5.0), mesh, [dt.Shard(0)])
@@ -295,41 +295,41 @@ def test_a_mesh_of_some_ranks() -> None:
         (lambda: DeviceMesh.from_group([object()], "cpu"), "needs mesh="),
     ],
 )
-def test_nonsense_is_refused(make: object, message: str) -> None:
+def test_invalid_mesh_arguments_raise_mesh_error(make: object, message: str) -> None:
     with pytest.raises(MeshError, match=message):
         make()
 
 
-def test_unknown_options_are_refused() -> None:
+def test_init_device_mesh_refuses_unknown_keywords() -> None:
     with pytest.raises(TypeError, match="unexpected keyword"):
         init_device_mesh("cpu", (2,), mesh_names=("a",))
 
 
-def test_a_name_that_is_no_mesh_dim_is_a_key_error_as_well() -> None:
-    for ask in (lambda: CUBE["cp"], lambda: CUBE["dp", "cp"], lambda: CUBE.size("cp"), lambda: CUBE.get_local_rank("cp")):
+def test_an_unknown_mesh_dim_name_raises_key_error() -> None:
+    for lookup in (lambda: CUBE["cp"], lambda: CUBE["dp", "cp"], lambda: CUBE.size("cp"), lambda: CUBE.get_local_rank("cp")):
         with pytest.raises(KeyError, match=r"^Invalid mesh_dim_name: DeviceMesh.* has no mesh dim 'cp'"):
-            ask()
+            lookup()
 
 
-def test_it_is_a_mesh_to_torch_too() -> None:
+def test_a_mesh_is_an_instance_of_torch_device_mesh() -> None:
     assert isinstance(CUBE, torch.distributed.device_mesh.DeviceMesh)
     assert as_mesh(CUBE) is CUBE
     assert copy.deepcopy(CUBE) is CUBE
     assert pickle.loads(pickle.dumps(CUBE["tp"])) == CUBE["tp"]
 
 
-def test_a_device_with_an_index_is_no_device_type() -> None:
+def test_init_device_mesh_refuses_a_device_with_an_index() -> None:
     with pytest.raises(MeshError, match="Device type with index"):
         init_device_mesh("cpu:0", (2,))
 
 
-def test_a_slice_knows_the_mesh_that_it_is_of() -> None:
+def test_get_root_mesh_of_submeshes_is_the_root_mesh() -> None:
     mesh = dt.init_device_mesh("cpu", (2, 3), mesh_dim_names=("dp", "tp"))
     assert mesh["tp"]._get_root_mesh() == mesh.flatten()._get_root_mesh() == mesh
     assert mesh["dp"]._get_root_mesh() == mesh
 
 
-def test_all_submeshes_of_a_dim() -> None:
+def test_get_all_submeshes_lists_the_submeshes_of_a_mesh_dim() -> None:
     mesh = init_device_mesh("cpu", (2, 3), mesh_dim_names=("dp", "tp"))
     assert [part.mesh.tolist() for part in mesh._get_all_submeshes("dp")] == [[0, 3], [1, 4], [2, 5]]
     assert [part.mesh.tolist() for part in mesh["tp"]._get_all_submeshes("tp")] == [[0, 1, 2], [3, 4, 5]]
@@ -338,8 +338,8 @@ def test_all_submeshes_of_a_dim() -> None:
         mesh._get_all_submeshes("cp")
 
 
-# --- backends by mesh dim -----------------------------------------------------------------------------------------------------
-def _backends() -> None:
+# --- backends by mesh dim -------------------------------------------------------------------------------------------
+def _check_backends_of_groups() -> None:
     import torch.testing._internal.distributed.fake_pg
 
     plain = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -357,43 +357,43 @@ def _backends() -> None:
     x = dt.distribute_tensor(torch.arange(6.0), world, [dt.Shard(0)])
     assert x.sum().item() == 15
     assert plain["dp"].get_group() is not world.get_group()
-    _backends_of_made_dims()
+    _check_backends_of_flattened_dims()
 
 
-def _backends_of_made_dims() -> None:
-    """Of dims that were made of others: joined, and parts of one."""
+def _check_backends_of_flattened_dims() -> None:
+    """Check the backends of flattened and unflattened mesh dims."""
     mesh = dt.init_device_mesh("cpu", (2, 2), ("dp", "tp"), backend_override={"tp": "fake"})
     before = mesh.flatten("before").get_group()
     both = mesh.flatten("both", backend_override="fake")
     assert dist.get_backend(both.get_group()) == dist.get_backend(mesh["both"].get_group()) == "fake"
-    assert mesh._flatten("both", backend_override="gloo") is both  # as it is known by that name
+    assert mesh._flatten("both", backend_override="gloo") is both  # the existing mesh dim of this name
     assert dist.get_backend(before) == "gloo"
     assert hash(mesh) == hash(pickle.loads(pickle.dumps(mesh)))
     assert pickle.loads(pickle.dumps(both)) == both
     split = mesh._unflatten("dp", (2, 1), ("replica", "shard"), backend_override={"replica": ("fake", None)})
     assert [dist.get_backend(split.get_group(dim)) for dim in ("replica", "tp")] == ["fake", "fake"]
-    assert dist.get_backend(split.flatten("all").get_group()) == "fake"  # over all ranks, as "both"
+    assert dist.get_backend(split.flatten("all").get_group()) == "fake"  # over all ranks, with the backend of "both"
     parts = dt.init_device_mesh("cpu", (4,), ("world",)).unflatten(0, (2, 2), ("a", "b"), {"b": "fake"})
     assert [dist.get_backend(parts.get_group(dim)) for dim in ("a", "b")] == ["gloo", "fake"]
 
 
 @pytest.mark.gloo
-def test_groups_along_a_dim_are_of_the_backend_asked_for() -> None:
-    run_gloo(_backends, 4)
+def test_backend_override_sets_the_backend_of_groups_on_processes() -> None:
+    run_gloo(_check_backends_of_groups, 4)
 
 
-def test_a_mesh_in_one_process_has_no_backends_but_checks_what_is_asked() -> None:
+def test_backend_override_is_checked_in_process() -> None:
     assert dt.init_device_mesh("cpu", (2, 2), backend_override={1: "gloo"}).shape == (2, 2)
-    without = dt.DeviceMesh("cpu", [[0, 1], [2, 3]], _init_backend=False)  # as torch's tests write it
-    assert without == dt.init_device_mesh("cpu", (2, 2))
-    for wrong, words in [
+    without_backends = dt.DeviceMesh("cpu", [[0, 1], [2, 3]], _init_backend=False)  # as in torch's tests
+    assert without_backends == dt.init_device_mesh("cpu", (2, 2))
+    for wrong, message in [
         ({"pp": "gloo"}, "names the mesh dim 'pp'"),
         ({2: "gloo"}, "names the mesh dim 2"),
         ({0: "gloo", "dp": "gloo"}, "names mesh dim 0 twice"),
         ({0: 7}, "takes the name of a backend"),
         ({0: (7, None)}, "takes the name of a backend"),
     ]:
-        with pytest.raises(MeshError, match=words):
+        with pytest.raises(MeshError, match=message):
             dt.init_device_mesh("cpu", (2, 2), ("dp", "tp"), backend_override=wrong)
     mesh = dt.init_device_mesh("cpu", (2, 2), ("dp", "tp"))
     assert mesh.flatten("both", backend_override="gloo") is mesh["both"]

@@ -1,4 +1,4 @@
-"""Where this library meets torch's own: what does not go together raises, on all ranks, and names both sides."""
+"""Mixing with torch.distributed.tensor: tensors, placements and styles of torch raise and are named."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.tensor as theirs
-import torch.distributed.tensor.parallel as their_styles
+import torch.distributed.tensor as torch_tensor
+import torch.distributed.tensor.parallel as torch_parallel
 from gloo_processes import run_gloo
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -18,8 +18,8 @@ import dtensor as dt
 from dtensor.parallel import ColwiseParallel, fully_shard, parallelize_module, replicate
 
 
-def words_of(call: Callable[[], Any]) -> str:
-    """What it raises."""
+def error_text(call: Callable[[], Any]) -> str:
+    """Return the class and text of the error that ``call`` raises."""
     try:
         call()
     except (RuntimeError, TypeError) as error:
@@ -27,46 +27,46 @@ def words_of(call: Callable[[], Any]) -> str:
     return "nothing"
 
 
-def model() -> nn.Module:
+def make_model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
 
 
-def borders() -> dict[str, str]:
+def collect_errors() -> dict[str, str]:
     mesh, other = dt.init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (2,))
-    ours = dt.distribute_tensor(torch.ones(4, 4), mesh, [dt.Shard(0)])
-    foreign = theirs.distribute_tensor(torch.ones(4, 4), other, [theirs.Shard(0)])
-    single = theirs.distribute_tensor(torch.ones(1), other, [theirs.Replicate()])
+    own = dt.distribute_tensor(torch.ones(4, 4), mesh, [dt.Shard(0)])
+    torch_dtensor = torch_tensor.distribute_tensor(torch.ones(4, 4), other, [torch_tensor.Shard(0)])
+    single = torch_tensor.distribute_tensor(torch.ones(1), other, [torch_tensor.Replicate()])
 
-    def implicitly() -> Any:
+    def add_under_implicit_replication() -> Any:
         with dt.implicit_replication():
-            return ours + foreign
+            return own + torch_dtensor
 
-    def again() -> bool:
-        local = foreign.to_local()
-        made = dt.DTensor.from_local(local, mesh, [dt.Shard(0)], shape=foreign.shape, stride=foreign.stride())
-        return torch.equal((made + ours).full_tensor(), torch.full((4, 4), 2.0))
+    def convert_by_from_local() -> bool:
+        local = torch_dtensor.to_local()
+        made = dt.DTensor.from_local(local, mesh, [dt.Shard(0)], shape=torch_dtensor.shape, stride=torch_dtensor.stride())
+        return torch.equal((made + own).full_tensor(), torch.full((4, 4), 2.0))
 
     calls: dict[str, Callable[[], Any]] = {
-        "a sum": lambda: ours + foreign,
-        "a sum with one number": lambda: ours * single,
-        "a sum under implicit_replication": implicitly,
-        "distribute_tensor": lambda: dt.distribute_tensor(foreign, mesh, [dt.Shard(0)]),
-        "from_local": lambda: dt.DTensor.from_local(foreign, mesh, [dt.Shard(0)]),
-        "a placement": lambda: dt.distribute_tensor(torch.ones(4), mesh, [theirs.Shard(0)]),
-        "a style": lambda: parallelize_module(model(), mesh, {"0": their_styles.ColwiseParallel()}),
-        "ddp of fsdp": lambda: DistributedDataParallel(fully_shard(model(), mesh=mesh)),
-        "ddp of tp": lambda: DistributedDataParallel(parallelize_module(model(), mesh, {"0": ColwiseParallel()})),
-        "ddp of ddp": lambda: DistributedDataParallel(replicate(model(), mesh)),
+        "a sum": lambda: own + torch_dtensor,
+        "a sum with one number": lambda: own * single,
+        "a sum under implicit_replication": add_under_implicit_replication,
+        "distribute_tensor": lambda: dt.distribute_tensor(torch_dtensor, mesh, [dt.Shard(0)]),
+        "from_local": lambda: dt.DTensor.from_local(torch_dtensor, mesh, [dt.Shard(0)]),
+        "a placement": lambda: dt.distribute_tensor(torch.ones(4), mesh, [torch_tensor.Shard(0)]),
+        "a style": lambda: parallelize_module(make_model(), mesh, {"0": torch_parallel.ColwiseParallel()}),
+        "ddp of fsdp": lambda: DistributedDataParallel(fully_shard(make_model(), mesh=mesh)),
+        "ddp of tp": lambda: DistributedDataParallel(parallelize_module(make_model(), mesh, {"0": ColwiseParallel()})),
+        "ddp of ddp": lambda: DistributedDataParallel(replicate(make_model(), mesh)),
     }
-    found = {name: words_of(call) for name, call in calls.items()}
-    assert again()  # what the words say to write
+    found = {name: error_text(call) for name, call in calls.items()}
+    assert convert_by_from_local()  # the fix of the error text
     return found
 
 
 @pytest.mark.gloo
-def test_both_sides_are_named() -> None:
-    first, second = run_gloo(borders, 2)
+def test_mixing_with_torch_dtensor_raises_and_names_both_libraries() -> None:
+    first, second = run_gloo(collect_errors, 2)
     assert first == second
     for name in ("a sum", "a sum with one number", "a sum under implicit_replication", "distribute_tensor", "from_local"):
         assert "DTensor of torch.distributed.tensor on" in first[name], name

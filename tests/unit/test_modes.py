@@ -1,4 +1,4 @@
-"""Modes belong to the thread or task that entered them, and to its backward passes, in whatever order they are left."""
+"""Modes: each holds in the thread or task that entered it and in backward passes started there, in any exit order."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ import dtensor as dt
 from dtensor.comm import communicator_of, events
 from dtensor.debug import CommDebugMode
 from dtensor.errors import ArgumentError, ImplicitCommunicationError, MixedTensorError
-from dtensor.mesh.device_mesh import current_mesh
+from dtensor.mesh.device_mesh import as_mesh
 
 MESH = dt.init_device_mesh("cpu", (2,))
 X = dt.distribute_tensor(torch.arange(5.0), MESH, [dt.Shard(0)])
 P = dt.DTensor.from_local(torch.ones(3), MESH, [dt.Partial()])
 
 
-def _works(fn: Callable[[], Any], error: type[Exception]) -> bool:
+def _succeeds(fn: Callable[[], Any], error: type[Exception]) -> bool:
     try:
         fn()
     except error:
@@ -36,20 +36,20 @@ def _works(fn: Callable[[], Any], error: type[Exception]) -> bool:
     return True
 
 
-def _explicit() -> bool:
-    return not _works(lambda: P.exp(), ImplicitCommunicationError)
+def _is_explicit() -> bool:
+    return not _succeeds(lambda: P.exp(), ImplicitCommunicationError)
 
 
-def _implicit() -> bool:
-    return _works(lambda: X + torch.arange(5.0), MixedTensorError)
+def _is_implicit() -> bool:
+    return _succeeds(lambda: X + torch.arange(5.0), MixedTensorError)
 
 
-def _counted() -> bool:
+def _is_counter() -> bool:
     return dt.random.RANDOM_MODE.mode == "counter"
 
 
-def _in_mesh() -> bool:
-    return _works(current_mesh, dt.errors.MeshError)
+def _has_mesh() -> bool:
+    return _succeeds(lambda: as_mesh(None), dt.errors.MeshError)
 
 
 def entered_mesh() -> AbstractContextManager[Any]:
@@ -57,28 +57,28 @@ def entered_mesh() -> AbstractContextManager[Any]:
 
 
 MODES: list[tuple[Callable[[], AbstractContextManager[Any]], Callable[[], bool]]] = [
-    (dt.explicit, _explicit),
-    (dt.implicit_replication, _implicit),
-    (lambda: dt.random_mode("counter"), _counted),
-    (entered_mesh, _in_mesh),
+    (dt.explicit, _is_explicit),
+    (dt.implicit_replication, _is_implicit),
+    (lambda: dt.random_mode("counter"), _is_counter),
+    (entered_mesh, _has_mesh),
 ]
 
 
 @pytest.fixture(autouse=True)
-def _left_alone(little_to_collect: None) -> Iterator[None]:
+def _check_modes_left(little_to_collect: None) -> Iterator[None]:
     yield
     gc.collect()
     assert not any(on() for _, on in MODES)
 
 
-def _states() -> list[bool]:
+def _active_modes() -> list[bool]:
     return [on() for _, on in MODES]
 
 
-def _wander(seed: int, turn: Callable[[], Any], checks: int) -> list[str]:
-    """Enter and leave modes at random; after each step compare all with what this walk has entered."""
+def _enter_and_leave_at_random(seed: int, wait_for_others: Callable[[], Any], steps: int) -> list[str]:
+    """Enter and leave modes at random. Return the steps after which the active modes are not those that were entered."""
     rng, entered, wrong = random.Random(seed), [], []
-    for step in range(checks):
+    for step in range(steps):
         if entered and rng.random() < 0.45:
             _, mode = entered.pop()
             mode.__exit__(None, None, None)
@@ -87,17 +87,17 @@ def _wander(seed: int, turn: Callable[[], Any], checks: int) -> list[str]:
             mode = MODES[number][0]()
             mode.__enter__()
             entered.append((number, mode))
-        turn()
+        wait_for_others()
         expected = [any(number == k for number, _ in entered) for k in range(len(MODES))]
-        if _states() != expected:
-            wrong.append(f"{seed}.{step}: {_states()} instead of {expected}")
+        if _active_modes() != expected:
+            wrong.append(f"{seed}.{step}: {_active_modes()} instead of {expected}")
     while entered:
         entered.pop()[1].__exit__(None, None, None)
     return wrong
 
 
-def _aborting(barrier: threading.Barrier, fn: Callable[..., Any], *args: Any) -> Any:
-    """``fn(*args)``; the others do not wait for one that raises."""
+def _abort_on_error(barrier: threading.Barrier, fn: Callable[..., Any], *args: Any) -> Any:
+    """Call ``fn(*args)``, and abort the barrier if it raises, so that other threads do not wait."""
     try:
         return fn(*args)
     except BaseException:
@@ -105,24 +105,24 @@ def _aborting(barrier: threading.Barrier, fn: Callable[..., Any], *args: Any) ->
         raise
 
 
-def test_threads_do_not_see_each_others_modes() -> None:
+def test_modes_of_threads_are_independent() -> None:
     barrier = threading.Barrier(4)
     with ThreadPoolExecutor(4) as pool:
-        found = [pool.submit(_aborting, barrier, _wander, seed, barrier.wait, 30) for seed in range(4)]
+        found = [pool.submit(_abort_on_error, barrier, _enter_and_leave_at_random, seed, barrier.wait, 30) for seed in range(4)]
         assert [line for future in found for line in future.result()] == []
-        assert list(pool.map(lambda _: _states(), range(4))) == [[False] * len(MODES)] * 4
+        assert list(pool.map(lambda _: _active_modes(), range(4))) == [[False] * len(MODES)] * 4
 
 
-def test_tasks_do_not_see_each_others_modes() -> None:
+def test_modes_of_asyncio_tasks_are_independent() -> None:
     async def walk(seed: int) -> list[str]:
         rng, wrong = random.Random(seed), []
         for _ in range(20):
             number = rng.randrange(len(MODES))
             with MODES[number][0]():
                 await asyncio.sleep(0)
-                wrong += [f"{seed}: {k} in {number}" for k, on in enumerate(_states()) if on != (k == number)]
+                wrong += [f"{seed}: {k} in {number}" for k, on in enumerate(_active_modes()) if on != (k == number)]
             await asyncio.sleep(0)
-            wrong += [f"{seed}: outside" for on in _states() if on]
+            wrong += [f"{seed}: outside" for on in _active_modes() if on]
         return wrong
 
     async def main() -> list[list[str]]:
@@ -132,7 +132,7 @@ def test_tasks_do_not_see_each_others_modes() -> None:
 
 
 @pytest.mark.parametrize("number", range(len(MODES)))
-def test_blocks_end_in_any_order(number: int) -> None:
+def test_mode_blocks_can_end_in_any_order(number: int) -> None:
     enter, on = MODES[number]
 
     def suspended() -> Iterator[None]:
@@ -142,38 +142,38 @@ def test_blocks_end_in_any_order(number: int) -> None:
     first, second = suspended(), suspended()
     next(first), next(second)
     assert list(first) == []
-    assert on()  # the second is still inside
+    assert on()  # the second block has not ended
     assert list(second) == []
     assert not on()
 
 
 @pytest.mark.parametrize("number", range(len(MODES)))
-def test_a_block_left_elsewhere_has_ended(number: int) -> None:
+def test_a_mode_block_closed_in_another_thread_or_context_has_ended(number: int) -> None:
     enter, on = MODES[number]
 
     def suspended() -> Iterator[None]:
         with enter():
             yield
 
-    walk = suspended()
-    next(walk)
-    thread = threading.Thread(target=walk.close)
+    block = suspended()
+    next(block)
+    thread = threading.Thread(target=block.close)
     thread.start()
     thread.join()
     assert not on()
-    walk = suspended()
-    next(walk)
-    contextvars.copy_context().run(walk.close)  # as an event loop ends asynchronous generators
+    block = suspended()
+    next(block)
+    contextvars.copy_context().run(block.close)  # an event loop closes asynchronous generators like this
     assert not on()
-    walk = suspended()
-    next(walk)
-    del walk
+    block = suspended()
+    next(block)
+    del block
     gc.collect()
     assert not on()
 
 
 @pytest.mark.parametrize("number", range(len(MODES)))
-def test_a_copied_context_keeps_what_it_saw(number: int) -> None:
+def test_a_copied_context_keeps_its_modes(number: int) -> None:
     enter, on = MODES[number]
     outside = contextvars.copy_context()
     with enter():
@@ -186,7 +186,7 @@ def test_a_copied_context_keeps_what_it_saw(number: int) -> None:
 
 
 @pytest.mark.parametrize("number", range(len(MODES)))
-def test_exceptions_and_nesting(number: int) -> None:
+def test_mode_blocks_end_after_exceptions_and_nest(number: int) -> None:
     enter, on = MODES[number]
     with pytest.raises(ZeroDivisionError), enter():
         _ = 1 / 0
@@ -201,7 +201,7 @@ def test_exceptions_and_nesting(number: int) -> None:
 
 
 @pytest.mark.parametrize("number", range(3))
-def test_decorated_functions_run_inside(number: int) -> None:
+def test_functions_decorated_with_a_mode_run_inside_it(number: int) -> None:
     enter, on = MODES[number]
 
     @enter()
@@ -209,7 +209,7 @@ def test_decorated_functions_run_inside(number: int) -> None:
         return on()
 
     @enter()
-    async def later() -> bool:
+    async def coroutine() -> bool:
         await asyncio.sleep(0)
         return on()
 
@@ -217,7 +217,7 @@ def test_decorated_functions_run_inside(number: int) -> None:
         yield on()
 
     assert plain()
-    assert asyncio.run(later())
+    assert asyncio.run(coroutine())
     with pytest.raises(ArgumentError, match="inside"):
         enter()(generator)
     block = enter()
@@ -227,18 +227,18 @@ def test_decorated_functions_run_inside(number: int) -> None:
         pass
 
 
-def test_a_backward_pass_sees_the_modes_of_who_starts_it() -> None:
+def test_backward_hooks_run_in_the_modes_of_the_caller_of_backward() -> None:
     w = dt.distribute_tensor(torch.ones(4, 3), MESH, [dt.Shard(0)]).requires_grad_()
-    seen: list[list[bool]] = []
+    observed: list[list[bool]] = []
     y = (w * 2).sum()
-    y.register_hook(lambda _: seen.append([_explicit(), _counted()]))
+    y.register_hook(lambda _: observed.append([_is_explicit(), _is_counter()]))
     with dt.explicit(), dt.random_mode("counter"):
         y.backward(retain_graph=True)
     y.backward()
-    assert seen == [[True, True], [False, False]]
+    assert observed == [[True, True], [False, False]]
 
 
-ELSEWHERE = """
+AUTOGRAD_THREAD_PROGRAM = """
 import threading
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -265,46 +265,46 @@ def backward():
   with fake:
     Seen.apply(x).backward(torch.empty(3, device="pretended"))
 
-main, states, told = threading.get_ident(), [], []
+main, states, reported = threading.get_ident(), [], []
 with FakeTensorMode() as fake:
     x = torch.empty(3, device="pretended", requires_grad=True)
-    with dt.explicit(), dt.random_mode("counter"), events.listening(told.append):
+    with dt.explicit(), dt.random_mode("counter"), events.listening(reported.append):
         backward()
         other = threading.Thread(target=backward)
         other.start()
         other.join()
     backward()
-print(states, told)
+print(states, reported)
 """
 
 
 @pytest.mark.slow
-def test_autograds_own_threads_see_the_modes_of_who_starts_the_pass() -> None:
+def test_autograd_threads_run_in_the_modes_of_the_caller_of_backward() -> None:
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", ELSEWHERE], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-W", "ignore", "-c", AUTOGRAD_THREAD_PROGRAM], capture_output=True, text=True, timeout=120, check=False
     )
     plain = (False, "exact", True)
     assert done.stdout.strip() == f"{[(True, 'counter', True), plain, plain]} ['event']", done.stderr[-2000:]
 
 
-def test_a_seed_sets_the_mode_of_the_process_or_of_the_block() -> None:
+def test_manual_seed_sets_the_random_mode_of_the_process_or_block() -> None:
     with dt.random_mode("exact"):
         dt.manual_seed(0, mode="counter")
-        assert _counted()
-    assert not _counted()
+        assert _is_counter()
+    assert not _is_counter()
     dt.manual_seed(0, mode="counter")
     try:
         with ThreadPoolExecutor(1) as pool:
-            assert pool.submit(_counted).result()  # as the seed
+            assert pool.submit(_is_counter).result()  # the mode of the seed
     finally:
         dt.manual_seed(0, mode="exact")
 
 
-def test_collectives_are_counted_where_they_are_issued() -> None:
-    at_rest = set(events.listeners)
+def test_comm_debug_mode_counts_only_collectives_of_its_thread_or_task() -> None:
+    listeners_before = set(events.listeners)
     started, counted = threading.Barrier(2), threading.Barrier(2)
 
-    def elsewhere() -> int:
+    def count_in_thread() -> int:
         started.wait(60)
         with CommDebugMode() as comm:
             X.full_tensor()
@@ -312,14 +312,14 @@ def test_collectives_are_counted_where_they_are_issued() -> None:
         return comm.get_total_counts()
 
     with ThreadPoolExecutor(1) as pool, CommDebugMode() as comm:
-        found = pool.submit(elsewhere)
+        found = pool.submit(count_in_thread)
         started.wait(60)
         counted.wait(60)
         P.full_tensor()
         assert found.result() == 1
     assert dict(comm.get_comm_counts()) == {"all_reduce": 1}
 
-    async def one(calls: int) -> int:
+    async def count_in_task(calls: int) -> int:
         with CommDebugMode() as comm:
             for _ in range(calls):
                 await asyncio.sleep(0)
@@ -328,21 +328,21 @@ def test_collectives_are_counted_where_they_are_issued() -> None:
         return comm.get_total_counts()
 
     async def main() -> list[int]:
-        return await asyncio.gather(*map(one, range(1, 5)))
+        return await asyncio.gather(*map(count_in_task, range(1, 5)))
 
     assert asyncio.run(main()) == [1, 2, 3, 4]
-    assert events.listeners == at_rest
+    assert events.listeners == listeners_before
 
 
-def test_each_thread_runs_for_its_own_rank() -> None:
+def test_communicator_map_in_threads_has_the_rank_of_each_run() -> None:
     wrong: list[Any] = []
 
-    def walk() -> None:
+    def check_ranks() -> None:
         for _ in range(50):
             ranks = communicator_of(MESH).map(lambda member: torch.tensor([member, MESH.get_rank()]))
             wrong.extend(shard for rank, shard in enumerate(ranks.shards) if shard.tolist() != [rank, rank])
 
-    threads = [threading.Thread(target=walk) for _ in range(3)]
+    threads = [threading.Thread(target=check_ranks) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -1,4 +1,4 @@
-"""Only what ``dtensor.interop.patch_catalog`` lists is changed in torch: checked in a fresh process, stage by stage."""
+"""Patch catalog: a fresh process changes only the names of torch that ``dtensor.interop.patch_catalog`` lists."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import dtensor
 from dtensor.interop.dynamo import INLINED_MODULES
 from dtensor.interop.patch_catalog import PATCHES
 
-LOOK = """
+INSPECTION = """
 import gc, math, os, sys, types, warnings
 import torch, torch.distributed, torch.utils.checkpoint, torch.nn.utils.rnn
 warnings.simplefilter("ignore")
@@ -20,41 +20,41 @@ OWN = os.path.join(os.getcwd(), "dtensor", "")
 
 PLAIN = {str, int, float, bool, bytes, type(None)}
 
-def is_ours(value):
+def is_patched(value):
     if type(value) in PLAIN:
         return False
     value = value.__func__ if isinstance(value, (classmethod, staticmethod, types.MethodType)) else value
     named = value if isinstance(value, (types.FunctionType, type)) else type(value)
     if isinstance(value, types.FunctionType) and value.__code__.co_filename.startswith(OWN):
-        return True  # a function of torch's with other code
+        return True  # a function of torch with replaced code
     return str(getattr(named, "__module__", "")).partition(".")[0] == "dtensor"
 
-def inside(value):
+def elements_of(value):
     if isinstance(value, dict):
         return [*value, *value.values()]
     return list(value) if isinstance(value, (list, set, frozenset)) else []
 
-def ours():
-    found, seen = {"sys.meta_path"} if any(map(is_ours, sys.meta_path)) else set(), set()
+def patched_names():
+    found, visited = {"sys.meta_path"} if any(map(is_patched, sys.meta_path)) else set(), set()
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] not in ("torch", "math", "builtins") or not isinstance(module, types.ModuleType):
             continue
         for key, value in list(vars(module).items()):
-            if is_ours(value) or any(map(is_ours, inside(value))):
+            if is_patched(value) or any(map(is_patched, elements_of(value))):
                 found.add(f"{name}.{key}")
-            if isinstance(value, type) and value not in seen and str(value.__module__).partition(".")[0] == "torch":
-                seen.add(value)
+            if isinstance(value, type) and value not in visited and str(value.__module__).partition(".")[0] == "torch":
+                visited.add(value)
                 found |= {
                     f"{value.__module__}.{value.__qualname__}.{attribute}"
-                    for attribute, held in list(vars(value).items())
-                    if is_ours(held) or any(map(is_ours, inside(held)))
+                    for attribute, stored in list(vars(value).items())
+                    if is_patched(stored) or any(map(is_patched, elements_of(stored)))
                 }
     return found
 
-assert not ours()
+assert not patched_names()
 import dtensor, dtensor as dt
-assert gc.isenabled()  # which rests during the import
-assert "torch._dynamo" not in sys.modules  # whose import takes ten times as long as ours
+assert gc.isenabled()  # the import disables it temporarily
+assert "torch._dynamo" not in sys.modules  # its import takes ten times as long as that of dtensor
 """
 STAGES = {
     "import": "",
@@ -95,24 +95,26 @@ dt.parallel.fully_shard(torch.nn.Linear(3, 2), mesh=dt.init_device_mesh("cpu", (
 
 
 @pytest.fixture(scope="module")
-def found_after() -> dict[str, tuple[set[str], set[str]]]:
-    """By stage what of torch is ours once it has run, and those before it; and what is said to be."""
-    told = "*sorted(ours()), '', *dtensor.base.patches.APPLIED_PATCHES"
-    program = LOOK + "".join(STAGES[stage] + f"\nprint({stage!r}, {told}, sep=';')\n" for stage in STAGES)
+def names_after_stages() -> dict[str, tuple[set[str], set[str]]]:
+    """Return, for each stage, the patched names that are found in torch and those that are recorded as applied."""
+    columns = "*sorted(patched_names()), '', *dtensor.base.patches.APPLIED_PATCHES"
+    program = INSPECTION + "".join(STAGES[stage] + f"\nprint({stage!r}, {columns}, sep=';')\n" for stage in STAGES)
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]
     )
     rows = [[set(part.split(";")) for part in line.split(";;")] for line in done.stdout.splitlines()]
-    return {stage: (found - {stage}, said) for stage, (found, said) in zip(STAGES, rows, strict=True)}
+    return {stage: (found - {stage}, recorded) for stage, (found, recorded) in zip(STAGES, rows, strict=True)}
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_torch_is_as_it_was_but_for_the_list(stage: str, found_after: dict[str, tuple[set[str], set[str]]]) -> None:
-    found, said = found_after[stage]
-    assert said <= {change.where for change in PATCHES}
-    beyond = {name for name in found if not any(name == known or name.startswith(known + ".") for known in said)}
-    # torch's own DTensor has other names for the same two lists
-    assert beyond <= {
+def test_only_listed_names_of_torch_are_patched_after_each_stage(
+    stage: str, names_after_stages: dict[str, tuple[set[str], set[str]]]
+) -> None:
+    found, recorded = names_after_stages[stage]
+    assert recorded <= {change.where for change in PATCHES}
+    unlisted = {name for name in found if not any(name == entry or name.startswith(entry + ".") for entry in recorded)}
+    # torch.distributed.tensor has other names for the same two lists
+    assert unlisted <= {
         "torch.distributed.tensor._optim_foreach_supported_types",
         "torch.distributed.tensor._util_foreach_supported_types",
     }
@@ -124,12 +126,12 @@ def test_torch_is_as_it_was_but_for_the_list(stage: str, found_after: dict[str, 
         "torch.optim.optimizer.Optimizer.zero_grad",
         "sys.meta_path",
     ):
-        assert (where in found) is (where in said)
+        assert (where in found) is (where in recorded)
     for where in ("torch.library.register_torch_dispatch", "torch.utils._debug_mode.DebugMode"):
-        assert (where in said) is (stage != "import")
+        assert (where in recorded) is (stage != "import")
 
 
-def test_every_change_says_why_and_how_it_is_undone() -> None:
+def test_each_patch_has_a_reason_a_way_to_undo_it_and_a_version() -> None:
     assert all(change.why and change.undone and change.since.startswith("2.") for change in PATCHES)
     assert len({change.where for change in PATCHES}) == len(PATCHES)
 

@@ -1,4 +1,4 @@
-"""``PerRank`` behaves as one tensor where the ranks agree, and says so where they do not."""
+"""PerRank tensors: functions run for each rank; reads of one value need equal values on all ranks and raise otherwise."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from dtensor.comm import PerRank, RankValues, per_rank
 from dtensor.errors import LayoutError, MeshError, PlacementError
 
 
-def even() -> PerRank:
+def make_even() -> PerRank:
     return per_rank([torch.arange(6.0).reshape(2, 3), torch.arange(6.0, 12.0).reshape(2, 3)])
 
 
-def ragged() -> PerRank:
+def make_uneven() -> PerRank:
     return per_rank([torch.ones(2, 3), torch.full((1, 3), 2.0), torch.zeros(0, 3)])
 
 
@@ -55,9 +55,9 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("make", [even, ragged])
+@pytest.mark.parametrize("make", [make_even, make_uneven])
 @pytest.mark.parametrize("fn", FUNCTIONS.values(), ids=FUNCTIONS.keys())
-def test_functions_map_over_ranks(fn: Callable[[Any], Any], make: Callable[[], PerRank]) -> None:
+def test_torch_functions_of_per_rank_tensors_run_for_each_rank(fn: Callable[[Any], Any], make: Callable[[], PerRank]) -> None:
     x = make()
     got = fn(x)
     assert isinstance(got, PerRank)
@@ -69,59 +69,59 @@ def test_functions_map_over_ranks(fn: Callable[[Any], Any], make: Callable[[], P
 
 
 @pytest.mark.parametrize("fn", [f for name, f in FUNCTIONS.items() if name not in ("property", "layer")])
-def test_functions_map_where_torch_functions_are_off(fn: Callable[[Any], Any]) -> None:
-    x = even()
+def test_operators_of_per_rank_tensors_run_for_each_rank_without_torch_function(fn: Callable[[Any], Any]) -> None:
+    x = make_even()
     with torch._C.DisableTorchFunctionSubclass():
         got = fn(x)
     assert isinstance(got, PerRank)
     assert all(torch.equal(mapped, fn(shard)) for mapped, shard in zip(got.shards, x.shards, strict=True))
 
 
-def test_ragged_sizes_are_refused_where_torch_functions_are_off() -> None:
+def test_shape_of_uneven_per_rank_tensors_raises_without_torch_function() -> None:
     with torch._C.DisableTorchFunctionSubclass(), pytest.raises(LayoutError, match="differs between ranks"):
-        ragged().shape  # noqa: B018
+        make_uneven().shape  # noqa: B018
 
 
-def test_sequences_of_tensors_are_transposed() -> None:
-    values, indices = torch.max(ragged()[:, :2], 1)
+def test_functions_that_return_sequences_give_sequences_of_per_rank_tensors() -> None:
+    values, indices = torch.max(make_uneven()[:, :2], 1)
     assert lists(values) == [[1.0, 1.0], [2.0], []]
     assert lists(indices) == [[0, 0], [0], []]
-    largest = torch.max(even(), 1)
+    largest = torch.max(make_even(), 1)
     assert type(largest) is torch.return_types.max
     assert lists(largest.values) == [[2.0, 5.0], [8.0, 11.0]]
-    halves = even().split(2, dim=1)
-    assert type(halves) is tuple
-    assert [half.shape for half in halves] == [(2, 2), (2, 1)]
-    assert [lists(row) for row in even()] == [[[0.0, 1.0, 2.0], [6.0, 7.0, 8.0]], [[3.0, 4.0, 5.0], [9.0, 10.0, 11.0]]]
+    chunks = make_even().split(2, dim=1)
+    assert type(chunks) is tuple
+    assert [chunk.shape for chunk in chunks] == [(2, 2), (2, 1)]
+    assert [lists(row) for row in make_even()] == [[[0.0, 1.0, 2.0], [6.0, 7.0, 8.0]], [[3.0, 4.0, 5.0], [9.0, 10.0, 11.0]]]
 
 
-def test_ragged_sequences_are_refused() -> None:
+def test_unbind_and_iteration_of_uneven_per_rank_tensors_raise() -> None:
     with pytest.raises(LayoutError, match="map_ranks"):
-        ragged().unbind(0)
+        make_uneven().unbind(0)
     with pytest.raises(LayoutError, match="map_ranks"):
-        next(iter(ragged()))
+        next(iter(make_uneven()))
 
 
-def test_common_values_are_plain_ones() -> None:
-    x = even()
+def test_attributes_that_are_equal_on_all_ranks_are_plain_values() -> None:
+    x = make_even()
     assert x.shape == x.size() == torch.Size([2, 3])
     assert (x.ndim, x.dim(), x.numel(), len(x), x.size(1), x.stride()) == (2, 2, 6, 2, 3, (3, 1))
     assert (x.dtype, x.device, x.requires_grad, x.is_leaf, x.is_cuda) == (torch.float32, torch.device("cpu"), False, True, False)
     assert x.is_contiguous()
     assert isinstance(x, Tensor)
-    assert ragged().dtype == torch.float32
-    assert ragged().size(1) == 3
+    assert make_uneven().dtype == torch.float32
+    assert make_uneven().size(1) == 3
     assert per_rank([torch.tensor(1.0)] * 2).shape == ()
 
 
-def test_ragged_sizes_are_numbers_of_each_rank() -> None:
+def test_sizes_of_uneven_per_rank_tensors_are_rank_numbers() -> None:
     x = per_rank([torch.arange(10.0).reshape(2, 5), torch.arange(21.0).reshape(3, 7)])
     rows, columns = x.shape
     assert (rows.values, columns.values) == ((2, 3), (5, 7))
     assert [x.numel().values, torch.numel(x).values, x.size(0).values, x.size(-1).values] == [(10, 21), (10, 21), (2, 3), (5, 7)]
     assert x.stride()[0].values == (5, 7)
     assert x.stride()[1] == 1
-    assert ragged().size()[1] == 3
+    assert make_uneven().size()[1] == 3
     for shard, view in zip(x.shards, x.view(rows * columns).shards, strict=True):
         assert torch.equal(view, shard.view(-1))
     for shard, mean in zip(x.shards, (x.sum() / x.numel()).shards, strict=True):
@@ -131,12 +131,12 @@ def test_ragged_sizes_are_numbers_of_each_rank() -> None:
 
 
 @pytest.mark.parametrize("read", [len, lambda x: range(x.shape[0]), lambda x: torch.ones(3)[: x.size(0)]])
-def test_one_size_of_ragged_tensors_is_refused(read: Callable[[Any], Any]) -> None:
+def test_len_range_and_slices_of_uneven_per_rank_sizes_raise(read: Callable[[Any], Any]) -> None:
     with pytest.raises(LayoutError, match=r"rank 0: (.|\n)*map_ranks"):
-        read(ragged())
+        read(make_uneven())
 
 
-def test_ranks_with_other_numbers_of_dims_have_no_shape() -> None:
+def test_shape_raises_if_ranks_have_different_numbers_of_dims() -> None:
     with pytest.raises(LayoutError, match=r"`shape` of a PerRank tensor differs between ranks \(rank 0: "):
         per_rank([torch.ones(2), torch.ones(2, 2)]).shape  # noqa: B018
 
@@ -153,13 +153,13 @@ READS: list[Callable[[Any], Any]] = [
 
 
 @pytest.mark.parametrize("read", READS)
-def test_host_reads_need_agreement(read: Callable[[Any], Any]) -> None:
+def test_host_reads_need_equal_values_on_all_ranks(read: Callable[[Any], Any]) -> None:
     assert read(per_rank([torch.tensor(2.0), torch.tensor(2.0)])) == read(torch.tensor(2.0))
     with pytest.raises(LayoutError, match="differs between ranks"):
         read(per_rank([torch.tensor(0.0), torch.tensor(2.0)]))
 
 
-def test_agreement_is_bitwise() -> None:
+def test_host_reads_compare_values_bitwise() -> None:
     assert np.isnan(per_rank([torch.tensor(float("nan"))] * 2).item())
     with pytest.raises(LayoutError):
         per_rank([torch.tensor(0.0), torch.tensor(-0.0)]).item()
@@ -167,54 +167,54 @@ def test_agreement_is_bitwise() -> None:
         per_rank([torch.tensor([0.0]), torch.tensor([-0.0])]).numpy()
 
 
-def test_arrays_cannot_be_written_through() -> None:
+def test_arrays_of_per_rank_tensors_are_read_only() -> None:
     array = np.asarray(per_rank([torch.ones(2), torch.ones(2)]))
     with pytest.raises(ValueError, match="read-only"):
         array[0] = 5.0
 
 
-def test_equal_asks_every_rank() -> None:
-    x = even()
+def test_torch_equal_needs_equal_results_on_all_ranks() -> None:
+    x = make_even()
     assert torch.equal(x, x.clone())
     with pytest.raises(LayoutError, match="differs between ranks"):
         torch.equal(x, per_rank([x.shards[0], x.shards[0]]))
 
 
-def test_writes_reach_every_rank_and_give_the_tensor_itself() -> None:
-    x = ragged()
-    kept = x
+def test_in_place_operators_write_each_rank_and_return_the_same_object() -> None:
+    x = make_uneven()
+    same = x
     shards = x.shards
     x += 1
-    assert x is kept
-    assert x.mul_(2) is kept
+    assert x is same
+    assert x.mul_(2) is same
     assert x.shards is shards
     assert lists(x) == [[[4.0] * 3] * 2, [[6.0] * 3], []]
     x[:, 0] = per_rank([torch.tensor(7.0), torch.tensor(8.0), torch.tensor(9.0)])
     assert lists(x[:, 0]) == [[7.0, 7.0], [8.0], []]
     x[...] = 0
-    out = even()
+    out = make_even()
     assert torch.add(out, 1, out=out) is out
     assert x.requires_grad_() is x
     with torch._C.DisableTorchFunctionSubclass():
         assert out.add_(1) is out
 
 
-def test_plain_tensors_take_no_per_rank_values() -> None:
+def test_a_plain_tensor_plus_a_per_rank_tensor_is_per_rank() -> None:
     plain = torch.zeros(2, 3)
-    got = plain + even()
+    got = plain + make_even()
     assert isinstance(got, PerRank)
 
 
-def test_other_objects_come_as_rank_values() -> None:
-    storages = even().untyped_storage()
+def test_untyped_storage_of_a_per_rank_tensor_is_rank_values() -> None:
+    storages = make_even().untyped_storage()
     assert isinstance(storages, RankValues)
     assert len({storage.data_ptr() for storage in storages}) == 2
-    assert even().grad_fn is None
+    assert make_even().grad_fn is None
     assert "rank 1:" in repr(storages)
 
 
-def test_rank_values_have_what_each_value_has() -> None:
-    storages = even().untyped_storage()
+def test_rank_values_forward_attributes_and_methods_to_each_value() -> None:
+    storages = make_even().untyped_storage()
     assert storages.nbytes() == storages[0].nbytes() > 0
     assert storages.device == torch.device("cpu")
     with pytest.raises(LayoutError, match="differs between ranks"):
@@ -227,15 +227,15 @@ def test_rank_values_have_what_each_value_has() -> None:
     assert [storage.nbytes() for storage in storages] == [0, 0]
 
 
-def test_rank_values_refuse_a_mixed_truth() -> None:
+def test_bool_of_rank_values_raises_if_ranks_differ() -> None:
     assert RankValues((1, 2))
     assert not RankValues((0, None))
     with pytest.raises(LayoutError, match="differs between ranks"):
         bool(RankValues((True, False)))
 
 
-def test_gradients_are_each_rank_s_own() -> None:
-    x = ragged().requires_grad_()
+def test_backward_gives_each_rank_its_own_gradient() -> None:
+    x = make_uneven().requires_grad_()
     assert x.grad is None
     (x * x).sum().backward()
     assert lists(x.grad) == [[[2.0] * 3] * 2, [[4.0] * 3], []]
@@ -247,16 +247,16 @@ def test_gradients_are_each_rank_s_own() -> None:
     assert lists(x.grad) == lists(torch.zeros_like(x))
 
 
-def test_backward_is_joint() -> None:
+def test_backward_through_a_shared_node_runs_once_for_all_ranks() -> None:
     shared = torch.tensor(2.0, requires_grad=True)
     x = per_rank([torch.tensor(3.0), torch.tensor(3.0)]).requires_grad_()
-    y = x * (shared * shared)  # one node that both ranks' graphs run through
+    y = x * (shared * shared)  # one autograd node, shared by the graphs of both ranks
     torch.autograd.backward([y])
-    assert shared.grad.item() == 4.0 * 3  # what each rank finds, as with processes, not the sum
+    assert shared.grad.item() == 4.0 * 3  # the gradient of each rank, as on processes, and not their sum
     assert lists(x.grad) == [4.0, 4.0]
 
 
-def test_a_plain_tensor_has_the_gradient_that_every_rank_finds() -> None:
+def test_gradient_of_a_plain_tensor_must_be_equal_on_all_ranks() -> None:
     weight = torch.nn.Parameter(torch.ones(3))
     x = per_rank([torch.arange(6.0).reshape(2, 3)] * 2)
     torch.nn.functional.layer_norm(torch.stack([x, x * weight]), (3,), weight).pow(2).sum().backward()
@@ -282,8 +282,8 @@ def test_autograd_grad_returns_per_rank_gradients_of_per_rank_inputs() -> None:
     assert lists(scaled) == [6.0, 60.0]
 
 
-def test_optimizers_step_each_rank() -> None:
-    parameter = torch.nn.Parameter(even())
+def test_optimizers_update_the_parameter_of_each_rank() -> None:
+    parameter = torch.nn.Parameter(make_even())
     assert isinstance(parameter, torch.nn.Parameter)
     assert isinstance(parameter, PerRank)
     for optimizer in (torch.optim.SGD([parameter], 0.1, momentum=0.9), torch.optim.AdamW([parameter], 0.5)):
@@ -294,8 +294,8 @@ def test_optimizers_step_each_rank() -> None:
         assert all(not torch.equal(old, new) for old, new in zip(before.shards, parameter.shards, strict=True))
 
 
-def test_printing_shows_every_rank() -> None:
-    text = repr(ragged())
+def test_repr_and_format_show_the_value_of_each_rank() -> None:
+    text = repr(make_uneven())
     assert text.splitlines()[1] == "  rank 0: tensor([[1., 1., 1.],"
     assert "  rank 1: tensor([[2., 2., 2.]])" in text
     assert "  rank 2: tensor([], size=(0, 3))" in text
@@ -303,8 +303,8 @@ def test_printing_shows_every_rank() -> None:
     assert f"{per_rank([torch.tensor(1.0), torch.tensor(1.0)]):.1f}" == "1.0"
 
 
-def test_copies_and_pickles() -> None:
-    x = ragged().requires_grad_()
+def test_copy_deepcopy_pickle_and_save_keep_values_of_each_rank() -> None:
+    x = make_uneven().requires_grad_()
     stream = io.BytesIO()
     torch.save(x, stream)
     stream.seek(0)
@@ -313,25 +313,25 @@ def test_copies_and_pickles() -> None:
         assert made.requires_grad
         with torch.no_grad():
             made.add_(1)
-    assert lists(x) == lists(ragged())
+    assert lists(x) == lists(make_uneven())
     assert isinstance(copy.deepcopy(torch.nn.Parameter(x)), torch.nn.Parameter)
     assert lists(copy.copy(x)) == lists(x)
 
 
-def test_what_cannot_be_one_is_refused() -> None:
+def test_per_rank_refuses_invalid_lists_and_different_numbers_of_ranks() -> None:
     with pytest.raises(MeshError, match="2 ranks and one of 3 ranks cannot be combined"):
-        ragged() + even()
-    for wrong in ([], [1.0], [even()]):
+        make_uneven() + make_even()
+    for wrong in ([], [1.0], [make_even()]):
         with pytest.raises(PlacementError, match="one plain tensor per rank"):
             per_rank(wrong)
 
 
-def test_wrapper_has_no_memory_to_read() -> None:
+def test_item_raises_without_torch_function() -> None:
     with torch._C.DisableTorchFunctionSubclass(), pytest.raises(LayoutError):
-        even().sum().item()
+        make_even().sum().item()
 
 
-# --- plain tensors that ranks write to --------------------------------------------------------------------------------
+# --- writes of per-rank values to plain tensors ---------------------------------------------------------------------
 @pytest.mark.parametrize(
     "write",
     [
@@ -342,8 +342,8 @@ def test_wrapper_has_no_memory_to_read() -> None:
         lambda plain, own: plain.__setitem__(slice(0, 2), own + 1),
     ],
 )
-def test_a_plain_tensor_is_written_once(write: Any) -> None:
-    """With processes each rank writes to its own; run once per rank on one memory, sums counted all ranks."""
+def test_an_in_place_write_of_per_rank_values_runs_once_on_a_plain_tensor(write: Any) -> None:
+    """On processes each rank writes its own copy. In process, one write for each rank would add all of them."""
     plain = torch.ones(2)
     alias = plain.view(2)
     write(plain, per_rank([torch.tensor([1.0, math.nan]), torch.tensor([1.0, math.nan])]))
@@ -351,7 +351,7 @@ def test_a_plain_tensor_is_written_once(write: Any) -> None:
     assert alias[1].isnan()
 
 
-def test_what_ranks_add_to_a_plain_tensor_keeps_its_gradient() -> None:
+def test_in_place_add_of_per_rank_values_to_a_plain_tensor_is_differentiable() -> None:
     own = per_rank([torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)])
     total = torch.zeros(2)
     total += own * 3
@@ -360,7 +360,7 @@ def test_what_ranks_add_to_a_plain_tensor_keeps_its_gradient() -> None:
     assert [shard.grad.tolist() for shard in own.shards] == [[3.0, 3.0]] * 2
 
 
-def test_ranks_that_write_different_values_into_a_plain_tensor_are_told() -> None:
+def test_an_in_place_write_of_different_values_to_a_plain_tensor_raises() -> None:
     plain = torch.zeros(2)
     with pytest.raises(LayoutError, match="per_rank"):
         plain += per_rank([torch.zeros(2), torch.ones(2)])

@@ -1,4 +1,4 @@
-"""What the ranks of one process do together: users' autograd functions, checkpoints, random numbers on local tensors."""
+"""Autograd functions, checkpoints and random numbers on per-rank tensors in process."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from dtensor.ranks.autograd_function import unpatch_functions
 from dtensor.ranks.per_rank import PerRank
 
 
-class Scaled(torch.autograd.Function):
-    """Two results, one that is no tensor; something saved; one argument without a gradient."""
+class Scale(torch.autograd.Function):
+    """Function with two tensor results, a str result, saved tensors and an argument without a gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, by: Tensor, name: str) -> Any:
@@ -35,8 +35,8 @@ class Scaled(torch.autograd.Function):
         return grad * by + 2 * x * squares, (grad * x) if ctx.needs_input_grad[1] else None, None
 
 
-class Doubled(torch.autograd.Function):
-    """In place, in the form with ``setup_context``."""
+class Double(torch.autograd.Function):
+    """In-place function with ``setup_context``."""
 
     @staticmethod
     def forward(x: Tensor) -> Tensor:
@@ -51,20 +51,20 @@ class Doubled(torch.autograd.Function):
         return 2 * grad
 
 
-def pieces() -> list[Tensor]:
+def make_locals() -> list[Tensor]:
     return [torch.arange(4.0, dtype=torch.float64) + k for k in range(2)]
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_a_users_function_runs_for_all_ranks(shared: bool) -> None:
+def test_an_autograd_function_of_per_rank_tensors_has_the_gradients_of_separate_ranks(shared: bool) -> None:
     dt.init_device_mesh("cpu", (2,))
 
     def run(x: Any, by: Any) -> Any:
-        found, squares, name = Scaled.apply(x, by, "name")
+        found, squares, name = Scale.apply(x, by, "name")
         assert name == "name"
         return found.sin().sum() + squares
 
-    xs = [x.requires_grad_() for x in pieces()]
+    xs = [x.requires_grad_() for x in make_locals()]
     bys = [torch.full((4,), 3.0, dtype=torch.float64, requires_grad=True) for _ in range(2)]
     x = per_rank([x.detach() for x in xs]).requires_grad_()
     by: Any = bys[0].detach() if shared else per_rank([b.detach() for b in bys]).requires_grad_()
@@ -77,18 +77,18 @@ def test_a_users_function_runs_for_all_ranks(shared: bool) -> None:
             torch.testing.assert_close(by.grad.shards[k], bys[k].grad)
 
 
-def test_in_place_and_twice_differentiable() -> None:
+def test_an_in_place_autograd_function_of_per_rank_tensors_is_twice_differentiable() -> None:
     dt.init_device_mesh("cpu", (2,))
-    x = per_rank(pieces()).requires_grad_()
-    y = Doubled.apply(x * 1)
+    x = per_rank(make_locals()).requires_grad_()
+    y = Double.apply(x * 1)
     (first,) = torch.autograd.grad((y * y * y).sum(), [x], create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), [x])
-    for own, found in zip(pieces(), second.shards, strict=True):
+    for own, found in zip(make_locals(), second.shards, strict=True):
         torch.testing.assert_close(found, 48 * own)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpoints_recompute_with_collectives(reentrant: bool) -> None:
+def test_checkpoint_of_per_rank_tensors_recomputes_dropout_and_collectives(reentrant: bool) -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
     weight = torch.arange(16.0, dtype=torch.float64).reshape(4, 4) / 10
 
@@ -102,37 +102,37 @@ def test_checkpoints_recompute_with_collectives(reentrant: bool) -> None:
         z = x * 2
         return (checkpoint(inner, z, use_reentrant=reentrant) if wrapped else inner(z)).sum()
 
-    alone, whole = torch.ones(3, 4, dtype=torch.float64, requires_grad=True), weight.clone().requires_grad_()
+    plain, plain_weight = torch.ones(3, 4, dtype=torch.float64, requires_grad=True), weight.clone().requires_grad_()
     torch.manual_seed(1)
-    run(alone, whole, False).backward()
+    run(plain, plain_weight, False).backward()
     x = per_rank([torch.ones(3, 4, dtype=torch.float64) for _ in range(2)]).requires_grad_()
     w = dt.distribute_tensor(weight, mesh, [Shard(1)]).requires_grad_()
     torch.manual_seed(1)
     run(x, w, True).backward()
     for grad in x.grad.shards:
-        torch.testing.assert_close(grad, alone.grad)
-    torch.testing.assert_close(w.grad.full_tensor(), whole.grad)
+        torch.testing.assert_close(grad, plain.grad)
+    torch.testing.assert_close(w.grad.full_tensor(), plain_weight.grad)
 
 
-def test_ranks_draw_alike() -> None:
+def test_random_functions_of_per_rank_tensors_draw_equal_numbers_on_all_ranks() -> None:
     torch.manual_seed(3)
     x = per_rank([torch.ones(5), torch.ones(5)])
     found = [F.dropout(x), torch.rand_like(x), x.clone().bernoulli_(0.5), torch.nn.init.uniform_(x.clone()), F.dropout(x)]
     torch.manual_seed(3)
     one = torch.ones(5)
-    wanted = [
+    expected = [
         F.dropout(one),
         torch.rand_like(one),
         one.clone().bernoulli_(0.5),
         torch.nn.init.uniform_(one.clone()),
         F.dropout(one),
     ]
-    for own, plain in zip(found, wanted, strict=True):
+    for own, plain in zip(found, expected, strict=True):
         for shard in own.shards:
             torch.testing.assert_close(shard, plain)
 
 
-class Tripled(torch.autograd.Function):
+class Triple(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None = None) -> Tensor:
         return x * 3 if weight is None else x * weight
@@ -142,41 +142,41 @@ class Tripled(torch.autograd.Function):
         return 3 * grad, grad if ctx.needs_input_grad[1:] == (True,) else None
 
 
-BOUND_AT_IMPORT = Tripled.apply  # before there is any mesh, as programs do
+BOUND_AT_IMPORT = Triple.apply  # read at import, before any mesh exists
 
 
 @pytest.fixture
-def as_torch_has_it() -> Any:
+def unpatched_functions() -> Any:
     unpatch_functions()
     yield
     unpatch_functions()
 
 
-@pytest.mark.usefixtures("as_torch_has_it")
+@pytest.mark.usefixtures("unpatched_functions")
 @pytest.mark.parametrize("source", ["to_local", "per_rank", "map_ranks", "a leaf", "unpickled"])
-def test_a_function_bound_before_the_mesh_keeps_gradients(source: str) -> None:
-    bound = Tripled.apply
+def test_an_apply_read_before_the_mesh_keeps_per_rank_gradients(source: str) -> None:
+    bound = Triple.apply
     mesh = dt.init_device_mesh("cpu", (2,))
     match source:
         case "to_local":
-            whole = dt.distribute_tensor(torch.ones(3), mesh, [Shard(0)]).requires_grad_()
-            x: Any = whole.to_local()
+            distributed = dt.distribute_tensor(torch.ones(3), mesh, [Shard(0)]).requires_grad_()
+            x: Any = distributed.to_local()
         case "map_ranks":
             x = dt.map_ranks(lambda at: torch.ones(2, requires_grad=True), mesh=mesh)
         case "unpickled":
-            x = pickle.loads(pickle.dumps(per_rank(pieces()))).requires_grad_()
+            x = pickle.loads(pickle.dumps(per_rank(make_locals()))).requires_grad_()
         case "per_rank":
-            x = per_rank(pieces()).requires_grad_()
+            x = per_rank(make_locals()).requires_grad_()
         case _:
             x = PerRank([torch.ones(2), torch.ones(1, requires_grad=True)])
-    for function in (bound, BOUND_AT_IMPORT, Tripled.apply):
+    for function in (bound, BOUND_AT_IMPORT, Triple.apply):
         found = function(x)
         grads = torch.autograd.grad(found.shards[1].sum(), x.shards[1])
         torch.testing.assert_close(grads[0], torch.full_like(x.shards[1], 3))
 
 
-@pytest.mark.usefixtures("as_torch_has_it")
-def test_a_plain_weight_keeps_its_gradient_beside_locals_that_need_none() -> None:
+@pytest.mark.usefixtures("unpatched_functions")
+def test_a_plain_weight_gets_its_gradient_if_per_rank_inputs_need_none() -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
     weight = torch.ones(1, requires_grad=True)
     x = dt.distribute_tensor(torch.arange(3.0), mesh, [Shard(0)]).to_local()
@@ -184,11 +184,11 @@ def test_a_plain_weight_keeps_its_gradient_beside_locals_that_need_none() -> Non
     assert weight.grad is not None
 
 
-@pytest.mark.usefixtures("as_torch_has_it")
-def test_distributed_tensors_alone_leave_torchs_functions_as_they_are() -> None:
+@pytest.mark.usefixtures("unpatched_functions")
+def test_autograd_function_is_patched_only_once_local_tensors_are_exposed() -> None:
     kind = type(torch.autograd.Function)
     x = dt.distribute_tensor(torch.ones(3), dt.init_device_mesh("cpu", (2,)), [Shard(0)]).requires_grad_()
-    Tripled.apply(x).sum().backward()
+    Triple.apply(x).sum().backward()
     assert "__getattribute__" not in vars(kind)
     assert x.grad is not None
     x.to_local()
@@ -197,62 +197,62 @@ def test_distributed_tensors_alone_leave_torchs_functions_as_they_are() -> None:
     assert "__getattribute__" not in vars(kind)
 
 
-class Quadrupled(Tripled):
-    """Calls the ``forward`` of another, and applies a third one inside of its own."""
+class Quadruple(Triple):
+    """Function with a ``forward`` that calls the ``forward`` of another one and applies a third one."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None = None) -> Tensor:
-        return Tripled.forward(ctx, x) + Doubled.apply(x.clone()) / 2
+        return Triple.forward(ctx, x) + Double.apply(x.clone()) / 2
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         return 4 * grad, None
 
 
-@pytest.mark.usefixtures("as_torch_has_it")
-def test_a_forward_that_calls_others_and_one_without_gradients() -> None:
+@pytest.mark.usefixtures("unpatched_functions")
+def test_an_autograd_function_that_calls_other_functions_has_their_gradients() -> None:
     dt.init_device_mesh("cpu", (2,))
     x = PerRank([torch.ones(2), torch.ones(1, requires_grad=True)])
-    found: Any = Quadrupled.apply(x)
+    found: Any = Quadruple.apply(x)
     assert found.shards[1].requires_grad
     torch.testing.assert_close(found.shards[1], torch.full((1,), 4.0))
     torch.testing.assert_close(torch.autograd.grad(found.shards[1].sum(), x.shards[1])[0], torch.full((1,), 4.0))
     with torch.no_grad():
-        assert not any(shard.requires_grad for shard in Quadrupled.apply(x).shards)
-    alone = torch.ones(3, requires_grad=True)
-    Quadrupled.apply(alone).sum().backward()
-    torch.testing.assert_close(alone.grad, torch.full((3,), 4.0))
+        assert not any(shard.requires_grad for shard in Quadruple.apply(x).shards)
+    plain = torch.ones(3, requires_grad=True)
+    Quadruple.apply(plain).sum().backward()
+    torch.testing.assert_close(plain.grad, torch.full((3,), 4.0))
     with pytest.raises(TypeError):
-        Doubled.apply(x, 1)
-    torch.testing.assert_close(Doubled.apply(alone * 1), alone * 2)
+        Double.apply(x, 1)
+    torch.testing.assert_close(Double.apply(plain * 1), plain * 2)
 
 
-@pytest.mark.usefixtures("as_torch_has_it")
-@pytest.mark.parametrize("several", [False, True])
-@pytest.mark.parametrize("way", ["fully_shard", "parallelize_module"])
-def test_a_function_of_plain_tensors_that_meets_local_ones_inside_keeps_its_graph(way: str, several: bool) -> None:
+@pytest.mark.usefixtures("unpatched_functions")
+@pytest.mark.parametrize("two_results", [False, True])
+@pytest.mark.parametrize("parallelism", ["fully_shard", "parallelize_module"])
+def test_a_checkpointed_module_with_per_rank_parameters_keeps_its_graph(parallelism: str, two_results: bool) -> None:
     plain = torch.nn.Linear(3, 4)
     model, mesh = copy.deepcopy(plain), dt.init_device_mesh("cpu", (2,))
-    if way == "fully_shard":
+    if parallelism == "fully_shard":
         fully_shard(model, mesh=mesh)
     else:
         parallelize_module(model, mesh, RowwiseParallel(input_layouts=dt.Replicate()))
     found, inputs = [], []
     for module in (model, plain):
         x = torch.arange(6.0).view(2, 3).requires_grad_()
-        run = (lambda x, m=module: (m(x), m(x).tanh())) if several else module
+        run = (lambda x, m=module: (m(x), m(x).tanh())) if two_results else module
         y = checkpoint(run, x, use_reentrant=True)
-        (y[0] * y[1] if several else y.sin()).sum().backward()
+        (y[0] * y[1] if two_results else y.sin()).sum().backward()
         inputs.append(x.grad)
         found.append([p.grad.full_tensor() if isinstance(p.grad, dt.DTensor) else p.grad for p in module.parameters()])
-    for ours, theirs in zip(*found, strict=True):
-        for own in getattr(ours, "shards", [ours]):
-            torch.testing.assert_close(own, theirs)
+    for gradients, expected in zip(*found, strict=True):
+        for own in getattr(gradients, "shards", [gradients]):
+            torch.testing.assert_close(own, expected)
     torch.testing.assert_close(*inputs)
 
 
-class Parted(torch.autograd.Function):
-    """Makes tensors of all ranks, of different sizes, of a plain one."""
+class SplitOverRanks(torch.autograd.Function):
+    """Function that splits a plain tensor into per-rank tensors of different sizes."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -263,17 +263,17 @@ class Parted(torch.autograd.Function):
         return torch.cat([2 * shard for shard in grad.shards])
 
 
-KEPT = Parted.apply
+APPLY_READ_AT_IMPORT = SplitOverRanks.apply
 
 
-@pytest.mark.usefixtures("as_torch_has_it")
-def test_a_function_that_parts_a_plain_tensor() -> None:
+@pytest.mark.usefixtures("unpatched_functions")
+def test_an_autograd_function_that_splits_a_plain_tensor_over_ranks() -> None:
     dt.init_device_mesh("cpu", (2,))
-    per_rank(pieces())
+    per_rank(make_locals())
     x = torch.arange(3.0, requires_grad=True)
-    (Parted.apply(x) * per_rank([torch.ones(2), torch.full((1,), 5.0)])).sum().backward()
+    (SplitOverRanks.apply(x) * per_rank([torch.ones(2), torch.full((1,), 5.0)])).sum().backward()
     torch.testing.assert_close(x.grad, torch.tensor([2.0, 2.0, 10.0]))
     with torch.no_grad():
-        assert not any(shard.requires_grad for shard in KEPT(x).shards)  # type: ignore[attr-defined]  # PerRank
-    with pytest.raises(dt.errors.LayoutError, match=r"Parted.apply was read before .* read it again at the call"):
-        KEPT(x)
+        assert not any(shard.requires_grad for shard in APPLY_READ_AT_IMPORT(x).shards)  # type: ignore[attr-defined]  # PerRank
+    with pytest.raises(dt.errors.LayoutError, match=r"SplitOverRanks.apply was read before .* read it again at the call"):
+        APPLY_READ_AT_IMPORT(x)

@@ -1,4 +1,4 @@
-"""Placements are values: equal by content, printable, checked when they are made."""
+"""Placements: equality, copies, predicates, repr, validation and user-defined reductions."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ import dtensor as dt
 from dtensor.errors import PlacementError
 from dtensor.placement import Monoid, Partial, Placement, Replicate, Shard, normalize_placements
 
-ALL = [Shard(0), Shard(-1), Shard(1, sizes=(2, 3)), Shard(0, level=1), Replicate(), Partial(), Partial("max")]
+PLACEMENTS = [Shard(0), Shard(-1), Shard(1, sizes=(2, 3)), Shard(0, level=1), Replicate(), Partial(), Partial("max")]
 
 
-@pytest.mark.parametrize("placement", ALL, ids=str)
-def test_copies_are_equal_and_hash_alike(placement: Placement) -> None:
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
+def test_copies_of_a_placement_are_equal_with_equal_hash(placement: Placement) -> None:
     for other in (copy.copy(placement), copy.deepcopy(placement), pickle.loads(pickle.dumps(placement))):
         assert other == placement
         assert hash(other) == hash(placement)
 
 
-def test_different_ones_differ() -> None:
-    assert len(set(ALL)) == len(ALL)
+def test_different_placements_are_unequal() -> None:
+    assert len(set(PLACEMENTS)) == len(PLACEMENTS)
 
 
-@pytest.mark.parametrize("placement", ALL, ids=str)
-def test_placements_cannot_be_changed(placement: Placement) -> None:
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
+def test_placements_are_immutable(placement: Placement) -> None:
     with pytest.raises((AttributeError, TypeError)):
         placement.dim = 3
 
 
-def test_questions() -> None:
+def test_placement_predicates() -> None:
     assert Shard(1).is_shard()
     assert Shard(1).is_shard(1)
     assert Shard(1).is_shard(dim=1)
     assert not Shard(1).is_shard(0)
     assert Shard(1, level=0).is_shard(1)
-    assert not Shard(1, level=1).is_shard()  # programs that cut by placements, in the order of mesh dims, must not
+    assert not Shard(1, level=1).is_shard()  # programs that split in mesh dim order must not take it for a plain Shard
     assert not Shard(1).is_replicate()
     assert Replicate().is_replicate()
     assert not Replicate().is_partial()
@@ -58,12 +58,12 @@ def test_questions() -> None:
         (Partial(), "Partial(sum)", "P(sum)"),
     ],
 )
-def test_prints(placement: Placement, long: str, short: str) -> None:
+def test_repr_and_str_of_placements(placement: Placement, long: str, short: str) -> None:
     assert repr(placement) == long
     assert str(placement) == short
 
 
-def test_the_default_reduction_is_sum() -> None:
+def test_partial_reduces_by_sum_by_default() -> None:
     assert Partial() == Partial("sum")
     assert Partial().reduce_op == "sum"
 
@@ -81,17 +81,17 @@ def test_the_default_reduction_is_sum() -> None:
         (lambda: Shard(0, level=-1), "count from 0"),
     ],
 )
-def test_nonsense_is_refused(make: object, message: str) -> None:
+def test_invalid_placement_arguments_raise(make: object, message: str) -> None:
     with pytest.raises(PlacementError, match=message):
         make()
 
 
-def test_reductions_can_be_listed() -> None:
+def test_partial_lists_its_reductions() -> None:
     assert [Partial(op).is_partial(op) for op in Partial.ALL_REDUCE_OPS] == [True] * 5
     assert set(Partial.LINEAR_REDUCE_OPS) < set(Partial.ALL_REDUCE_OPS)
 
 
-def test_a_kind_of_ones_own_is_refused_since_what_it_adds_would_be_passed_over() -> None:
+def test_a_placement_subclass_with_new_methods_raises() -> None:
     with pytest.raises(PlacementError, match="Monoid"):
         type("Scaled", (Partial,), {"_reduce_value": lambda self, value, mesh, dim: value / 2, "__module__": __name__})
     named: Any = type("Experts", (Shard,), {"__module__": __name__, "__slots__": ()})
@@ -99,21 +99,21 @@ def test_a_kind_of_ones_own_is_refused_since_what_it_adds_would_be_passed_over()
     assert torch.equal((x + x).full_tensor(), torch.arange(6.0) * 2)
 
 
-def test_errors_are_the_builtins_of_plain_torch_too() -> None:
+def test_placement_error_is_a_value_error_and_a_runtime_error() -> None:
     with pytest.raises(ValueError):
         Partial("median")
     with pytest.raises(RuntimeError):
         Partial("median")
 
 
-def test_normalize_fills_in_and_counts() -> None:
+def test_normalize_placements_fills_defaults_and_resolves_negative_dims() -> None:
     assert normalize_placements(None, 2, 3) == (Replicate(), Replicate())
     assert normalize_placements(Shard(-1), 1, 3) == (Shard(2),)
     assert normalize_placements([Shard(-3), Partial()], 2, 3) == (Shard(0), Partial())
     assert normalize_placements([Shard(-1, sizes=(1, 2))], 1, 2) == (Shard(1, sizes=(1, 2)),)
 
 
-def test_a_monoid_is_a_reduction() -> None:
+def test_partial_of_a_monoid_compares_and_prints_by_the_monoid() -> None:
     keep_first = Monoid("first", lambda a, b: a, torch.zeros_like)
     assert Partial(keep_first) == Partial(keep_first)
     assert str(Partial(keep_first)) == "P(first)"

@@ -1,5 +1,4 @@
-"""A distributed value can be written into a plain tensor, where it is a number, and where every rank takes the whole value: under
-``implicit_replication()``, and where autograd adds up gradients."""
+"""Plain writes: in-place writes of DTensors to plain tensors under implicit_replication, and gradients of plain leaves."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ WRITES: dict[str, Write] = {
 
 @pytest.mark.parametrize("placement", [dt.Shard(0), dt.Shard(1), dt.Replicate(), dt.Partial()], ids=str)
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
-def test_the_plain_tensor_holds_what_it_would_on_one_device(write: Write, placement: dt.Placement) -> None:
+def test_in_place_writes_of_a_dtensor_to_a_plain_tensor_equal_one_device(write: Write, placement: dt.Placement) -> None:
     value, expected, plain = torch.randn(5, 4), torch.ones(5, 4), torch.ones(5, 4)
     write(expected, value)
     with dt.implicit_replication():
@@ -40,28 +39,28 @@ def test_the_plain_tensor_holds_what_it_would_on_one_device(write: Write, placem
 
 
 @pytest.mark.parametrize("write", [WRITES["add_"], WRITES["a slice"], WRITES["rows"], WRITES["index_add_"]])
-def test_gradients_flow_through_a_plain_tensor_that_was_written(write: Write) -> None:
+def test_gradients_flow_through_in_place_writes_to_a_plain_tensor(write: Write) -> None:
     value = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
     x = dt.distribute_tensor(value.detach(), dt.init_device_mesh("cpu", (3,)), [dt.Shard(0)]).requires_grad_()
     grads = []
-    for given in (value, x):
+    for source in (value, x):
         with dt.implicit_replication():
             plain = torch.zeros(5, 4, dtype=torch.float64)
-            write(plain, given)
-            (plain * plain * given).sum().backward()
-        grads.append(given.grad)
+            write(plain, source)
+            (plain * plain * source).sum().backward()
+        grads.append(source.grad)
     assert grads[1].placements == (dt.Shard(0),)
     assert torch.allclose(grads[1].full_tensor(), grads[0])
 
 
-def test_elsewhere_such_a_write_is_refused() -> None:
+def test_an_in_place_write_of_a_dtensor_to_a_plain_tensor_raises_by_default() -> None:
     x = dt.ones(4, device_mesh=dt.init_device_mesh("cpu", (2,)), placements=[dt.Shard(0)])
     with pytest.raises(MixedTensorError, match="implicit_replication"):
         torch.zeros(4).add_(x)
 
 
-def test_a_plain_tensor_is_not_made_to_read_from_a_distributed_one() -> None:
-    """Torch would exchange what is below ``plain``: the next reading of it ended the process."""
+def test_data_of_a_plain_tensor_refuses_a_dtensor() -> None:
+    """Without this error, the next read of ``plain`` crashed the process."""
     x = dt.ones(4, device_mesh=dt.init_device_mesh("cpu", (2,)), placements=[dt.Shard(0)])
     plain, parameter = torch.zeros(4), torch.nn.Parameter(torch.zeros(4))
     for own in (plain, parameter):
@@ -73,17 +72,19 @@ def test_a_plain_tensor_is_not_made_to_read_from_a_distributed_one() -> None:
         assert own.sum() == 0
 
 
-def test_a_function_over_a_modules_tensors_may_distribute_them_and_gather_them_again() -> None:
+def test_module_apply_can_distribute_and_gather_parameters() -> None:
     mesh, module = dt.init_device_mesh("cpu", (2,)), torch.nn.BatchNorm1d(3)
-    whole = {name: value.clone() for name, value in module.state_dict().items()}
+    plain_state = {name: value.clone() for name, value in module.state_dict().items()}
     module._apply(lambda t: dt.distribute_tensor(t, mesh, [dt.Shard(0) if t.ndim else dt.Replicate()]))
     assert all(isinstance(value, dt.DTensor) for value in module.state_dict().values())
     assert type(module.double().weight) is dt.DTensor
     module.float()._apply(lambda t: t.full_tensor())
-    assert all(type(value) is torch.Tensor and torch.equal(value, whole[name]) for name, value in module.state_dict().items())
+    assert all(
+        type(value) is torch.Tensor and torch.equal(value, plain_state[name]) for name, value in module.state_dict().items()
+    )
 
 
-def written_on_ranks() -> None:
+def _write_on_ranks() -> None:
     mesh = dt.init_device_mesh("cpu", (4,))
     plain, value = torch.ones(5, 4), torch.arange(20.0).reshape(5, 4)
     with dt.implicit_replication():
@@ -92,33 +93,33 @@ def written_on_ranks() -> None:
 
 
 @pytest.mark.gloo
-def test_every_rank_takes_the_whole_value() -> None:
-    run_gloo(written_on_ranks, 4)
+def test_in_place_writes_to_a_plain_tensor_on_four_processes() -> None:
+    run_gloo(_write_on_ranks, 4)
 
 
-def _penalised(x: torch.Tensor, plain: torch.Tensor) -> torch.Tensor | None:
+def _accumulate_gradient(x: torch.Tensor, plain: torch.Tensor) -> torch.Tensor | None:
     plain.grad = None
-    (plain**2).sum().backward()  # a plain gradient, to which a distributed one is added
+    (plain**2).sum().backward()  # a plain gradient; the next backward adds a distributed one
     (x.sum() + (3 * plain).sum()).backward()
     return plain.grad
 
 
-def gradients_of_a_plain_leaf() -> None:
+def check_gradients_of_a_plain_leaf() -> None:
     x = dt.ones(5, 4, device_mesh=dt.init_device_mesh("cpu", (2,)), placements=[dt.Shard(0)])
     plain = torch.arange(3.0, requires_grad=True)
     for _ in range(2):
-        found = _penalised(x, plain)
+        found = _accumulate_gradient(x, plain)
         assert type(found) is torch.Tensor
         assert torch.equal(found, 2 * plain.detach() + 3)
 
 
-def test_gradients_of_a_plain_leaf_add_up() -> None:
-    gradients_of_a_plain_leaf()
+def test_plain_and_distributed_gradients_of_a_plain_leaf_accumulate() -> None:
+    check_gradients_of_a_plain_leaf()
 
 
 @pytest.mark.gloo
 def test_plain_and_distributed_gradients_of_a_plain_leaf_accumulate_on_processes() -> None:
-    run_gloo(gradients_of_a_plain_leaf, 2)
+    run_gloo(check_gradients_of_a_plain_leaf, 2)
 
 
 OPTIMIZERS: tuple[tuple[Any, dict[str, Any]], ...] = (
@@ -132,7 +133,7 @@ OPTIMIZERS: tuple[tuple[Any, dict[str, Any]], ...] = (
 )
 
 
-def a_plain_scale(shape: tuple[int, ...]) -> None:
+def check_training_with_a_plain_scale(shape: tuple[int, ...]) -> None:
     for kind, options in OPTIMIZERS:
         trained = []
         for mesh in (None, dt.init_device_mesh("cpu", (2,))):
@@ -154,10 +155,10 @@ def a_plain_scale(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
-def test_optimizers_step_a_plain_number_whose_gradient_is_distributed(shape: tuple[int, ...]) -> None:
-    a_plain_scale(shape)
+def test_optimizers_update_a_plain_scalar_with_a_distributed_gradient(shape: tuple[int, ...]) -> None:
+    check_training_with_a_plain_scale(shape)
 
 
 @pytest.mark.gloo
-def test_optimizers_step_a_plain_number_on_ranks() -> None:
-    run_gloo(a_plain_scale, 2, (1,))
+def test_optimizers_update_a_plain_scalar_on_processes() -> None:
+    run_gloo(check_training_with_a_plain_scale, 2, (1,))

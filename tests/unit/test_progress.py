@@ -11,7 +11,7 @@ from dtensor.base import progress as module
 from dtensor.base.progress import iterate_with_progress, report_periodically
 
 
-class Lines:
+class LineRecorder:
     """A stderr that is no terminal and sets an event at each line."""
 
     def __init__(self) -> None:
@@ -30,22 +30,22 @@ class Lines:
         pass
 
 
-def test_long_work_reports_how_much_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    stderr = Lines()
+def test_progress_of_long_work_reports_the_number_of_items(monkeypatch: pytest.MonkeyPatch) -> None:
+    stderr = LineRecorder()
     monkeypatch.setattr(sys, "stderr", stderr)
     monkeypatch.setattr(module, "_FIRST_WAIT", 0.0)
     monkeypatch.setattr(module, "_NEXT_WAIT", 0.001)
     done = []
-    for thing in iterate_with_progress(range(3), 3, "verifying"):
+    for item in iterate_with_progress(range(3), 3, "verifying"):
         stderr.written.clear()
-        assert stderr.written.wait(60)  # a line arrives while this one is worked on
-        done.append(thing)
+        assert stderr.written.wait(60)  # a line is printed while this item is processed
+        done.append(item)
     assert done == [0, 1, 2]
     assert "verifying: 2 of 3, 0 s\n" in stderr.text
 
 
-def test_short_work_reports_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    stderr = Lines()
+def test_progress_of_short_work_reports_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    stderr = LineRecorder()
     monkeypatch.setattr(sys, "stderr", stderr)
     assert list(iterate_with_progress(range(3), 3, "verifying")) == [0, 1, 2]
     with pytest.raises(ZeroDivisionError), report_periodically(lambda: "planning"):

@@ -1,4 +1,4 @@
-"""Whoever asks ``help`` of a public name is told what it costs and what goes wrong, and shown a program."""
+"""Public names: each docstring describes communication and errors and has an example."""
 
 from __future__ import annotations
 
@@ -13,46 +13,46 @@ import pytest
 
 import dtensor as dt
 
-WINGS = ("checkpoint", "debug", "parallel", "sharding_spec", "testing", "sharded_tensor", "clusters", "hf")
+PACKAGES = ("checkpoint", "debug", "parallel", "sharding_spec", "testing", "sharded_tensor", "clusters", "hf")
 ALIASES = ("fsdp", "experimental", "device_mesh", "placement_types")
-ROOMS: tuple[ModuleType, ...] = (dt, *(import_module(f"dtensor.{name}") for name in (*WINGS, *ALIASES)))
+MODULES: tuple[ModuleType, ...] = (dt, *(import_module(f"dtensor.{name}") for name in (*PACKAGES, *ALIASES)))
 COST = re.compile(r"communicat|collective|gather|all-reduce|all-to-all|reduce-scatter|broadcast|\bcosts?\b", re.IGNORECASE)
-FAULTS = re.compile(r"\braise[sd]?\b|Error\b|\berrors?\b", re.IGNORECASE)
+ERRORS = re.compile(r"\braise[sd]?\b|Error\b|\berrors?\b", re.IGNORECASE)
 
 
-def names() -> dict[str, Any]:
-    """What the rooms of the face offer and that can be called, each under its first name."""
+def public_callables() -> dict[str, Any]:
+    """Return the public callables of all public modules, each under its first name."""
     found: dict[int, tuple[str, Any]] = {}
-    for room in ROOMS:
-        for name in room.__all__:
-            thing = getattr(room, name)
-            if callable(thing):
-                found.setdefault(id(thing), (f"{room.__name__}.{name}", thing))
+    for module in MODULES:
+        for name in module.__all__:
+            public_object = getattr(module, name)
+            if callable(public_object):
+                found.setdefault(id(public_object), (f"{module.__name__}.{name}", public_object))
     return dict(found.values())
 
 
-NAMES = names()
+NAMES = public_callables()
 
 
-def is_value(thing: Any) -> bool:
-    """Whether it is a record, a base of records or an error: it raises nothing that its makers do not."""
-    if not inspect.isclass(thing):
+def is_record_or_error(public_object: Any) -> bool:
+    """Return True if ``public_object`` is a record, a base class of records or an error, which need not describe errors."""
+    if not inspect.isclass(public_object):
         return False
-    record = dataclasses.is_dataclass(thing) or issubclass(thing, (tuple, Exception))
-    return record or any(dataclasses.is_dataclass(below) for below in thing.__subclasses__())
+    record = dataclasses.is_dataclass(public_object) or issubclass(public_object, (tuple, Exception))
+    return record or any(dataclasses.is_dataclass(subclass) for subclass in public_object.__subclasses__())
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_public_name_says_what_it_costs_and_raises_and_shows_a_program(name: str) -> None:
-    thing = NAMES[name]
-    said = (thing.__doc__ or "") + ((thing.__init__.__doc__ or "") if inspect.isclass(thing) else "")
-    assert ">>> " in said, f"{name} has no example"
-    assert COST.search(said), f"{name} does not say what it communicates"
-    assert is_value(thing) or FAULTS.search(said), f"{name} does not say what it raises"
+def test_docstring_of_a_public_name_has_communication_errors_and_an_example(name: str) -> None:
+    public_object = NAMES[name]
+    doc = (public_object.__doc__ or "") + ((public_object.__init__.__doc__ or "") if inspect.isclass(public_object) else "")
+    assert ">>> " in doc, f"{name} has no example"
+    assert COST.search(doc), f"{name} does not say what it communicates"
+    assert is_record_or_error(public_object) or ERRORS.search(doc), f"{name} does not say what it raises"
 
 
-def test_all_rooms_are_asked() -> None:
+def test_all_public_modules_are_checked() -> None:
     assert len(NAMES) > 100
     assert {"dtensor.DTensor", "dtensor.parallel.fully_shard", "dtensor.checkpoint.save"} <= {*NAMES}
-    hidden = [name for name, thing in NAMES.items() if not (thing.__doc__ or "").strip()]
-    assert hidden == []
+    undocumented = [name for name, public_object in NAMES.items() if not (public_object.__doc__ or "").strip()]
+    assert undocumented == []

@@ -1,6 +1,6 @@
-"""Ranks as threads of one process, as torch's own tests run them: every thread is a rank of its own world."""
+"""Ranks as threads of one process: torch's MultiThreadedTestCase, and thread safety of planning and generators."""
 
-# ruff: noqa: PT009 -- values of tensors
+# ruff: noqa: PT009 -- assertEqual compares tensors
 from __future__ import annotations
 
 import subprocess
@@ -19,7 +19,7 @@ from dtensor.base import generators
 from dtensor.propagation import shape_inference
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # torch 2.11's own end of such a world raises
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the teardown of torch 2.11 raises
 class Threads(MultiThreadedTestCase):
     @property
     def world_size(self) -> int:
@@ -29,7 +29,7 @@ class Threads(MultiThreadedTestCase):
         super().setUp()
         self._spawn_threads()
 
-    def test_values_gradients_and_groups(self) -> None:
+    def test_redistribution_gradients_and_submeshes_on_threads(self) -> None:
         mesh = dt.init_device_mesh("cpu", (4,))
         value = torch.arange(45.0).view(9, 5)
         x = dt.distribute_tensor(value, mesh, [Shard(0)])
@@ -44,12 +44,14 @@ class Threads(MultiThreadedTestCase):
         (weight @ weight.t()).square().mean().backward()
         self.assertEqual(y.grad.placements, (Shard(0), Shard(1)))
         self.assertEqual(y.grad.full_tensor(), weight.grad)
-        term = dt.DTensor.from_local(torch.full((3,), float(self.rank)), square["tp"], [Partial()])
-        self.assertEqual(term.redistribute(placements=[Replicate()]).to_local(), torch.full((3,), 1.0 if self.rank < 2 else 5.0))
+        partial = dt.DTensor.from_local(torch.full((3,), float(self.rank)), square["tp"], [Partial()])
+        self.assertEqual(
+            partial.redistribute(placements=[Replicate()]).to_local(), torch.full((3,), 1.0 if self.rank < 2 else 5.0)
+        )
 
 
-def test_a_thread_plans_while_another_is_within_an_operator_without_data() -> None:
-    """Fake tensors remember whose kernel runs in their mode: each thread has a mode of its own."""
+def test_a_thread_plans_while_another_runs_a_fake_kernel() -> None:
+    """Fake tensor modes store the running kernel, so each thread needs its own mode."""
     x = dt.distribute_tensor(torch.arange(21.0).view(7, 3), dt.init_device_mesh("cpu", (2,)), [Shard(0)])
     out = torch.zeros_like(x)
     with shape_inference._FAKE_MODES.fake as mode, in_kernel_invocation_manager(mode), ThreadPoolExecutor(1) as other:
@@ -59,7 +61,7 @@ def test_a_thread_plans_while_another_is_within_an_operator_without_data() -> No
     assert torch.equal(written.result().full_tensor(), x.full_tensor() * 2)
 
 
-ASKING = """
+GENERATOR_PROGRAM = """
 import gc, importlib.util, sys, threading, time, torch
 spec = importlib.util.spec_from_file_location("generators", sys.argv[1])
 generators = importlib.util.module_from_spec(spec)
@@ -86,8 +88,8 @@ print("asked")
 """
 
 
-def test_threads_ask_a_generator_while_garbage_is_collected() -> None:
-    """A process of its own: with ``generator.get_state()`` itself the interpreter stands still."""
-    given = [sys.executable, "-c", ASKING, generators.__file__]
-    found = subprocess.run(given, capture_output=True, text=True, timeout=100, check=False)
-    assert found.stdout == "asked\n", found.stderr
+def test_threads_read_a_generator_state_during_garbage_collection() -> None:
+    """Runs in a subprocess, because ``generator.get_state()`` deadlocks the interpreter here."""
+    command = [sys.executable, "-c", GENERATOR_PROGRAM, generators.__file__]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.stdout == "asked\n", done.stderr

@@ -1,4 +1,4 @@
-"""A value that operators need in another layout is moved once; its placements, pieces and memory stay what they are."""
+"""Redistribution cache: operators redistribute an operand once per layout, and no write makes a cached copy stale."""
 
 from __future__ import annotations
 
@@ -21,48 +21,49 @@ def mesh() -> dt.DeviceMesh:
     return dt.init_device_mesh("cpu", (3,))
 
 
-def in_terms() -> dt.DTensor:
+def make_partial() -> dt.DTensor:
+    """Return ``X @ X.t()`` as a partial sum."""
     left, right = (dt.distribute_tensor(x, mesh(), [p]) for x, p in ((X, Shard(1)), (X.t().contiguous(), Shard(0))))
     return left @ right
 
 
-def collectives(run: Callable[[], Any]) -> int:
-    with CommDebugMode() as seen:
+def count_collectives(run: Callable[[], Any]) -> int:
+    with CommDebugMode() as observed:
         run()
-    return seen.get_total_counts()
+    return observed.get_total_counts()
 
 
-def test_terms_are_added_up_once_for_all_who_need_them() -> None:
-    y = in_terms()
+def test_a_partial_operand_is_reduced_once_for_several_operators() -> None:
+    y = make_partial()
     assert y.placements == (Partial(),)
-    assert collectives(lambda: (y.exp(), y.sin(), y.abs(), y.t().cos())) == 1
+    assert count_collectives(lambda: (y.exp(), y.sin(), y.abs(), y.t().cos())) == 1
     assert y.placements == (Partial(),)
     torch.testing.assert_close(y.exp().full_tensor(), (X @ X.t()).exp())
 
 
-def test_sums_that_lie_cut_are_not_had_whole_for_nothing() -> None:
-    y, z = in_terms(), dt.distribute_tensor(torch.ones(6, 6, dtype=X.dtype), mesh(), [Shard(1)])
-    assert collectives(lambda: y * z) == 1
-    assert collectives(lambda: y * y) == 0
+def test_a_reduce_scattered_copy_is_reused_without_an_all_gather() -> None:
+    y, z = make_partial(), dt.distribute_tensor(torch.ones(6, 6, dtype=X.dtype), mesh(), [Shard(1)])
+    assert count_collectives(lambda: y * z) == 1
+    assert count_collectives(lambda: y * y) == 0
     assert (y * y).placements == (Shard(1),)
     assert (y.t() * y.t()).placements == (Shard(0),)
     torch.testing.assert_close((y * y).full_tensor(), (X @ X.t()) ** 2)
 
 
-def test_a_value_needed_whole_and_cut_is_moved_once() -> None:
-    y, z = in_terms(), dt.distribute_tensor(torch.ones(6, 6, dtype=X.dtype), mesh(), [Shard(1)])
-    assert collectives(lambda: (y.exp(), y * z)) == 1
+def test_a_partial_operand_needed_replicated_and_sharded_is_redistributed_once() -> None:
+    y, z = make_partial(), dt.distribute_tensor(torch.ones(6, 6, dtype=X.dtype), mesh(), [Shard(1)])
+    assert count_collectives(lambda: (y.exp(), y * z)) == 1
     torch.testing.assert_close((y * z).full_tensor(), X @ X.t())
 
 
-def test_backward_uses_what_forward_moved() -> None:
+def test_backward_reuses_the_cached_copies_of_forward() -> None:
     w = dt.distribute_tensor(X, mesh(), [Shard(1)]).requires_grad_()
     y = w @ dt.distribute_tensor(X.t().contiguous(), mesh(), [Shard(0)])
     loss = y.square().sum()
-    whole = X.clone().requires_grad_()
-    (whole @ X.t()).square().sum().backward()
-    assert collectives(loss.backward) == 0
-    torch.testing.assert_close(w.grad.full_tensor(), whole.grad)
+    plain = X.clone().requires_grad_()
+    (plain @ X.t()).square().sum().backward()
+    assert count_collectives(loss.backward) == 0
+    torch.testing.assert_close(w.grad.full_tensor(), plain.grad)
 
 
 @pytest.mark.parametrize(
@@ -87,8 +88,8 @@ def test_backward_uses_what_forward_moved() -> None:
 @pytest.mark.parametrize(
     "before", [lambda y: y.exp(), lambda y: y.t().exp(), lambda y: y.detach().exp(), lambda y: y.view(4, 9).exp()]
 )
-def test_what_is_written_is_seen(write: Callable[[Any], Any], before: Callable[[Any], Any]) -> None:
-    y, plain = in_terms(), X @ X.t()
+def test_writes_through_any_alias_invalidate_cached_copies(write: Callable[[Any], Any], before: Callable[[Any], Any]) -> None:
+    y, plain = make_partial(), X @ X.t()
     views = [y.t(), y.detach(), y[2:], y.view(36)]
     for view in (y, *views):
         view.sin()
@@ -101,52 +102,52 @@ def test_what_is_written_is_seen(write: Callable[[Any], Any], before: Callable[[
     else:
         write(plain)
     write(y)
-    shown = [plain.t(), plain.detach(), plain[2:], plain.view(36)]
-    for mine, other in zip((y, *views), (plain, *shown), strict=False):
-        torch.testing.assert_close(mine.exp().detach().full_tensor(), other.exp().detach())
+    plain_views = [plain.t(), plain.detach(), plain[2:], plain.view(36)]
+    for result, other in zip((y, *views), (plain, *plain_views), strict=False):
+        torch.testing.assert_close(result.exp().detach().full_tensor(), other.exp().detach())
 
 
-def test_a_result_that_shares_memory_with_what_was_moved_is_the_users() -> None:
-    y = in_terms()
+def test_a_write_to_an_operator_result_does_not_change_the_cached_copy() -> None:
+    y = make_partial()
     flat = torch.ops.aten._unsafe_view(y.exp(), [36])
     y.exp()
     flat.zero_()
     torch.testing.assert_close(y.exp().full_tensor(), (X @ X.t()).exp())
 
 
-def test_pieces_that_the_user_has_are_moved_each_time() -> None:
+def test_local_tensors_exposed_to_the_user_are_redistributed_at_each_use() -> None:
     y = dt.DTensor.from_local(dt.per_rank([X, X, X]), mesh(), [Partial()])
-    assert collectives(lambda: (y.exp(), y.exp())) == 2
-    z = in_terms()
+    assert count_collectives(lambda: (y.exp(), y.exp())) == 2
+    z = make_partial()
     z.to_local()
-    assert collectives(lambda: (z.exp(), z.t().exp())) == 2
+    assert count_collectives(lambda: (z.exp(), z.t().exp())) == 2
 
 
-def test_a_parameter_is_not_kept_whole() -> None:
+def test_an_all_gathered_parameter_is_not_cached_by_default() -> None:
     w = torch.nn.Parameter(dt.distribute_tensor(X, mesh(), [Shard(0)]))
     x = dt.distribute_tensor(X, mesh(), [Shard(0)])
-    assert collectives(lambda: (x @ w.t(), x @ w.t())) == 2
+    assert count_collectives(lambda: (x @ w.t(), x @ w.t())) == 2
 
 
-def test_a_cut_activation_is_gathered_once_for_several_products() -> None:
+def test_a_sharded_activation_is_gathered_once_for_several_matmuls() -> None:
     w = [dt.distribute_tensor(torch.randn(4, 300, dtype=X.dtype), mesh(), [Shard(1)]).requires_grad_() for _ in range(3)]
     x = dt.distribute_tensor(X, mesh(), [Shard(0)]).requires_grad_() * 1
-    assert collectives(lambda: [x @ each for each in w]) == 1
+    assert count_collectives(lambda: [x @ each for each in w]) == 1
 
 
-def test_forms_of_long_lived_tensors_are_few() -> None:
+def test_only_the_most_recent_leaf_tensors_keep_cached_copies() -> None:
     xs = [dt.distribute_tensor(X, mesh(), [Shard(0)]) for _ in range(9)]
     w = dt.distribute_tensor(torch.randn(4, 300, dtype=X.dtype), mesh(), [Shard(1)])
     for x in xs:
         x @ w
-    assert collectives(lambda: xs[-1] @ w) == 0
-    assert collectives(lambda: xs[0] @ w) == 1
-    held = [x for x in xs if any(forms for forms in x.__dict__["_forms"].copies.values())]
-    assert len(held) == 4
+    assert count_collectives(lambda: xs[-1] @ w) == 0
+    assert count_collectives(lambda: xs[0] @ w) == 1
+    cached = [x for x in xs if any(forms for forms in x.__dict__["_forms"].copies.values())]
+    assert len(cached) == 4
 
 
 def with_budget(nbytes: int, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """Set the budget of cached copies for a new mesh; return a function that returns the bytes that are held."""
+    """Set the budget of cached copies for a new mesh; return a function that returns the bytes that are cached."""
     monkeypatch.setenv("DTENSOR_CACHED_COPIES_BYTES", str(nbytes))
     monkeypatch.setattr("dtensor.dispatch.redistribution_cache._RECENT", _RecentByMesh())
     before = dt.cache_info()["dispatch.cached_copies_bytes"]
@@ -156,57 +157,57 @@ def with_budget(nbytes: int, monkeypatch: pytest.MonkeyPatch) -> Callable[[], in
 
 def test_the_least_recently_used_copies_are_dropped_beyond_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     size = 6 * 6 * 8  # bytes of a reduced copy
-    held = with_budget(2 * size, monkeypatch)
-    a, b, c = in_terms(), in_terms(), in_terms()
+    cached = with_budget(2 * size, monkeypatch)
+    a, b, c = make_partial(), make_partial(), make_partial()
     a.exp(), b.exp()
-    assert held() == 2 * size
-    assert collectives(lambda: a.exp()) == 0  # b is the least recently used one now
-    assert collectives(lambda: c.exp()) == 1
-    assert held() == 2 * size
-    assert collectives(lambda: (a.exp(), c.exp())) == 0
-    assert collectives(lambda: b.exp()) == 1
+    assert cached() == 2 * size
+    assert count_collectives(lambda: a.exp()) == 0  # b is the least recently used one now
+    assert count_collectives(lambda: c.exp()) == 1
+    assert cached() == 2 * size
+    assert count_collectives(lambda: (a.exp(), c.exp())) == 0
+    assert count_collectives(lambda: b.exp()) == 1
     torch.testing.assert_close(b.exp().full_tensor(), (X @ X.t()).exp())
 
 
-def test_a_freed_copy_counts_until_others_push_it_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank may keep a tensor longer than another one: what is dropped must not depend on it."""
+def test_a_freed_copy_counts_against_the_budget_until_it_is_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank may keep a tensor longer than another one. Eviction must not depend on this."""
     size = 6 * 6 * 8
-    held = with_budget(2 * size, monkeypatch)
-    a, b = in_terms(), in_terms()
+    cached = with_budget(2 * size, monkeypatch)
+    a, b = make_partial(), make_partial()
     a.exp(), b.exp()
     del b
-    assert held() == size
-    in_terms().exp()
-    assert collectives(lambda: a.exp()) == 1
+    assert cached() == size
+    make_partial().exp()
+    assert count_collectives(lambda: a.exp()) == 1
 
 
 def test_no_copy_is_held_with_a_budget_of_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    held = with_budget(0, monkeypatch)
-    y = in_terms()
-    assert collectives(lambda: (y.exp(), y.exp())) == 2
-    assert held() == 0
+    cached = with_budget(0, monkeypatch)
+    y = make_partial()
+    assert count_collectives(lambda: (y.exp(), y.exp())) == 2
+    assert cached() == 0
 
 
-def test_a_budget_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_budget_that_is_not_an_integer_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DTENSOR_CACHED_COPIES_BYTES", "8GB")
     with pytest.raises(ArgumentError, match="'8GB' is no whole number of bytes"):
         dt.cache_info()
 
 
-def test_a_recording_uses_what_is_in_it() -> None:
-    y = in_terms()
+def test_a_capture_replays_correctly_on_inputs_with_cached_copies() -> None:
+    y = make_partial()
     y.exp()
     f = dt.capture(lambda v: v.exp() + v.sin())
     with torch.no_grad():
         for scale in (1, 2, 3):
-            v = in_terms().mul_(scale)
+            v = make_partial().mul_(scale)
             v.exp()
             torch.testing.assert_close(f(v).full_tensor(), (X @ X.t() * scale).exp() + (X @ X.t() * scale).sin())
     assert f.cache_info().replayed >= 1
 
 
-def test_what_data_gave_sees_what_is_written_to_the_tensor() -> None:
-    y, plain = in_terms(), X @ X.t()
+def test_cached_copies_of_data_follow_writes_to_its_tensor() -> None:
+    y, plain = make_partial(), X @ X.t()
     same, other = y.data, plain.data
     row, other_row = same.chunk(2, 0)[-1], other.chunk(2, 0)[-1]
     for write in (lambda x: x.t().add_(1), lambda x: x.view(36).mul_(2), lambda x: x[1:].sub_(1)):
@@ -217,8 +218,8 @@ def test_what_data_gave_sees_what_is_written_to_the_tensor() -> None:
         torch.testing.assert_close(row.sin().full_tensor(), other_row.sin())
 
 
-def test_a_tensor_that_became_other_memory_is_no_view_of_what_it_was() -> None:
-    y, z = in_terms(), in_terms() + 1
+def test_assigned_data_replaces_the_cached_copies_of_a_view() -> None:
+    y, z = make_partial(), make_partial() + 1
     y.sin()
     view = y.view(36)
     view.sin()
@@ -228,116 +229,115 @@ def test_a_tensor_that_became_other_memory_is_no_view_of_what_it_was() -> None:
     torch.testing.assert_close(view.sin().full_tensor(), torch.zeros(6, 6, dtype=X.dtype))
 
 
-def gathers(run: Callable[[], Any]) -> int:
-    with CommDebugMode() as seen:
+def count_all_gathers(run: Callable[[], Any]) -> int:
+    with CommDebugMode() as observed:
         run()
-    return sum(event.kind == "all_gather" for event in seen.events)
+    return sum(event.kind == "all_gather" for event in observed.events)
 
 
-def fully_sharded() -> tuple[Any, Callable[[], Any]]:
+def make_sharded_step() -> tuple[Any, Callable[[], Any]]:
     w = torch.nn.Parameter(dt.distribute_tensor(torch.randn(30, 30, dtype=X.dtype), mesh(), [Shard(0)]))
     x = dt.distribute_tensor(torch.randn(1000, 30, dtype=X.dtype), mesh(), [Shard(0)]).requires_grad_()
     return w, lambda: (x @ w).square().sum()
 
 
-def test_a_parameter_may_be_remembered_until_its_gradient_arrives() -> None:
-    w, run = fully_sharded()
+def test_remember_parameters_caches_a_gathered_parameter_until_its_gradient_arrives() -> None:
+    w, run = make_sharded_step()
     run().backward()
     expected, w.grad = w.grad, None
-    assert gathers(lambda: run().backward()) == 2
+    assert count_all_gathers(lambda: run().backward()) == 2
     w.grad = None
     with dt.remember("parameters"):
         loss = run()
-        assert gathers(run) == 0
+        assert count_all_gathers(run) == 0
     assert any(w.__dict__["_forms"].copies.values())
-    assert gathers(loss.backward) == 0
+    assert count_all_gathers(loss.backward) == 0
     assert not any(w.__dict__["_forms"].copies.values())
     assert torch.equal(w.grad.full_tensor(), expected.full_tensor())
     with dt.remember("parameters"):
-        assert gathers(run) == 1
+        assert count_all_gathers(run) == 1
         with torch.no_grad():
             w.mul_(2)
         before = run()
     assert torch.allclose(before.full_tensor(), 4 * loss.full_tensor())
     with dt.remember("parameters"), torch.no_grad():
         w.mul_(0.5)
-        assert gathers(lambda: (run(), run())) == 2, "no backward pass will come"
+        assert count_all_gathers(lambda: (run(), run())) == 2, "no backward pass will come"
 
 
-def test_nothing_need_be_remembered() -> None:
-    y = in_terms()
+def test_remember_nothing_disables_the_cache() -> None:
+    y = make_partial()
     with dt.remember("nothing"):
-        assert collectives(lambda: (y.exp(), y.sin())) == 2
-    assert collectives(lambda: (y.exp(), y.sin())) == 1
+        assert count_collectives(lambda: (y.exp(), y.sin())) == 2
+    assert count_collectives(lambda: (y.exp(), y.sin())) == 1
     with pytest.raises(dt.errors.ArgumentError, match="nothing"), dt.remember("all"):
         pass
 
 
-# --- operands of one call ---------------------------------------------------------------------------------------------------
-def cut(*shape: int, dim: int = 0) -> dt.DTensor:
+# --- operands of one call -------------------------------------------------------------------------------------------
+def make_sharded(*shape: int, dim: int = 0) -> dt.DTensor:
     return dt.distribute_tensor(torch.randn(shape, dtype=X.dtype), mesh(), [Shard(dim)])
 
 
-def test_what_a_call_needs_of_several_operands_goes_in_one_collective() -> None:
-    x, weight, bias = cut(60, 4), cut(5, 4), cut(5)
-    with CommDebugMode() as seen:
+def test_operands_of_one_call_are_redistributed_in_one_collective() -> None:
+    x, weight, bias = make_sharded(60, 4), make_sharded(5, 4), make_sharded(5)
+    with CommDebugMode() as observed:
         y = torch.nn.functional.linear(x, weight, bias)
-    assert seen.get_comm_counts() == {"all_gather": 1}
-    assert sum(seen.get_comm_bytes().values()) == (4 + 1) * 4 * 8  # of rows (2, 2, 1) the last rank gets four
+    assert observed.get_comm_counts() == {"all_gather": 1}
+    assert sum(observed.get_comm_bytes().values()) == (4 + 1) * 4 * 8  # rows are (2, 2, 1), so the last rank receives four
     assert y.placements == (Shard(0),)
     expected = torch.nn.functional.linear(x.full_tensor(), weight.full_tensor(), bias.full_tensor())
     assert torch.equal(y.full_tensor(), expected)
 
 
-def test_terms_of_a_call_are_added_up_together_and_each_is_remembered() -> None:
-    y, z = in_terms(), in_terms()
-    assert collectives(lambda: torch.maximum(y, z)) == 1
-    assert collectives(lambda: (y.exp(), z.exp())) == 0
+def test_partial_operands_of_one_call_are_reduced_together_and_cached_separately() -> None:
+    y, z = make_partial(), make_partial()
+    assert count_collectives(lambda: torch.maximum(y, z)) == 1
+    assert count_collectives(lambda: (y.exp(), z.exp())) == 0
     torch.testing.assert_close(torch.maximum(y, z).full_tensor(), X @ X.t())
 
 
-def test_one_memory_that_a_call_needs_twice_is_moved_once() -> None:
-    y = in_terms()
-    assert collectives(lambda: torch.maximum(y, y)) == 1
-    z = in_terms()
-    assert collectives(lambda: torch.maximum(z, z.t())) == 1
+def test_an_operand_used_twice_in_one_call_is_redistributed_once() -> None:
+    y = make_partial()
+    assert count_collectives(lambda: torch.maximum(y, y)) == 1
+    z = make_partial()
+    assert count_collectives(lambda: torch.maximum(z, z.t())) == 1
     torch.testing.assert_close(torch.maximum(z, z.t()).full_tensor(), X @ X.t())
 
 
-def test_what_is_there_does_not_travel_with_what_is_not() -> None:
-    y, z = in_terms(), in_terms()
+def test_a_cached_operand_is_not_sent_with_an_uncached_operand() -> None:
+    y, z = make_partial(), make_partial()
     y.exp()
-    with CommDebugMode() as seen:
+    with CommDebugMode() as observed:
         found = torch.maximum(y, z)
-    assert sum(seen.get_comm_bytes().values()) == 2 * 2 * z.numel() * 8 // 3
+    assert sum(observed.get_comm_bytes().values()) == 2 * 2 * z.numel() * 8 // 3
     torch.testing.assert_close(found.full_tensor(), X @ X.t())
 
 
-def test_large_operands_are_under_way_at_once_and_unpacked() -> None:
-    x, weight, bias = cut(6000, 400), cut(600, 400), cut(600)
-    with CommDebugMode() as seen:
+def test_large_operands_of_one_call_are_gathered_by_separate_collectives() -> None:
+    x, weight, bias = make_sharded(6000, 400), make_sharded(600, 400), make_sharded(600)
+    with CommDebugMode() as observed:
         y = torch.nn.functional.linear(x, weight, bias)
-    assert seen.get_comm_counts() == {"all_gather": 2}
+    assert observed.get_comm_counts() == {"all_gather": 2}
     expected = torch.nn.functional.linear(x.full_tensor(), weight.full_tensor(), bias.full_tensor())
     torch.testing.assert_close(y.full_tensor(), expected)
 
 
-def test_no_gradient_is_brought_from_an_even_cut_to_one_that_is_less_even() -> None:
-    """Of halves that two ranks each have, gradients stay dealt out until the halves' are put together: in one exchange."""
+def test_gradients_of_uneven_halves_stay_evenly_sharded_until_one_exchange() -> None:
+    """Each half is on two of four ranks. Its gradient stays on four ranks until one exchange concatenates both."""
     x = dt.distribute_tensor(torch.randn(400, 512), dt.init_device_mesh("cpu", (4,)), [Shard(1)]).requires_grad_() * 1
     gate, up = x.chunk(2, -1)
     y = up * torch.nn.functional.silu(gate)
-    with CommDebugMode() as moved:
+    with CommDebugMode() as comm:
         y.backward(torch.ones_like(y))
-    columns = (
-        64 + 128
-    )  # the gate once more, as even as the gradient of what it became; then both gradients to where the halves lie
-    assert dict(moved.get_comm_bytes()) == {"all_to_all": columns * 400 * 4}
-    assert dict(moved.get_comm_counts()) == {"all_to_all": 2}
+    # 64: the gate once more, sharded as the gradient of silu; 128: both gradients, to the ranks of the halves
+    columns = 64 + 128
+    assert dict(comm.get_comm_bytes()) == {"all_to_all": columns * 400 * 4}
+    assert dict(comm.get_comm_counts()) == {"all_to_all": 2}
 
 
-def test_no_gradient_is_brought_to_who_has_more_of_it() -> None:
-    """Of a part that one rank has, the gradient stays cut along the batch until it is put together with the other parts'."""
+def test_gradient_of_a_chunk_of_one_rank_stays_sharded_along_the_batch() -> None:
+    """The gradient of a chunk on one rank stays sharded along the batch until the chunks are concatenated."""
     mesh = dt.init_device_mesh("cpu", (4,))
     fused, batch = torch.randn(16, 256, 4 * 64), torch.ones(16, 256, 64)
     part = dt.distribute_tensor(fused, mesh, [Shard(-1)]).requires_grad_().chunk(4, -1)[1]
@@ -347,20 +347,20 @@ def test_no_gradient_is_brought_to_who_has_more_of_it() -> None:
     assert [grad.placements for grad in found] == [(Shard(0),)]
 
 
-def test_a_small_gradient_goes_back_to_where_all_before_it_lies() -> None:
-    """A step on rows that one rank has: a few numbers of them, dealt out to grow, do not bring what they were made of along."""
+def test_a_small_gradient_is_redistributed_to_the_rank_of_the_forward_rows() -> None:
+    """``diag_embed`` shards rows of one rank over all ranks. Backward sends only the small gradient back to that rank."""
     mesh = dt.init_device_mesh("cpu", (4,))
     weight = dt.distribute_tensor(torch.randn(4, 300), mesh, [dt.Replicate()]).requires_grad_()
     rows = dt.distribute_tensor(torch.randn(32, 300), mesh, [Shard(0)]).chunk(4)[3]
     grown = torch.diag_embed(torch.nn.functional.linear(rows.exp().sin(), weight))
     assert grown.placements == (Shard(0),)
-    with CommDebugMode() as seen:
+    with CommDebugMode() as observed:
         grown.sum().backward()
-    assert seen.get_comm_bytes()["all_to_all"] <= 8 * 4 * 4
-    assert "all_gather" not in seen.get_comm_bytes()
+    assert observed.get_comm_bytes()["all_to_all"] <= 8 * 4 * 4
+    assert "all_gather" not in observed.get_comm_bytes()
 
 
-def test_all_parameters_of_a_model_are_remembered_where_that_is_asked() -> None:
+def test_remember_parameters_keeps_all_parameters_of_a_model() -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
     x = dt.distribute_tensor(torch.randn(300, 16), mesh, [Shard(0)])
     weights = [torch.nn.Parameter(dt.distribute_tensor(torch.randn(16, 16), mesh, [Shard(0)])) for _ in range(9)]
@@ -368,65 +368,65 @@ def test_all_parameters_of_a_model_are_remembered_where_that_is_asked() -> None:
         y = x
         for weight in weights:
             y = torch.tanh(y @ weight)
-        assert gathers(y.sum().backward) == 0
+        assert count_all_gathers(y.sum().backward) == 0
 
 
-@pytest.mark.parametrize("record", [True, False])
+@pytest.mark.parametrize("requires_grad", [True, False])
 @pytest.mark.parametrize("use", [lambda v: v.sort(0)[0], lambda v: v.cumsum(0), lambda v: v.t() @ v, lambda v: v.t().sort(1)[0]])
-def test_how_long_a_view_lives_moves_nothing(use: Callable[[Any], Any], record: bool) -> None:
-    """One rank may keep it to look at."""
+def test_the_lifetime_of_a_view_does_not_change_the_collectives(use: Callable[[Any], Any], requires_grad: bool) -> None:
+    """One rank may keep the view longer than another one."""
 
-    def run(kept: list[Any]) -> None:
-        base = dt.distribute_tensor(X, mesh(), [Shard(0)]).requires_grad_(record) * 1
+    def run(references: list[Any]) -> None:
+        base = dt.distribute_tensor(X, mesh(), [Shard(0)]).requires_grad_(requires_grad) * 1
         view = base[:, :2]
         made = use(view)
-        kept.append(view)
-        if len(kept) == 1:
-            kept.clear()
+        references.append(view)
+        if len(references) == 1:
+            references.clear()
         del view
         loss = (made * use(base[:, :2])).sum() + use(base[:, 1:3]).sum()
-        if record:
+        if requires_grad:
             loss.backward()
 
     first: list[Any] = []
-    assert collectives(lambda: run(first)) == collectives(lambda: run([None])) > 0
+    assert count_collectives(lambda: run(first)) == count_collectives(lambda: run([None])) > 0
 
 
 @pytest.mark.parametrize("writes", [False, True])
-def test_how_long_a_tensor_of_the_same_memory_lives_moves_nothing(writes: bool) -> None:
+def test_the_lifetime_of_an_alias_does_not_change_the_collectives(writes: bool) -> None:
     def run(keeps: bool) -> list[Any]:
         x = dt.distribute_tensor(X, mesh(), [Shard(1)]) * 1
-        view, other = x.view(-1)[3:20], x * 0  # of which ranks have no parts
+        view, other = x.view(-1)[3:20], x * 0  # some ranks have no elements of the view
         other.data = x
         found = [view.sin()]
         if writes:
             other.add_(1)
-        kept = other if keeps else None
+        alias = other if keeps else None
         del other
         found += [view.sin(), view.cos()]
-        return [*found, x, kept]
+        return [*found, x, alias]
 
-    counts = [collectives(lambda keeps=keeps: run(keeps)) for keeps in (True, False)]
+    counts = [count_collectives(lambda keeps=keeps: run(keeps)) for keeps in (True, False)]
     assert counts[0] == counts[1] > 0
     for got, expected in zip(run(False)[:-1], run(True)[:-1], strict=True):
         torch.testing.assert_close(got.full_tensor(), expected.full_tensor())
     torch.testing.assert_close(run(False)[1].full_tensor(), (X + writes).view(-1)[3:20].sin())
 
 
-def test_a_plan_that_counts_on_a_form_serves_nobody_else() -> None:
-    """A view of what was moved knows more than it has in hand: what is planned with that is not for others."""
+def test_a_plan_that_relies_on_a_cached_copy_is_not_used_for_other_tensors() -> None:
+    """A view of a tensor with a cached copy gets a plan that uses the copy. Another tensor of this layout has no copy."""
     there = dt.distribute_tensor(torch.ones(120, 250), mesh(), [Shard(0)])
     few = dt.distribute_tensor(torch.ones(120, 1), mesh(), [Replicate()])
 
-    def terms() -> torch.Tensor:
+    def make_sum() -> torch.Tensor:
         left, right = torch.ones(120, 63), torch.ones(63, 250)
         return dt.distribute_tensor(left, mesh(), [Shard(1)]) @ dt.distribute_tensor(right, mesh(), [Shard(0)])
 
-    def placed(x: torch.Tensor) -> Any:
+    def placements_of_product(x: torch.Tensor) -> Any:
         return (x * few).placements  # type: ignore[attr-defined]  # a DTensor
 
-    one, other = terms(), terms()
+    one, other = make_sum(), make_sum()
     one * there, other * there
-    assert placed(one) == (Shard(0),)
-    placed(other.t().t())
-    assert placed(terms()) == (Replicate(),)
+    assert placements_of_product(one) == (Shard(0),)
+    placements_of_product(other.t().t())
+    assert placements_of_product(make_sum()) == (Replicate(),)

@@ -1,6 +1,6 @@
-"""Every view of what a program moves has the same numbers: on the programs of the lists of cases, here and on processes.
+"""Reports agree: explain, trace, budget and CommDebugMode report equal numbers for the programs of the case lists.
 
-Under all other tests the same is held to what arrives (``tests/support/check_reported_bytes.py``).
+``tests/support/check_reported_bytes.py`` compares the reported bytes with the received bytes in all other tests.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ LISTS = (
     "reported_recent_cases",
     "reported_tensor_cases",
 )
-HELD = {"ranks_seeded_differently_draw_alike"}  # they do something for each piece that is here
-EVERY = 60  # of the list, in each run; the others are slow
+PER_LOCAL_TENSOR = {"ranks_seeded_differently_draw_alike"}  # cases with a call for each local tensor of the process
+EVERY = 60  # one of 60 cases is in the fast set: the second one, as the first one of process_cases takes seconds
 PROGRAMS = [
-    pytest.param(name, case, id=case, marks=() if k % EVERY == 0 else pytest.mark.slow)
+    pytest.param(name, case, id=case, marks=() if k % EVERY == 1 else pytest.mark.slow)
     for name in LISTS
     for k, case in enumerate(importlib.import_module(name).CASES.here)
 ]
@@ -42,57 +42,59 @@ PROGRAMS = [
 
 @pytest.mark.filterwarnings("ignore::dtensor.errors.GatherWarning")
 @pytest.mark.parametrize(("cases", "name"), PROGRAMS)
-def test_every_view_has_the_same_numbers(cases: str, name: str) -> None:
+def test_reports_of_a_case_have_equal_numbers(cases: str, name: str) -> None:
     began = time.perf_counter_ns()
     with CommDebugMode() as comm, RunRecorder(with_operators=True) as record:
         importlib.import_module(cases).CASES[name]()
-    told, traced = Explanation.from_record(record), list(events_of(record, began))
+    report, trace_events = Explanation.from_record(record), list(events_of(record, began))
     kinds, sizes = Counter[str](), Counter[str]()
-    for movement in told.movements:
+    for movement in report.movements:
         kinds[movement.event.kind] += 1
         sizes[movement.event.kind] += movement.bytes
     assert comm.get_comm_counts() == kinds
     assert comm.get_comm_bytes() == dict(sizes)
-    assert told.exchanges == comm.get_exchange_count()
-    assert told.bytes == sum(line.bytes for line in told.lines) == sizes.total()
-    assert all(movement.place.file for movement in told.movements)
-    assert _in_trace(traced, told.memory.peaks) == _expected(told)
-    assert usage_of(record) == Limits(told.bytes, len(told.movements), told.flops, told.memory.peak)
+    assert report.exchanges == comm.get_exchange_count()
+    assert report.bytes == sum(line.bytes for line in report.lines) == sizes.total()
+    assert all(movement.place.file for movement in report.movements)
+    assert _totals_of_trace(trace_events, report.memory.peaks) == _totals_of_report(report)
+    assert usage_of(record) == Limits(report.bytes, len(report.movements), report.flops, report.memory.peak)
     assert not excess_message(record, usage_of(record))
-    str(told)
+    str(report)
 
 
-def _in_trace(traced: list[dict[str, Any]], ranks: dict[int, int]) -> dict[int, tuple[Counter[tuple[str, int]], int, int]]:
-    """By rank the collectives, each with its bytes; FLOPs; the most that is held at once."""
+def _totals_of_trace(
+    trace_events: list[dict[str, Any]], ranks: dict[int, int]
+) -> dict[int, tuple[Counter[tuple[str, int]], int, int]]:
+    """Return, for each rank, the collectives with their bytes, the FLOPs, and the peak memory."""
     found: dict[int, tuple[Counter[tuple[str, int]], int, int]] = {rank: (Counter(), 0, 0) for rank in ranks}
-    for event in traced:
-        moved, flops, most = found.get(event["pid"], (Counter(), 0, 0))
+    for event in trace_events:
+        collectives, flops, peak = found.get(event["pid"], (Counter(), 0, 0))
         if event["ph"] == "X" and event["tid"] == COMMUNICATION:
-            moved[event["name"], event["args"]["bytes"]] += 1
+            collectives[event["name"], event["args"]["bytes"]] += 1
         elif event["ph"] == "X":
             flops += event["args"]["flops"]
         elif event["ph"] == "C":
-            most = max(most, sum(event["args"].values()))
-        found[event["pid"]] = moved, flops, most
+            peak = max(peak, sum(event["args"].values()))
+        found[event["pid"]] = collectives, flops, peak
     return found
 
 
-def _expected(told: Explanation) -> dict[int, tuple[Counter[tuple[str, int]], int, int]]:
+def _totals_of_report(report: Explanation) -> dict[int, tuple[Counter[tuple[str, int]], int, int]]:
     found = {}
-    for rank, most in told.memory.peaks.items():
-        mine = [one for one in told.movements if not one.event.groups or any(rank in group for group in one.event.groups)]
-        calls = [call for operation in told.operations for call in operation.calls if call.rank in (rank, None)]
-        moved = Counter((one.event.kind, one.bytes) for one in mine for _ in range(_times(one.event, rank)))
-        found[rank] = moved, sum(call.flops for call in calls), most
+    for rank, peak in report.memory.peaks.items():
+        of_rank = [one for one in report.movements if not one.event.groups or any(rank in group for group in one.event.groups)]
+        calls = [call for operation in report.operations for call in operation.calls if call.rank in (rank, None)]
+        collectives = Counter((one.event.kind, one.bytes) for one in of_rank for _ in range(_count_of_rank(one.event, rank)))
+        found[rank] = collectives, sum(call.flops for call in calls), peak
     return found
 
 
-def _times(event: Event, rank: int) -> int:
+def _count_of_rank(event: Event, rank: int) -> int:
     return sum(rank in group for group in event.groups) or 1
 
 
-def _moved(names: tuple[str, ...]) -> dict[str, tuple[list[tuple[str, int]], list[tuple[str, int]]]]:
-    """Of each case the collectives in order, as counted and as explained."""
+def _collectives_of_cases(names: tuple[str, ...]) -> dict[str, tuple[list[tuple[str, int]], list[tuple[str, int]]]]:
+    """Return, for each case, the collectives in order, as counted and as explained."""
     torch.set_num_threads(1)
     found = {}
     for name in names:
@@ -111,17 +113,17 @@ def _moved(names: tuple[str, ...]) -> dict[str, tuple[list[tuple[str, int]], lis
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::dtensor.errors.GatherWarning")
 @pytest.mark.parametrize("name", LISTS)
-def test_processes_move_what_one_process_does(name: str) -> None:
-    """And what only processes do: they send the first rank's values where tensors are distributed, and its random state."""
-    ranks, here = run_gloo(_moved, 4, (name,), timeout_s=280.0), _moved((name,))
+def test_collectives_in_process_are_a_subset_of_those_on_processes(name: str) -> None:
+    """Processes also send the values and the random state of the first rank."""
+    ranks, in_process = run_gloo(_collectives_of_cases, 4, (name,), timeout_s=280.0), _collectives_of_cases((name,))
     missing = {}
     for case in ranks[0]:
-        for ours, explained in (rank[case] for rank in ranks):
-            assert ours == explained, case
-        most: Counter[tuple[str, int]] = Counter()
-        for kind in {kind for rank in ranks for kind, _ in rank[case][0]}:  # ranks outside of a mesh issue fewer
+        for counted, explained in (rank[case] for rank in ranks):
+            assert counted == explained, case
+        largest: Counter[tuple[str, int]] = Counter()
+        for kind in {kind for rank in ranks for kind, _ in rank[case][0]}:  # ranks outside of a mesh have fewer collectives
             sizes = ([size for own, size in rank[case][0] if own == kind] for rank in ranks)
-            most.update((kind, max(each)) for each in zip_longest(*sizes, fillvalue=0))  # an uneven part may be less
-        if case in here and (left := Counter(here[case][0]) - most):
+            largest.update((kind, max(each)) for each in zip_longest(*sizes, fillvalue=0))  # uneven shards can be smaller
+        if case in in_process and (left := Counter(in_process[case][0]) - largest):
             missing[case] = left
-    assert missing.keys() <= HELD
+    assert missing.keys() <= PER_LOCAL_TENSOR

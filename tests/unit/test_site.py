@@ -1,4 +1,4 @@
-"""The site: what it says of the environment, what its notebooks print, and that it builds without a broken link."""
+"""Documentation site: environment variables, notebook outputs, API pages, pictures and search."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted(ROOT.glob("docs/notebooks/*.ipynb"))
 
 
-def test_environment_variables_that_are_read_stand_on_their_page() -> None:
+def test_environment_variables_that_the_library_reads_are_documented() -> None:
     page = set(re.findall(r"`([A-Z_]+)(?:=1)?`", (ROOT / "docs/environment.md").read_text()))
     source = "\n".join(path.read_text() for path in (ROOT / "dtensor").rglob("*.py"))
     read = set(re.findall(r"environ(?:\.get\(|\[)\"([A-Z_]+)\"", source)) | set(
@@ -25,8 +25,8 @@ def test_environment_variables_that_are_read_stand_on_their_page() -> None:
     assert {"DTENSOR_PROFILE", "DTENSOR_CHECK_RANKS"} <= read <= page
 
 
-def said(cells: dict[str, Any]) -> list[str]:
-    """What the cells of a notebook have printed, drawn and given."""
+def cell_outputs(cells: dict[str, Any]) -> list[str]:
+    """Return the outputs of the cells of a notebook."""
     outputs = [output for cell in cells["cells"] for output in cell.get("outputs", ())]
     rows = [output.get("data", {"text/plain": output.get("text", "")}) for output in outputs]
     return ["".join(row.get("text/html") or row.get("text/plain", "")) for row in rows]
@@ -35,11 +35,11 @@ def said(cells: dict[str, Any]) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebooks_give_what_they_show(path: Path) -> None:
+def test_notebooks_print_their_committed_outputs(path: Path) -> None:
     client, formats = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
-    shown = json.loads(path.read_text())
+    committed = json.loads(path.read_text())
     run = client.NotebookClient(formats.reads(path.read_text(), 4), timeout=120, kernel_name="python3").execute()
-    assert said(run) == said(shown) != []
+    assert cell_outputs(run) == cell_outputs(committed) != []
 
 
 @pytest.fixture(scope="module")
@@ -78,32 +78,32 @@ def test_site_has_a_page_for_each_program_and_notebook(site: Path) -> None:
 
 
 @pytest.mark.slow
-def test_site_downloads_nothing(site: Path) -> None:
+def test_site_loads_no_remote_scripts_or_styles(site: Path) -> None:
     remote = r'<(?:script|link)[^>]+(?:src|href)="https?:'
     assert not [path.name for path in site.rglob("*.html") if re.search(remote, path.read_text())]
 
 
 @pytest.mark.slow
 def test_site_has_pictures_on_ten_pages(site: Path) -> None:
-    pages = [path for path in site.rglob("*.html") if re.search(r'<svg[^>]+role="img"|<img[^>]+\.svg" ?/?>', article_of(path))]
+    pages = [path for path in site.rglob("*.html") if re.search(r'<svg[^>]+role="img"|<img[^>]+\.svg" ?/?>', article_text(path))]
     assert len(pages) >= 10
 
 
-def article_of(page: Path) -> str:
+def article_text(page: Path) -> str:
     """Return the text of a page without the theme's header, which has icons."""
     return page.read_text().partition("<article")[2].partition("</article>")[0]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("words", "page"),
+    ("query", "page"),
     [("redistribute", "redistribution.html"), ("FSDP", "parallel/fsdp.html"), ("shard", "concepts.html")],
 )
-def test_search_finds_the_guide_first(site: Path, words: str, page: str) -> None:
+def test_search_finds_the_guide_first(site: Path, query: str, page: str) -> None:
     lunr = pytest.importorskip("lunr")
     documents = json.loads((site / "search" / "search_index.json").read_text())["docs"]
     boosts = {"tags": 1_000_000, "title": 1000, "text": 1}  # those of the theme
     fields = [{"field_name": name, "boost": boost} for name, boost in boosts.items()]
     entries = [({"tags": []} | entry, {"boost": entry.get("boost", 1)}) for entry in documents]
-    found = lunr.lunr(ref="location", fields=fields, documents=entries).search(words)
+    found = lunr.lunr(ref="location", fields=fields, documents=entries).search(query)
     assert found[0]["ref"].partition("#")[0] == page, [entry["ref"] for entry in found[:5]]

@@ -1,19 +1,14 @@
-"""How a DTensor behaves as a tensor: made, read, moved, differentiated, written to, copied, saved, printed."""
+"""DTensor: creation, reads, redistribution, autograd, in-place writes, modules, copies, serialization and printing."""
 
 from __future__ import annotations
 
-import copy
 import gc
-import io
-import pickle
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from compare_with_one_device import same_gradients, same_parameters
-from torch import nn
 
 import dtensor as dt
 from dtensor import DTensor, Partial, Replicate, Shard
@@ -43,15 +38,15 @@ def value(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> tor
     return torch.randint(-9, 10, shape, generator=generator).to(dtype)
 
 
-def pieces(x: Any) -> list[torch.Tensor]:
-    """What the ranks hold."""
+def local_tensors(x: Any) -> list[torch.Tensor]:
+    """Return the local tensors of all ranks."""
     return list(x._local.shards)
 
 
 # --- distribute_tensor and full_tensor ------------------------------------------------------------------------------
 @pytest.mark.parametrize("placements", PLACEMENTS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.complex64])
-def test_full_tensor_gives_back_what_was_distributed(placements: list[Any], dtype: torch.dtype) -> None:
+def test_full_tensor_returns_the_distributed_value(placements: list[Any], dtype: torch.dtype) -> None:
     if dtype.is_complex and placements == [Partial("max")]:
         pytest.skip("complex numbers are not ordered")
     x = value(5, 6, dtype=dtype)
@@ -61,40 +56,40 @@ def test_full_tensor_gives_back_what_was_distributed(placements: list[Any], dtyp
     assert (distributed.shape, distributed.stride(), distributed.dtype) == (x.shape, x.stride(), x.dtype)
 
 
-def test_distribution_cuts_like_torch_chunk() -> None:
+def test_shard_splits_a_tensor_dim_as_torch_chunk_does() -> None:
     x = value(5, 3)
-    held = pieces(dt.distribute_tensor(x, MESH_3, [Shard(0)]))
-    assert all(torch.equal(piece, chunk) for piece, chunk in zip(held, x.chunk(3), strict=True))
+    local = local_tensors(dt.distribute_tensor(x, MESH_3, [Shard(0)]))
+    assert all(torch.equal(shard, chunk) for shard, chunk in zip(local, x.chunk(3), strict=True))
 
 
-def test_distributed_pieces_are_copies() -> None:
+def test_distribute_tensor_copies_the_tensor_for_each_rank() -> None:
     x = value(4, 3)
     distributed = dt.distribute_tensor(x, MESH, [R])
     x.zero_()
     assert bool(distributed.full_tensor().any())
-    assert pieces(distributed)[0].data_ptr() != pieces(distributed)[1].data_ptr()
+    assert local_tensors(distributed)[0].data_ptr() != local_tensors(distributed)[1].data_ptr()
 
 
-def test_a_meta_tensor_takes_no_memory() -> None:
-    made = dt.distribute_tensor(torch.empty(100_000, 88, device="meta"), MESH_22, [Shard(0), R])
-    assert made.is_meta
-    assert [tuple(piece.shape) for piece in pieces(made)] == [(50_000, 88)] * 4
-    assert (made @ made.t()).shape == (100_000, 100_000)
+def test_distribute_tensor_of_a_meta_tensor_gives_meta_local_tensors() -> None:
+    result = dt.distribute_tensor(torch.empty(100_000, 88, device="meta"), MESH_22, [Shard(0), R])
+    assert result.is_meta
+    assert [tuple(shard.shape) for shard in local_tensors(result)] == [(50_000, 88)] * 4
+    assert (result @ result.t()).shape == (100_000, 100_000)
 
 
-def test_a_leaf_that_requires_grad_gives_such_a_leaf() -> None:
-    made = dt.distribute_tensor(value(4, 3).requires_grad_(), MESH, [Shard(0)])
-    assert made.is_leaf
-    assert made.requires_grad
+def test_distribute_tensor_of_a_leaf_gives_a_leaf_with_equal_requires_grad() -> None:
+    result = dt.distribute_tensor(value(4, 3).requires_grad_(), MESH, [Shard(0)])
+    assert result.is_leaf
+    assert result.requires_grad
     assert not dt.distribute_tensor(value(4, 3), MESH, [Shard(0)]).requires_grad
 
 
-def test_a_computed_tensor_is_not_distributed() -> None:
+def test_distribute_tensor_refuses_a_tensor_with_a_grad_fn() -> None:
     with pytest.raises(LayoutError, match="leaf tensors"):
         dt.distribute_tensor(value(4).requires_grad_() * 2, MESH, [R])
 
 
-def test_a_dtensor_is_redistributed() -> None:
+def test_distribute_tensor_of_a_dtensor_redistributes_it() -> None:
     x = dt.distribute_tensor(value(5, 6), MESH, [Shard(0)])
     assert torch.equal(dt.distribute_tensor(x, MESH, [Shard(1)]).full_tensor(), value(5, 6))
     assert torch.equal(dt.distribute_tensor(x, MESH, [Shard(0)]).zero_().full_tensor() + x.full_tensor(), value(5, 6))
@@ -109,33 +104,33 @@ def test_from_local_is_the_inverse_of_to_local(placements: list[Any]) -> None:
     assert torch.equal(again.full_tensor(), value(5, 6))
 
 
-def test_ragged_pieces_on_two_mesh_dims() -> None:
-    whole = value(5, 6)
-    rows, columns = whole.split([1, 4]), [2, 4]
-    x = DTensor.from_local(dt.per_rank([piece for row in rows for piece in row.split(columns, 1)]), MESH_22, [Shard(0), Shard(1)])
-    assert torch.equal(x.full_tensor(), whole)
+def test_from_local_takes_uneven_local_tensors_on_two_mesh_dims() -> None:
+    global_value = value(5, 6)
+    rows, columns = global_value.split([1, 4]), [2, 4]
+    x = DTensor.from_local(dt.per_rank([shard for row in rows for shard in row.split(columns, 1)]), MESH_22, [Shard(0), Shard(1)])
+    assert torch.equal(x.full_tensor(), global_value)
 
 
-def test_a_plain_tensor_is_the_piece_of_every_rank() -> None:
+def test_from_local_takes_a_plain_tensor_as_the_local_tensor_of_each_rank() -> None:
     x = DTensor.from_local(torch.arange(3.0), MESH, [Shard(0)])
     assert x.full_tensor().tolist() == [0, 1, 2, 0, 1, 2]
     assert DTensor.from_local(torch.arange(3.0), MESH, [Partial()]).full_tensor().tolist() == [0, 2, 4]
 
 
-def test_given_shapes_are_checked() -> None:
+def test_from_local_checks_the_global_shape_argument() -> None:
     with pytest.raises(LayoutError, match="rank 1 has a local tensor of shape"):
         DTensor.from_local(dt.per_rank([torch.ones(3), torch.ones(1)]), MESH, [Shard(0)], shape=(5,))
-    made = DTensor.from_local(dt.per_rank([torch.ones(3), torch.ones(2)]), MESH, [Shard(0)], shape=(5,))
-    assert made.shape == (5,)
+    result = DTensor.from_local(dt.per_rank([torch.ones(3), torch.ones(2)]), MESH, [Shard(0)], shape=(5,))
+    assert result.shape == (5,)
 
 
-def test_pieces_that_do_not_fit_together_name_the_rank() -> None:
+def test_from_local_names_the_rank_with_a_mismatched_shape() -> None:
     with pytest.raises(LayoutError, match=r"rank 1 at \(1,\) has a local tensor of shape \(2, 4\)"):
         DTensor.from_local(dt.per_rank([torch.ones(3, 3), torch.ones(2, 4)]), MESH, [Shard(0)])
 
 
 @pytest.mark.parametrize(
-    ("pieces_", "placements", "message"),
+    ("local_values", "placements", "message"),
     [
         ([torch.ones(3), torch.zeros(3)], [R], "values of rank 1 differ from those of rank 0"),
         ([torch.ones(3), torch.ones(4)], [R], "rank 1"),
@@ -148,43 +143,43 @@ def test_pieces_that_do_not_fit_together_name_the_rank() -> None:
         ([torch.ones(2, 3), torch.ones(3, 2).t()], [Shard(0)], r"rank 1 has dims in the order \[1, 0\]"),
     ],
 )
-def test_run_check_names_the_offending_rank(pieces_: list[torch.Tensor], placements: list[Any], message: str) -> None:
+def test_run_check_names_the_offending_rank(local_values: list[torch.Tensor], placements: list[Any], message: str) -> None:
     with pytest.raises(LayoutError, match=message):
-        DTensor.from_local(dt.per_rank(pieces_), MESH, placements, run_check=True)
+        DTensor.from_local(dt.per_rank(local_values), MESH, placements, run_check=True)
 
 
-def test_one_plain_element_is_the_same_everywhere_like_a_number() -> None:
+def test_a_plain_tensor_of_one_element_is_an_operand_like_a_number() -> None:
     x = dt.ones(4, 3, device_mesh=MESH, placements=[Shard(0)])
     assert torch.equal((torch.tensor([2]) + x).full_tensor(), torch.full((4, 3), 3.0))
     assert torch.equal((x * torch.full((1, 1, 1), 3.0)).full_tensor(), torch.full((1, 4, 3), 3.0))
 
 
-def test_run_check_lets_right_pieces_pass() -> None:
+def test_run_check_accepts_consistent_local_tensors() -> None:
     x = DTensor.from_local(dt.per_rank([torch.ones(2), torch.ones(1)] * 2), MESH_22, [R, Shard(0)], run_check=True)
     assert x.shape == (3,)
 
 
-def test_from_local_of_a_dtensor_is_refused() -> None:
+def test_from_local_refuses_a_dtensor() -> None:
     with pytest.raises(LayoutError, match="plain tensor"):
         DTensor.from_local(dt.zeros(3, device_mesh=MESH), MESH, [R])
 
 
-def test_strides_may_be_given() -> None:
+def test_from_local_takes_the_global_stride() -> None:
     x = DTensor.from_local(torch.ones(3, 2), MESH, [Shard(0)], shape=(6, 2), stride=(1, 6))
     assert x.stride() == (1, 6)
 
 
-# --- gradients across the border ------------------------------------------------------------------------------------
+# --- gradients of from_local, to_local and full_tensor --------------------------------------------------------------
 
 
-def test_the_gradient_of_a_shard_is_its_block() -> None:
+def test_gradient_of_from_local_is_the_block_of_each_rank() -> None:
     local = [torch.ones(2, requires_grad=True), torch.ones(1, requires_grad=True)]
     weights = dt.distribute_tensor(torch.tensor([1.0, 2.0, 3.0]), MESH, [Shard(0)])
     (DTensor.from_local(dt.per_rank(local), MESH, [Shard(0)]) * weights).sum().full_tensor().backward()
     assert [x.grad.tolist() for x in local if x.grad is not None] == [[1, 2], [3]]
 
 
-def test_to_local_of_a_replica_used_alike_counts_once() -> None:
+def test_gradient_of_to_local_of_a_replicated_tensor_counts_equal_uses_once() -> None:
     x = dt.distribute_tensor(torch.ones(3), MESH, [R]).requires_grad_()
     (x.to_local() * 5).sum().backward()
     assert x.grad.full_tensor().tolist() == [5, 5, 5]
@@ -197,14 +192,14 @@ def test_full_tensor_is_differentiable() -> None:
         assert torch.equal(x.grad.full_tensor(), 2 * value(5))
 
 
-def test_pieces_of_a_maximum_have_no_gradient_of_their_own() -> None:
+def test_backward_to_the_addends_of_a_partial_max_is_refused() -> None:
     local = torch.ones(3, requires_grad=True)
     with pytest.raises(UnsupportedOperationError, match="redistribute"):
         (DTensor.from_local(local, MESH, [Partial("max")]) * 1.0).full_tensor().sum().backward()
 
 
 # --- redistribute ---------------------------------------------------------------------------------------------------
-def test_redistribute_row_wise_column_wise_replicated() -> None:
+def test_redistribute_keeps_the_value_for_each_target_placement() -> None:
     x = dt.distribute_tensor(value(5, 6), MESH, [Shard(0)])
     for placements in ([Shard(1)], [R], [Shard(0)], [Shard(0, sizes=(5, 0))]):
         x = x.redistribute(placements=placements)
@@ -214,7 +209,7 @@ def test_redistribute_row_wise_column_wise_replicated() -> None:
     assert x.redistribute(placements=x.placements) is not x
 
 
-def test_the_gradient_comes_back_in_the_sources_layout() -> None:
+def test_gradient_of_redistribute_has_the_source_placements() -> None:
     x = dt.distribute_tensor(value(5, 6), MESH, [Shard(0)]).requires_grad_()
     y = x * 2
     y.retain_grad()
@@ -223,7 +218,7 @@ def test_the_gradient_comes_back_in_the_sources_layout() -> None:
     assert torch.equal(x.grad.full_tensor(), 8 * value(5, 6))
 
 
-def test_an_asynchronous_redistribution_arrives_at_first_use() -> None:
+def test_asynchronous_redistribute_completes_at_the_first_use() -> None:
     x = dt.distribute_tensor(value(5, 6), MESH, [Shard(0)]).requires_grad_()
     y = x.redistribute(placements=[R], async_op=True)
     assert y.shape == (5, 6)
@@ -233,7 +228,7 @@ def test_an_asynchronous_redistribution_arrives_at_first_use() -> None:
     assert torch.equal(x.detach().redistribute(placements=[Shard(1)], async_op=True).full_tensor(), value(5, 6))
 
 
-def test_data_of_a_tensor_under_way_can_be_assigned() -> None:
+def test_data_of_a_tensor_in_flight_can_be_assigned() -> None:
     x, other = (dt.distribute_tensor(value(5, 6) + k, MESH, [Shard(0)]) for k in range(2))
     y = x.redistribute(placements=[R], async_op=True)
     y.data = other
@@ -242,7 +237,7 @@ def test_data_of_a_tensor_under_way_can_be_assigned() -> None:
     assert torch.equal(y.full_tensor(), value(5, 6) + 1)
 
 
-def test_dtypes_of_a_redistribution() -> None:
+def test_redistribute_converts_to_forward_dtype_and_the_gradient_to_the_leaf_dtype() -> None:
     x = dt.distribute_tensor(value(5, 6), MESH, [Shard(0)]).requires_grad_()
     y = x.redistribute(placements=[R], forward_dtype=torch.bfloat16, backward_dtype=torch.float32)
     assert y.dtype == torch.bfloat16
@@ -252,10 +247,10 @@ def test_dtypes_of_a_redistribution() -> None:
 
 # --- autograd -------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("placements", [[R], [Shard(0)], [Shard(1)], [Shard(0, sizes=(1, 4))]], ids=str)
-def test_a_gradient_has_its_leafs_placements(placements: list[Any]) -> None:
+def test_gradient_has_the_placements_of_its_leaf(placements: list[Any]) -> None:
     x = dt.distribute_tensor(value(5, 6), MESH, placements).requires_grad_()
     w = dt.distribute_tensor(value(6, 3), MESH, [Shard(1)]).requires_grad_()
-    for _ in range(2):  # accumulated as well
+    for _ in range(2):  # the second backward accumulates
         (x @ w).square().mean().backward()
     for leaf in (x, w):
         assert leaf.grad.placements == leaf.placements
@@ -271,19 +266,19 @@ def test_autograd_grad_and_double_backward() -> None:
     assert torch.equal(cubes(x).full_tensor(), 6 * value(5))
 
 
-def test_hooks_see_global_tensors() -> None:
+def test_tensor_hooks_receive_global_gradients() -> None:
     x = dt.distribute_tensor(value(5, 6), MESH, [Shard(0)]).requires_grad_()
-    seen: list[Any] = []
+    observed: list[Any] = []
     y = x * 2
-    y.register_hook(lambda grad: seen.append(tuple(grad.shape)) or grad * 10)
-    x.register_post_accumulate_grad_hook(lambda leaf: seen.append(leaf.grad.placements))
+    y.register_hook(lambda grad: observed.append(tuple(grad.shape)) or grad * 10)
+    x.register_post_accumulate_grad_hook(lambda leaf: observed.append(leaf.grad.placements))
     y.sum().backward()
-    assert seen == [(5, 6), (Shard(0),)]
+    assert observed == [(5, 6), (Shard(0),)]
     assert x.grad.full_tensor().unique().tolist() == [20]
 
 
-class FirstAlone(torch.autograd.Function):
-    """Of two arguments the second has no gradient, as of an operation that does not train it."""
+class AddWithGradientForFirst(torch.autograd.Function):
+    """Sum of two tensors with a gradient for the first one and None for the second one."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, y: Any) -> Any:
@@ -294,14 +289,14 @@ class FirstAlone(torch.autograd.Function):
         return grad, None
 
 
-def test_no_gradient_of_a_global_value_is_none_of_what_it_was_made_of() -> None:
+def test_a_none_gradient_of_a_redistributed_tensor_leaves_grad_of_its_source_none() -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
     x, leaf = (dt.distribute_tensor(torch.ones(4, 3), mesh, [dt.Shard(0)]).requires_grad_() for _ in range(2))
-    piece = torch.ones(4, 3, requires_grad=True)
-    for y in (leaf.redistribute(placements=[dt.Replicate()]), dt.DTensor.from_local(piece, mesh, [dt.Replicate()])):
-        FirstAlone.apply(x, y).sum().backward()
+    shard = torch.ones(4, 3, requires_grad=True)
+    for y in (leaf.redistribute(placements=[dt.Replicate()]), dt.DTensor.from_local(shard, mesh, [dt.Replicate()])):
+        AddWithGradientForFirst.apply(x, y).sum().backward()
     assert leaf.grad is None
-    assert piece.grad is None
+    assert shard.grad is None
     assert x.grad is not None
 
 
@@ -314,32 +309,31 @@ def test_no_gradient_of_a_global_value_is_none_of_what_it_was_made_of() -> None:
     ],
     ids=["prod", "rfft", "attention"],
 )
-def test_nor_is_there_one_of_what_an_operation_was_given(make: Callable[[Any], Any]) -> None:
+def test_a_none_gradient_of_an_operator_result_leaves_grad_of_its_input_none(make: Callable[[Any], Any]) -> None:
     leaf = dt.distribute_tensor(torch.rand(4, 4), dt.init_device_mesh("cpu", (2,)), [dt.Shard(0)]).requires_grad_()
-    made = make(leaf)
-    FirstAlone.apply(torch.zeros_like(made).requires_grad_(), made).abs().sum().backward()
+    result = make(leaf)
+    AddWithGradientForFirst.apply(torch.zeros_like(result).requires_grad_(), result).abs().sum().backward()
     assert leaf.grad is None
 
 
-def test_a_call_that_does_without_some_tensor_has_its_gradient() -> None:
-    """Attention on accelerators is given no lengths of sequences, which its schema demands."""
+def test_operator_schema_requires_the_output_gradient_but_not_optional_sequence_lengths() -> None:
     attention = operator_schema_of(torch.ops.aten._scaled_dot_product_flash_attention_backward.default)
     bound = attention.bind([torch.ones(1), *[torch.ones(1)] * 5, None, None, 8, 8, 0.0, False, None, None], {})
     assert not attention.lacks(bound)
     assert attention.lacks({**bound, "grad_out": None})
 
 
-def test_a_piece_without_a_tangent_has_zeros() -> None:
+def test_forward_ad_gives_zeros_for_local_tensors_without_a_tangent() -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
-    pieces = [torch.ones(2, 3), torch.ones(1, 3)]
+    shards = [torch.ones(2, 3), torch.ones(1, 3)]
     with torch.autograd.forward_ad.dual_level():
-        ones = torch.autograd.forward_ad.make_dual(pieces[0], torch.ones(2, 3))
-        x = dt.DTensor.from_local(dt.per_rank([ones, pieces[1]]), mesh, [dt.Shard(0)], shape=(3, 3))
+        ones = torch.autograd.forward_ad.make_dual(shards[0], torch.ones(2, 3))
+        x = dt.DTensor.from_local(dt.per_rank([ones, shards[1]]), mesh, [dt.Shard(0)], shape=(3, 3))
         tangent = torch.autograd.forward_ad.unpack_dual(x * 2).tangent
         assert torch.equal(tangent.full_tensor(), torch.tensor([2.0, 2.0, 0.0]).unsqueeze(1).expand(3, 3))
 
 
-def test_no_grad_and_inference_mode() -> None:
+def test_operators_and_writes_run_under_no_grad_and_inference_mode() -> None:
     x = dt.distribute_tensor(value(5, 6), MESH, [Shard(0)]).requires_grad_()
     with torch.no_grad():
         assert not (x * 2).requires_grad
@@ -353,7 +347,7 @@ def test_no_grad_and_inference_mode() -> None:
         assert torch.equal(y.full_tensor()[3:], (value(5, 6) + 1).sum(1)[3:] * 4)
 
 
-def test_requires_grad_can_be_set_and_taken_back() -> None:
+def test_requires_grad_can_be_set_and_unset() -> None:
     x = dt.zeros(4, device_mesh=MESH, placements=[Shard(0)])
     x.requires_grad = True
     assert x.requires_grad
@@ -370,7 +364,7 @@ def test_detach_shares_memory() -> None:
     assert x.detach().full_tensor().unique().tolist() == [3]
 
 
-def test_checkpointing_recomputes() -> None:
+def test_activation_checkpointing_gives_the_gradient_of_plain_torch() -> None:
     from torch.utils.checkpoint import checkpoint
 
     x = dt.distribute_tensor(value(5, 6), MESH, [Shard(0)]).requires_grad_()
@@ -381,7 +375,7 @@ def test_checkpointing_recomputes() -> None:
 
 
 # --- writing --------------------------------------------------------------------------------------------------------
-def write_rows(x: torch.Tensor) -> torch.Tensor:
+def write_through_views(x: torch.Tensor) -> torch.Tensor:
     y = x.clone()
     y[1:3] = 7
     y[:, 0].mul_(2)
@@ -390,7 +384,7 @@ def write_rows(x: torch.Tensor) -> torch.Tensor:
     return y
 
 
-def write_and_look(x: torch.Tensor) -> list[torch.Tensor]:
+def read_views_after_writes(x: torch.Tensor) -> list[torch.Tensor]:
     y = x.clone()
     row, column, flat = y[2], y[:, 1:4], y.view(-1)
     y.mul_(2)
@@ -400,22 +394,22 @@ def write_and_look(x: torch.Tensor) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("placements", PLACEMENTS, ids=str)
-@pytest.mark.parametrize("fn", [write_rows, write_and_look])
-def test_views_and_their_base_are_one_memory(fn: Any, placements: list[Any]) -> None:
+@pytest.mark.parametrize("fn", [write_through_views, read_views_after_writes])
+def test_writes_reach_views_and_their_base(fn: Any, placements: list[Any]) -> None:
     check(fn, value(5, 6), mesh=MESH, placements=[placements])
 
 
-def test_in_place_keeps_the_object_and_its_placements() -> None:
+def test_in_place_operators_keep_the_object_its_placements_and_its_memory() -> None:
     x = dt.distribute_tensor(value(5, 6), MESH, [Shard(0)])
-    before, pointers = x, [piece.data_ptr() for piece in pieces(x)]
+    before, pointers = x, [shard.data_ptr() for shard in local_tensors(x)]
     x += 1
     x.mul_(dt.distribute_tensor(value(6), MESH, [R]))
     assert x is before
     assert x.placements == (Shard(0),)
-    assert [piece.data_ptr() for piece in pieces(x)] == pointers
+    assert [shard.data_ptr() for shard in local_tensors(x)] == pointers
 
 
-def test_in_place_brings_the_operand_to_the_written_placement() -> None:
+def test_in_place_operators_redistribute_the_operand_to_the_placements_of_the_written_tensor() -> None:
     x = dt.distribute_tensor(value(5, 6), MESH, [Shard(0)])
     x.add_(dt.distribute_tensor(value(5, 6, seed=1), MESH, [Shard(1)]))
     assert x.placements == (Shard(0),)
@@ -430,7 +424,7 @@ def test_out_arguments_keep_their_placements() -> None:
     assert torch.equal(out.full_tensor(), value(5, 6) + value(5, 6, seed=1))
 
 
-def test_data_can_be_replaced() -> None:
+def test_data_takes_a_dtensor_with_other_placements() -> None:
     x = dt.distribute_tensor(value(5, 6), MESH, [Shard(0)]).requires_grad_()
     x.data = dt.distribute_tensor(value(5, 6, seed=1), MESH, [Shard(1)])
     assert x.placements == (Shard(1),)
@@ -439,7 +433,7 @@ def test_data_can_be_replaced() -> None:
     assert x.grad.placements == (Shard(1),)
 
 
-def test_data_can_be_replaced_by_what_every_rank_holds_alike() -> None:
+def test_data_takes_a_plain_tensor_only_under_implicit_replication() -> None:
     x = dt.distribute_tensor(value(5, 6), MESH, [Shard(0)]).requires_grad_()
     with pytest.raises(LayoutError, match="implicit_replication"):
         x.data = value(7, 6)
@@ -453,7 +447,7 @@ def test_data_can_be_replaced_by_what_every_rank_holds_alike() -> None:
 
 # --- reading --------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("placements", [[R], [Partial()], [Partial("avg")], [Partial("max")]], ids=str)
-def test_host_reads_are_of_the_global_value(placements: list[Any]) -> None:
+def test_item_and_conversions_to_python_numbers_read_the_global_value(placements: list[Any]) -> None:
     x = scatter(torch.tensor(6.0), MESH, placements)
     assert x.item() == 6
     assert float(x) == 6
@@ -464,7 +458,7 @@ def test_host_reads_are_of_the_global_value(placements: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("placements", PLACEMENTS, ids=str)
-def test_lists_and_arrays_are_of_the_global_value(placements: list[Any]) -> None:
+def test_tolist_numpy_iteration_and_len_read_the_global_value(placements: list[Any]) -> None:
     x = scatter(value(5, 6), MESH, placements)
     assert x.tolist() == value(5, 6).tolist()
     assert (x.numpy() == value(5, 6).numpy()).all()
@@ -473,13 +467,13 @@ def test_lists_and_arrays_are_of_the_global_value(placements: list[Any]) -> None
     assert x[1, 2].item() == value(5, 6)[1, 2].item()
 
 
-def test_truth_of_several_elements_raises_as_in_plain_torch() -> None:
+def test_bool_of_several_elements_raises_as_in_plain_torch() -> None:
     with pytest.raises(RuntimeError, match="ambiguous"):
         bool(dt.ones(3, device_mesh=MESH, placements=[Shard(0)]))
 
 
-# --- plain tensors mixed in -----------------------------------------------------------------------------------------
-def test_numbers_and_0d_tensors_mix() -> None:
+# --- plain tensors as operands --------------------------------------------------------------------------------------
+def test_numbers_and_plain_0d_tensors_are_operands() -> None:
     x = dt.distribute_tensor(value(5, 6), MESH, [Shard(0)])
     assert torch.equal((x * torch.tensor(2.0) + 1).full_tensor(), value(5, 6) * 2 + 1)
     assert torch.equal((torch.tensor(3, dtype=torch.int64) - x).full_tensor(), 3 - value(5, 6))
@@ -489,13 +483,13 @@ def test_numbers_and_0d_tensors_mix() -> None:
 @pytest.mark.parametrize(
     "fn", [lambda x, p: x + p, lambda x, p: p * x, lambda x, p: x @ p.t(), lambda x, p: p.add_(x), lambda x, p: torch.cat([x, p])]
 )
-def test_other_plain_tensors_raise_with_the_remedy(fn: Any) -> None:
+def test_plain_tensors_with_dims_as_operands_raise_and_name_implicit_replication(fn: Any) -> None:
     x, plain = dt.distribute_tensor(value(5, 6), MESH, [Shard(0)]), value(5, 6)
     with pytest.raises(MixedTensorError, match=r"implicit_replication|distribute_tensor"):
         fn(x, plain)
 
 
-def test_implicit_replication_admits_them() -> None:
+def test_implicit_replication_accepts_plain_tensors_as_operands() -> None:
     x, plain = dt.distribute_tensor(value(5, 6), MESH, [Shard(0)]).requires_grad_(), value(5, 6, seed=1)
     with dt.implicit_replication():
         y = x + plain
@@ -510,7 +504,7 @@ def test_implicit_replication_admits_them() -> None:
 @pytest.mark.parametrize(
     "placements", [None, [R, R], [Shard(0), R], [Shard(0), Shard(1)], [Shard(0), Shard(0)], [Partial(), Shard(1)]], ids=str
 )
-def test_factories_fill_every_piece(placements: Any) -> None:
+def test_zeros_ones_full_and_empty_have_the_global_shape_value_and_dtype(placements: Any) -> None:
     options: dict[str, Any] = {"device_mesh": MESH_22, "placements": placements}
     assert torch.equal(dt.zeros(5, 6, **options).full_tensor(), torch.zeros(5, 6))
     assert torch.equal(dt.ones((5, 6), **options).full_tensor(), torch.ones(5, 6))
@@ -523,7 +517,7 @@ def test_factories_fill_every_piece(placements: Any) -> None:
 
 @pytest.mark.parametrize("placements", [None, [Shard(0), R], [Shard(0), Shard(0)], [Partial(), Shard(0)]], ids=str)
 @pytest.mark.parametrize("steps", [0, 1, 3, 37])
-def test_lines_are_those_of_one_device_to_the_last_bit(placements: Any, steps: int) -> None:
+def test_linspace_and_logspace_equal_those_of_one_device_bit_for_bit(placements: Any, steps: int) -> None:
     options: dict[str, Any] = {"device_mesh": MESH_22, "placements": placements}
     for start, end, dtype in ((-1.5, 7, None), (2, 9, torch.int64), (1 + 1j, 2, None), (torch.tensor(0.1), 3, torch.float64)):
         assert torch.equal(
@@ -531,10 +525,10 @@ def test_lines_are_those_of_one_device_to_the_last_bit(placements: Any, steps: i
         )
         theirs = torch.logspace(start, end, steps, base=2, dtype=dtype)
         assert torch.equal(dt.logspace(start, end, steps, base=2, dtype=dtype, **options).full_tensor(), theirs)
-    pieces = dt.linspace(0, 1, 5, device_mesh=MESH_22).to_local().shards
-    assert len({piece.data_ptr() for piece in pieces}) == len(pieces)
-    whole = dt.distribute_tensor(torch.tensor(2.0), MESH_22)
-    assert dt.linspace(whole, 3, steps, requires_grad=True, **options).requires_grad
+    shards = dt.linspace(0, 1, 5, device_mesh=MESH_22).to_local().shards
+    assert len({shard.data_ptr() for shard in shards}) == len(shards)
+    start_value = dt.distribute_tensor(torch.tensor(2.0), MESH_22)
+    assert dt.linspace(start_value, 3, steps, requires_grad=True, **options).requires_grad
     with pytest.raises(dt.errors.ArgumentError):
         dt.linspace(0, 1, steps, out=None, **options)
 
@@ -542,18 +536,21 @@ def test_lines_are_those_of_one_device_to_the_last_bit(placements: Any, steps: i
 @pytest.mark.parametrize(
     "placements", [[R, R], [Shard(0), R], [Shard(0), Shard(1)], [Shard(1), Shard(1)], [Partial(), Shard(0)]], ids=str
 )
-def test_random_factories_give_what_one_device_gives(placements: Any) -> None:
+def test_rand_and_randn_equal_those_of_one_device(placements: Any) -> None:
     torch.manual_seed(5)
     expected = [torch.rand(5, 6), torch.randn(5, 6)]
     torch.manual_seed(5)
-    made = [dt.rand(5, 6, device_mesh=MESH_22, placements=placements), dt.randn(5, 6, device_mesh=MESH_22, placements=placements)]
-    for got, want in zip(made, expected, strict=True):
+    result = [
+        dt.rand(5, 6, device_mesh=MESH_22, placements=placements),
+        dt.randn(5, 6, device_mesh=MESH_22, placements=placements),
+    ]
+    for got, want in zip(result, expected, strict=True):
         assert torch.allclose(got.full_tensor(), want)
 
 
-def test_like_factories_keep_the_placements() -> None:
+def test_like_factories_keep_the_placements_of_their_input() -> None:
     x = dt.distribute_tensor(value(5, 6), MESH, [Shard(0, sizes=(1, 4))])
-    for made in (
+    for result in (
         torch.zeros_like(x),
         torch.ones_like(x),
         x.clone(),
@@ -561,210 +558,15 @@ def test_like_factories_keep_the_placements() -> None:
         torch.empty_like(x),
         torch.rand_like(x),
     ):
-        assert made.placements == x.placements
+        assert result.placements == x.placements
     torch.manual_seed(1)
     expected = torch.rand_like(value(5, 6))
     torch.manual_seed(1)
     assert torch.equal(torch.rand_like(x).full_tensor(), expected)
 
 
-# --- modules, parameters, state -------------------------------------------------------------------------------------
-def make_module() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3, bias=False), nn.BatchNorm1d(3, affine=False))
-
-
-def shard_linears(name: str, module: nn.Module, mesh: Any) -> None:
-    if isinstance(module, nn.Linear):
-        module.weight = nn.Parameter(dt.distribute_tensor(module.weight.detach(), mesh, [Shard(0)]))
-
-
-def test_distribute_module_partitions_and_replicates_the_rest() -> None:
-    seen: list[str] = []
-
-    def partition(name: str, module: nn.Module, mesh: Any) -> None:
-        seen.append(name)
-        shard_linears(name, module, mesh)
-
-    module = dt.distribute_module(
-        make_module(),
-        MESH,
-        partition,
-        input_fn=lambda mod, inputs, mesh: (dt.distribute_tensor(inputs[0], mesh, [Shard(0)]),),
-        output_fn=lambda mod, output, mesh: output.full_tensor(),
-    )
-    assert seen == ["", "0", "1", "2", "3"]
-    assert module[0].weight.placements == (Shard(0),)
-    assert module[0].bias.placements == (R,)
-    assert module[3].running_mean.placements == (R,)
-    assert isinstance(module[0].weight, nn.Parameter)
-    plain = make_module()
-    x = torch.randn(6, 5)
-    assert torch.allclose(module(x), plain(x), atol=1e-6)
-    module(x).square().sum().backward()
-    plain(x).square().sum().backward()
-    same_gradients(module, plain)
-
-
-def test_a_parameter_is_a_dtensor_and_a_parameter() -> None:
-    p = nn.Parameter(dt.distribute_tensor(value(5, 6), MESH, [Shard(0)]))
-    assert isinstance(p, nn.Parameter)
-    assert isinstance(p, DTensor)
-    assert p.requires_grad
-    assert p.placements == (Shard(0),)
-    assert not nn.Parameter(dt.zeros(3, device_mesh=MESH), requires_grad=False).requires_grad
-
-
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop])
-@pytest.mark.parametrize("foreach", [False, True])
-def test_optimizers_step_as_on_one_device(optimizer: Any, foreach: bool) -> None:
-    plain, distributed = make_module()[:3], dt.distribute_module(make_module()[:3], MESH, shard_linears)
-    options = {"momentum": 0.9} if optimizer is torch.optim.SGD else {}
-    steps = [
-        optimizer(module.parameters(), lr=0.05, weight_decay=0.1, foreach=foreach, **options) for module in (plain, distributed)
-    ]
-    x = torch.randn(6, 5)
-    for _ in range(3):
-        for module, batch in ((plain, x), (distributed, dt.distribute_tensor(x, MESH, [Shard(0)]))):
-            module(batch).square().mean().backward()
-        for step in steps:
-            step.step()
-            step.zero_grad()
-    same_parameters(distributed, plain)
-    moments = [s for state in steps[1].state.values() for s in state.values() if isinstance(s, torch.Tensor) and s.ndim]
-    assert all(isinstance(moment, DTensor) for moment in moments)
-
-
-def test_clipping_uses_the_global_norm() -> None:
-    plain, distributed = make_module()[:3], dt.distribute_module(make_module()[:3], MESH, shard_linears)
-    x = torch.randn(6, 5)
-    plain(x).square().sum().backward()
-    distributed(dt.distribute_tensor(x, MESH, [Shard(0)])).square().sum().backward()
-    norms = [nn.utils.clip_grad_norm_(module.parameters(), 0.1) for module in (plain, distributed)]
-    assert norms[1].item() == pytest.approx(norms[0].item(), rel=1e-5)
-    same_gradients(distributed, plain)
-
-
-def test_state_dict_round_trip() -> None:
-    source, target = (dt.distribute_module(make_module(), MESH, shard_linears) for _ in range(2))
-    with torch.no_grad():
-        for p in target.parameters():
-            p.zero_()
-    state = source.state_dict()
-    assert all(isinstance(v, DTensor) for v in state.values())
-    target.load_state_dict(state)
-    for got, want in zip(target.parameters(), source.parameters(), strict=True):
-        assert got.placements == want.placements
-        assert torch.equal(got.full_tensor(), want.full_tensor())
-
-
-def test_state_can_be_assigned_from_another_layout() -> None:
-    source = dt.distribute_module(make_module(), MESH)
-    target = dt.distribute_module(make_module(), MESH, shard_linears)
-    with torch.no_grad():
-        source[0].weight.fill_(2)
-    target.load_state_dict(source.state_dict())
-    assert target[0].weight.placements == (Shard(0),)
-    assert target[0].weight.full_tensor().unique().tolist() == [2]
-
-
-@pytest.mark.parametrize("convert", ["double", "half", "bfloat16", "float"])
-def test_a_module_changes_its_dtype(convert: str) -> None:
-    module = getattr(dt.distribute_module(make_module(), MESH, shard_linears), convert)()
-    plain = getattr(make_module(), convert)()
-    for got, want in zip(module.parameters(), plain.parameters(), strict=True):
-        assert isinstance(got, nn.Parameter)
-        assert got.dtype == want.dtype
-        assert torch.equal(got.full_tensor(), want)
-    assert module[0].weight.placements == (Shard(0),)
-    assert module.to(torch.float32)[0].weight.dtype == torch.float32
-
-
-def test_apply_and_zero_grad() -> None:
-    module = dt.distribute_module(make_module(), MESH, shard_linears)
-    module.apply(lambda m: nn.init.constant_(m.weight, 0.5) if isinstance(m, nn.Linear) else None)
-    assert module[0].weight.full_tensor().unique().tolist() == [0.5]
-    torch.manual_seed(3)
-    expected = nn.init.kaiming_uniform_(torch.empty(7, 5))
-    torch.manual_seed(3)
-    nn.init.kaiming_uniform_(module[0].weight)
-    assert torch.equal(module[0].weight.full_tensor(), expected)
-
-
-# --- copies and files -----------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("placements", PLACEMENTS, ids=str)
-def test_deepcopy_copies_the_pieces(placements: list[Any]) -> None:
-    x = scatter(value(5, 6), MESH, placements)
-    other = copy.deepcopy(x)
-    assert other.layout is x.layout
-    x.zero_()
-    assert torch.equal(other.full_tensor(), value(5, 6))
-
-
-def test_deepcopy_keeps_a_gradient_of_another_dtype() -> None:
-    mesh = dt.init_device_mesh("cpu", (2,))
-    weight = nn.Parameter(dt.distribute_tensor(torch.ones(4, dtype=torch.bfloat16), mesh, [dt.Shard(0)]))
-    weight.grad_dtype = torch.float32
-    (weight.float() * 1.001).sum().backward()
-    made = copy.deepcopy(weight)
-    assert made.grad is not None
-    assert made.grad.dtype == torch.float32
-    assert torch.equal(made.grad.full_tensor(), weight.grad.full_tensor())
-
-
-def test_deepcopy_of_a_module_keeps_parameters_ties_and_gradients() -> None:
-    module = nn.ModuleList([nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)])
-    module[1].weight = module[0].weight
-    dt.distribute_module(module, MESH)
-    module[1].weight = module[0].weight
-    module[0].weight.sum().backward()
-    other = copy.deepcopy(module)
-    assert other[0].weight is other[1].weight
-    assert isinstance(other[0].weight, nn.Parameter)
-    assert other[0].weight.grad.full_tensor().unique().tolist() == [1]
-
-
-def test_deepcopy_of_a_computed_tensor_raises_as_in_plain_torch() -> None:
-    x = dt.ones(3, device_mesh=MESH, requires_grad=True) * 2
-    with pytest.raises(RuntimeError, match=r"detach"):
-        copy.deepcopy(x)
-
-
-@pytest.mark.parametrize("placements", PLACEMENTS, ids=str)
-def test_what_users_hang_on_a_tensor_travels_with_its_copies(placements: list[Any]) -> None:
-    x = dt.distribute_tensor(value(5, 6), MESH, placements).requires_grad_()
-    x.mark = {"group": ["a"]}
-    made = copy.deepcopy(x)
-    assert made.mark == {"group": ["a"]}
-    assert made.mark is not x.mark
-    (made * 2).sum().backward()
-    assert pickle.loads(pickle.dumps(x)).mark == {"group": ["a"]}
-
-
-@pytest.mark.parametrize("placements", PLACEMENTS, ids=str)
-def test_pickling_needs_no_process_group(placements: list[Any]) -> None:
-    x = scatter(value(5, 6), MESH, placements).requires_grad_()
-    other = pickle.loads(pickle.dumps(x))
-    assert other.requires_grad
-    assert other.placements == x.placements
-    assert other.device_mesh == MESH
-    assert torch.equal(other.detach().full_tensor(), value(5, 6))
-
-
-def test_torch_save_and_load() -> None:
-    module = dt.distribute_module(make_module(), MESH, shard_linears)
-    file = io.BytesIO()
-    torch.save(module.state_dict(), file)
-    file.seek(0)
-    state = torch.load(file, weights_only=False)
-    assert state["0.weight"].placements == (Shard(0),)
-    assert torch.equal(state["0.weight"].full_tensor(), module[0].weight.detach().full_tensor())
-    parameter = pickle.loads(pickle.dumps(module[0].weight))
-    assert isinstance(parameter, nn.Parameter)
-
-
 # --- prints ---------------------------------------------------------------------------------------------------------
-def test_print_shows_every_ranks_piece() -> None:
+def test_repr_shows_the_local_tensor_of_each_rank() -> None:
     x = dt.distribute_tensor(torch.arange(6).reshape(2, 3), MESH_22, [Shard(0), Shard(1)])
     assert repr(x) == (
         "DTensor(int64[2, 3] on (dp=S(0), tp=S(1))\n  rank 0: [[0, 1]]\n  rank 1: [[2]]\n  rank 2: [[3, 4]]\n  rank 3: [[5]])"
@@ -772,7 +574,7 @@ def test_print_shows_every_ranks_piece() -> None:
     assert str(x) == repr(x) == f"{x}"
 
 
-def test_print_shows_equal_replicas_once() -> None:
+def test_repr_shows_equal_replicas_once() -> None:
     rows = dt.distribute_tensor(torch.arange(3), MESH_22, [Shard(0), R])
     assert repr(rows) == "DTensor(int64[3] on (dp=S(0), tp=R)\n  ranks 0-1: [0, 1]\n  ranks 2-3: [2])"
     columns = dt.distribute_tensor(torch.arange(6).reshape(2, 3), MESH_22, [R, Shard(1)])
@@ -782,54 +584,61 @@ def test_print_shows_equal_replicas_once() -> None:
     )
 
 
-def test_print_shows_replicas_apart_that_differ() -> None:
+def test_repr_shows_different_replicas_separately() -> None:
     drifted = DTensor.from_local(dt.per_rank([torch.ones(1), torch.zeros(1)]), MESH, [R])
     assert repr(drifted) == "DTensor(float32[1] on (0=R)\n  rank 0: [1.]\n  rank 1: [0.])"
 
 
-def test_print_shows_each_shard_and_addend_of_equal_values() -> None:
+def test_repr_shows_each_shard_and_addend_even_if_equal() -> None:
     for placement in (Shard(0), Partial()):
         equal = DTensor.from_local(dt.per_rank([torch.ones(1), torch.ones(1)]), MESH, [placement])
         assert repr(equal).count("\n  rank ") == 2
 
 
-def test_print_tells_about_gradients() -> None:
+def test_repr_of_a_large_tensor_shows_one_local_tensor_and_all_local_shapes() -> None:
+    mesh = dt.init_device_mesh("cpu", (2, 2))
+    x = dt.distribute_tensor(torch.arange(90.0 * 50).view(90, 50), mesh, [Shard(0), Shard(0)])
+    text = repr(x)
+    assert text.count("...") <= 3 + 4  # of one local tensor
+    assert text.startswith("DTensor(float32[90, 50] on (0=S(0), 1=S(0))\n  rank 0: [[")
+    assert text.endswith("\n  shapes: ranks 0, 2 [23, 50], ranks 1, 3 [22, 50])")
+    assert "rank 1:" not in text
+    assert len(text) < 800
+    small = dt.distribute_tensor(torch.arange(6.0), mesh, [Shard(0), R])
+    assert "ranks 0-1: [0., 1., 2.]" in repr(small)
+    assert "ranks 2-3: [3., 4., 5.]" in repr(small)
+    assert "shapes" not in repr(small)
+    equal_replicas = dt.ones(2000, device_mesh=dt.init_device_mesh("cpu", (4,)), placements=[R])
+    assert repr(equal_replicas).endswith("shapes: ranks 0-3 [2000])")
+
+
+def test_repr_shows_requires_grad_and_grad_fn() -> None:
     x = dt.ones(2, device_mesh=MESH, requires_grad=True)
     assert "requires_grad=True" in repr(x)
     assert "grad_fn=<MulBackward0>" in repr(x * 2)
 
 
-def test_a_layout_answers_under_the_names_of_torch() -> None:
-    x = dt.zeros(5, 3, device_mesh=dt.init_device_mesh("cpu", (2,)), placements=[Shard(0)])
-    assert (x._spec.mesh, x._spec.device_mesh, x._spec.placements) == (x.device_mesh, x.device_mesh, x.placements)
-    assert (x._spec.tensor_meta.shape, x._spec.tensor_meta.stride, x._spec.tensor_meta.dtype) == ((5, 3), (3, 1), torch.float32)
-    assert hash(x._spec) == hash((x + 1)._spec)
-    square = dt.init_device_mesh("cpu", (2, 2))
-    y, z = (dt.zeros(5, 3, device_mesh=square, placements=[Shard(1), where]) for where in (Shard(1), Replicate()))
-    assert [(value._spec.num_shards, value._spec.dim_map) for value in (x, y, z)] == [(2, [0, -1]), (4, [-1, 0]), (2, [-1, 0])]
-
-
 # --- submeshes ------------------------------------------------------------------------------------------------------
-def test_a_tensor_on_a_submesh_lives_in_every_copy_of_it() -> None:
+def test_a_tensor_on_a_submesh_has_a_copy_for_each_index_of_the_other_mesh_dims() -> None:
     x = dt.distribute_tensor(torch.arange(3.0), MESH_22["tp"], [Shard(0)])
-    assert [piece.tolist() for piece in pieces(x)] == [[0, 1], [2], [0, 1], [2]]
+    assert [shard.tolist() for shard in local_tensors(x)] == [[0, 1], [2], [0, 1], [2]]
     assert (x * 2).sum().item() == 6
     assert torch.equal(dt.per_rank([torch.arange(3.0)] * 4).shards[0], x.full_tensor().shards[3])
 
 
-def test_autograd_on_a_submesh() -> None:
+def test_gradient_on_a_submesh_has_the_placements_of_its_leaf() -> None:
     x = dt.distribute_tensor(value(5, 6), MESH_22["dp"], [Shard(0)]).requires_grad_()
     (x @ dt.distribute_tensor(value(6, 3), MESH_22["dp"], [R])).sum().backward()
     assert x.grad.placements == (Shard(0),)
 
 
-def test_meshes_on_some_ranks() -> None:
+def test_mm_on_a_mesh_of_arbitrary_ranks_equals_plain_torch() -> None:
     mesh = dt.DeviceMesh("cpu", [5, 2, 7])
     check(torch.mm, value(5, 6), value(6, 7), mesh=mesh, placements=[[Shard(1)], [Shard(0)]])
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------
-def test_a_dead_leaf_is_freed() -> None:
+def test_a_leaf_is_freed_after_backward_and_del() -> None:
     x = dt.ones(4, device_mesh=MESH, placements=[Shard(0)], requires_grad=True)
     (x * 2).sum().backward()
     alive = weakref.ref(x)
@@ -838,15 +647,10 @@ def test_a_dead_leaf_is_freed() -> None:
     assert alive() is None
 
 
-def test_local_map_wants_placements_of_every_dtensor() -> None:
-    mesh = dt.init_device_mesh("cpu", (2,))
-    x = dt.distribute_tensor(torch.ones(4, 2), mesh, [dt.Shard(0)])
-    with pytest.raises(dt.errors.PlacementError, match="expects placements for argument 1"):
-        dt.local_map(torch.add, out_placements=[dt.Shard(0)], in_placements=([dt.Shard(0)], None))(x, x)
-
-
-# --- conversions by torch's own code --------------------------------------------------------------------------------
-@pytest.mark.parametrize("whole", [torch.arange(5), torch.arange(5.0), torch.arange(5) > 2, torch.arange(5).to(torch.complex64)])
+# --- conversions, plain indices and vmap ----------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "global_value", [torch.arange(5), torch.arange(5.0), torch.arange(5) > 2, torch.arange(5).to(torch.complex64)]
+)
 @pytest.mark.parametrize(
     "make",
     [
@@ -857,13 +661,15 @@ def test_local_map_wants_placements_of_every_dtensor() -> None:
         lambda x: torch.as_tensor([x.sum()]),
     ],
 )
-def test_a_list_of_dtensors_becomes_a_tensor_of_their_values(whole: torch.Tensor, make: Callable[[Any], torch.Tensor]) -> None:
-    expected = make(whole)
+def test_torch_tensor_of_a_list_of_dtensors_is_a_plain_tensor_of_their_values(
+    global_value: torch.Tensor, make: Callable[[Any], torch.Tensor]
+) -> None:
+    expected = make(global_value)
     for placement in (R, Shard(0)):
-        made = make(dt.distribute_tensor(whole, MESH, [placement]))
-        assert type(made) is torch.Tensor
-        assert made.dtype == expected.dtype
-        assert torch.equal(made, expected)
+        result = make(dt.distribute_tensor(global_value, MESH, [placement]))
+        assert type(result) is torch.Tensor
+        assert result.dtype == expected.dtype
+        assert torch.equal(result, expected)
 
 
 @pytest.mark.filterwarnings("ignore:.*in beta.*:UserWarning")
@@ -877,37 +683,41 @@ def test_a_list_of_dtensors_becomes_a_tensor_of_their_values(whole: torch.Tensor
         lambda x, i: x.index_reduce(0, i, x[:3], "prod"),
     ],
 )
-def test_plain_indices_meet_a_dtensor(fn: Any) -> None:
-    whole, index = value(5, 6), torch.tensor([4, 0, 2])
+def test_plain_index_tensors_are_operands_of_indexing_operators(fn: Any) -> None:
+    global_value, index = value(5, 6), torch.tensor([4, 0, 2])
     for placement in (R, Shard(0), Shard(1)):
-        assert torch.equal(fn(dt.distribute_tensor(whole, MESH, [placement]), index).full_tensor(), fn(whole, index))
+        assert torch.equal(
+            fn(dt.distribute_tensor(global_value, MESH, [placement]), index).full_tensor(), fn(global_value, index)
+        )
 
 
-def test_plain_indices_under_vmap_meet_a_dtensor() -> None:
-    whole, rows, columns = value(5, 6), torch.arange(4), torch.arange(3)
-    x = dt.distribute_tensor(whole, MESH, [Shard(0)])
+def test_plain_index_tensors_under_vmap_index_a_dtensor_with_implicit_replication() -> None:
+    global_value, rows, columns = value(5, 6), torch.arange(4), torch.arange(3)
+    x = dt.distribute_tensor(global_value, MESH, [Shard(0)])
 
     def pick(table: Any) -> Any:
         return torch.vmap(torch.vmap(lambda i, j: table[i, j], (None, 0)), (0, None))(rows, columns)
 
     with dt.implicit_replication():
-        assert torch.equal(pick(x).full_tensor(), pick(whole))
+        assert torch.equal(pick(x).full_tensor(), pick(global_value))
 
 
 @pytest.mark.skipif(not hasattr(torch._C, "_get_dtensor_allow_implicit_replication"), reason="torch does not say so")
 @pytest.mark.parametrize("table", [Shard(0), Shard(1), Shard(2), R])
 @pytest.mark.parametrize("rows", [Shard(0), Shard(1), R])
-def test_what_vmap_makes_itself_meets_a_dtensor(table: dt.Placement, rows: dt.Placement) -> None:
+def test_embedding_under_vmap_accepts_tensors_that_vmap_creates_and_refuses_those_of_the_caller(
+    table: dt.Placement, rows: dt.Placement
+) -> None:
     weight, indices = value(3, 5, 6), torch.arange(21).reshape(3, 7) % 5
     found = torch.vmap(torch.nn.functional.embedding)(
         dt.distribute_tensor(indices, MESH, [rows]), dt.distribute_tensor(weight, MESH, [table])
     )
     assert torch.equal(found.full_tensor(), torch.vmap(torch.nn.functional.embedding)(indices, weight))
-    with pytest.raises(MixedTensorError):  # what the function brings is the caller's
+    with pytest.raises(MixedTensorError):  # the function itself creates this plain tensor
         torch.vmap(lambda x: x + torch.ones(6))(dt.distribute_tensor(weight, MESH, [table]))
 
 
-def test_plans_follow_the_default_dtype() -> None:
+def test_results_follow_a_change_of_the_default_dtype() -> None:
     x = dt.distribute_tensor(torch.arange(6), dt.DeviceMesh("cpu", 2), [dt.Shard(0)])
     for dtype in (torch.float32, torch.float64, torch.float32):
         torch.set_default_dtype(dtype)
@@ -919,7 +729,7 @@ def test_plans_follow_the_default_dtype() -> None:
             torch.set_default_dtype(torch.float32)
 
 
-def test_a_partial_leafs_gradient_is_replicated_on_a_mesh_dim_of_one_rank_too() -> None:
+def test_gradient_of_a_partial_leaf_on_a_mesh_of_one_rank_is_replicated() -> None:
     leaf = dt.distribute_tensor(torch.ones(3), dt.init_device_mesh("cpu", (1,)), [dt.Partial()]).requires_grad_()
     (leaf * 2).sum().backward()
     assert leaf.grad.placements == (dt.Replicate(),)
@@ -927,7 +737,7 @@ def test_a_partial_leafs_gradient_is_replicated_on_a_mesh_dim_of_one_rank_too() 
 
 @pytest.mark.filterwarnings("ignore:Using backward")
 @pytest.mark.parametrize("shape", [(), (1,)])
-def test_backward_of_a_number_is_torchs(shape: tuple[int, ...]) -> None:
+def test_backward_of_a_scalar_raises_and_accumulates_as_in_plain_torch(shape: tuple[int, ...]) -> None:
     x = dt.ones(3, device_mesh=dt.init_device_mesh("cpu", (2,)), placements=[dt.Shard(0)]).requires_grad_()
     loss: Any = (x**3).sum().reshape(shape)
     loss.backward(retain_graph=True, create_graph=True)
@@ -944,16 +754,16 @@ def test_backward_of_a_number_is_torchs(shape: tuple[int, ...]) -> None:
         (x * 2).backward()
 
 
-def test_modes_see_backward_of_a_number() -> None:
-    seen: list[Any] = []
+def test_torch_function_modes_observe_backward_of_a_scalar() -> None:
+    observed: list[Any] = []
 
-    class Seeing(torch.overrides.TorchFunctionMode):
+    class Recorder(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(func)
+            observed.append(func)
             return func(*args, **(kwargs or {}))
 
     x = dt.ones(3, device_mesh=dt.init_device_mesh("cpu", (2,)), placements=[dt.Shard(0)]).requires_grad_()
     loss = x.sum()
-    with Seeing():
+    with Recorder():
         loss.backward()
-    assert torch.Tensor.backward in seen
+    assert torch.Tensor.backward in observed

@@ -1,4 +1,4 @@
-"""Torch's own modes that show what runs see what DTensors do, and everything else as before."""
+"""Torch debug modes: DebugMode, CommDebugMode and MemTracker of torch with DTensors."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from dtensor.parallel import ColwiseParallel, RowwiseParallel, fully_shard, para
 P = dt.Partial()
 
 
-def seen(program: Callable[[], Any], **options: Any) -> list[str]:
+def record_lines(program: Callable[[], Any], **options: Any) -> list[str]:
     with DebugMode(**options) as mode:
         program()
     return [line.rstrip() for line in mode.debug_string().splitlines()]
 
 
-def named(lines: list[str]) -> list[tuple[int, str]]:
-    """Depth and name of the operators and ranges, but those of the process that only stand for what arrives."""
-    told = [(len(line) - len(line.lstrip()), line.strip()) for line in lines]
-    return [(depth, text) for depth, text in told if "dtensor::" in text or "add" in text or "relu" in text]
+def operator_lines(lines: list[str]) -> list[tuple[int, str]]:
+    """Return the depth and text of the lines that name ``add``, ``relu`` or a range of this library."""
+    entries = [(len(line) - len(line.lstrip()), line.strip()) for line in lines]
+    return [(depth, text) for depth, text in entries if "dtensor::" in text or "add" in text or "relu" in text]
 
 
-def test_debug_mode_sees_operators_what_they_redistribute_and_what_each_rank_computes() -> None:
+def test_debug_mode_records_operators_redistributions_and_local_operators() -> None:
     mesh = dt.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     a, b = (dt.ones(4, 6, device_mesh=mesh, placements=[dim]) for dim in (S0, S1))
-    lines = seen(lambda: (a + b).relu(), record_tensor_attributes=["placements"])
-    assert not any("device=meta" in line for line in lines)  # planning runs nothing of the program
-    assert [text.partition("(t: ")[0].partition(", 24 B/rank")[0] for _, text in named(lines)] == [
+    lines = record_lines(lambda: (a + b).relu(), record_tensor_attributes=["placements"])
+    assert not any("device=meta" in line for line in lines)  # sharding propagation records no operators
+    assert [text.partition("(t: ")[0].partition(", 24 B/rank")[0] for _, text in operator_lines(lines)] == [
         "aten::add.Tensor",
         "[record function] dtensor::aten::add.Tensor",
         "[record function] dtensor::exchange over tp: (tp=S(1)) -> (tp=S(0))",
@@ -49,35 +49,35 @@ def test_debug_mode_sees_operators_what_they_redistribute_and_what_each_rank_com
         "aten::relu",
         "aten::relu",
     ]
-    depths = [depth for depth, _ in named(lines)]
+    depths = [depth for depth, _ in operator_lines(lines)]
     assert depths[0] == depths[1] < depths[2] < depths[3]
     assert "t: f32[4, 6]{placements=(Shard(dim=0),)}, t: f32[4, 6]{placements=(Shard(dim=1),)}" in lines[0]
 
 
-def test_debug_mode_sees_explicit_redistributions_and_gradients() -> None:
+def test_debug_mode_records_explicit_redistributions_and_backward() -> None:
     x = put(value(4, 6), S0).requires_grad_()
-    told = "\n".join(seen(lambda: x.redistribute(placements=[R]).sum().backward()))
-    assert "[record function] dtensor::all_gather over mesh dim 0: (S(0)) -> (R)" in told
-    assert "aten::sum(" in told
-    assert "aten::expand(" in told  # of the backward pass
+    entries = "\n".join(record_lines(lambda: x.redistribute(placements=[R]).sum().backward()))
+    assert "[record function] dtensor::all_gather over mesh dim 0: (S(0)) -> (R)" in entries
+    assert "aten::sum(" in entries
+    assert "aten::expand(" in entries  # from the backward pass
 
 
-def plain() -> None:
+def run_plain() -> None:
     x = torch.ones(3, 4, requires_grad=True)
     y = (x @ x.t()).relu().sum()
     y.backward()
 
 
-class Untold(DebugMode):
-    """What is told to a mode is of its class alone."""
+class UnreportedDebugMode(DebugMode):
+    """Subclass that DTensor does not report to."""
 
 
 @pytest.mark.parametrize("options", [{}, {"record_stack_trace": True}, {"record_ids": True, "record_output": False}], ids=str)
-def test_plain_programs_are_seen_as_before(options: Any) -> None:
+def test_debug_mode_records_of_plain_programs_are_unchanged(options: Any) -> None:
     with DebugMode(**options) as mode, DebugMode.log_tensor_hashes():
-        plain()
-    with Untold(**options) as other, DebugMode.log_tensor_hashes():
-        plain()
+        run_plain()
+    with UnreportedDebugMode(**options) as other, DebugMode.log_tensor_hashes():
+        run_plain()
     assert mode.debug_string(show_stack_trace=False) == other.debug_string(show_stack_trace=False)
     assert not DebugMode.check_hash_mismatches(mode.logs, other.logs)
 
@@ -96,36 +96,36 @@ def programs(mesh: dt.DeviceMesh) -> dict[str, Callable[[], Any]]:
         "reduce": lambda: ones(8, 12, at=P).redistribute(placements=[R]),
         "scatter": lambda: ones(8, 12, at=P).redistribute(placements=[S0]),
         "uneven": lambda: ones(7, 5, at=S0).full_tensor(),
-        "an operator": lambda: (ones(8, 12, at=S0) @ ones(12, 7, at=S1)).relu(),
-        "a kernel": lambda: ones(8, 12, at=S1).softmax(1),
+        "operator": lambda: (ones(8, 12, at=S0) @ ones(12, 7, at=S1)).relu(),
+        "kernel with collectives": lambda: ones(8, 12, at=S1).softmax(1),
         "gradients": lambda: (ones(8, 12, at=S0).requires_grad_() * ones(8, 12, at=S1)).sum().backward(),
         "fully sharded": train(fully_shard(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), mesh=mesh)),
         "replicated": train(replicate(nn.Linear(8, 8), mesh=mesh)),
         "tensor parallel": train(parallelize_module(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), mesh, layers)),
-        "of the program": lambda: torch.distributed.all_reduce(torch.ones(3)),
+        "direct all_reduce": lambda: torch.distributed.all_reduce(torch.ones(3)),
     }
 
 
-def _on_processes() -> dict[str, tuple[int, int]]:
+def _count_on_processes() -> dict[str, tuple[int, int]]:
     mesh = dt.init_device_mesh("cpu", (2,))
     found = {}
     for name, program in programs(mesh).items():
-        program()  # replicas are compared once, plain operands too: exchanges of small values
-        with CommDebugMode() as ours, TorchCommDebugMode() as theirs:
+        program()  # the first run also compares replicas and plain operands
+        with CommDebugMode() as own_counts, TorchCommDebugMode() as torch_counts:
             program()
-        found[name] = ours.get_total_counts(), theirs.get_total_counts()
+        found[name] = own_counts.get_total_counts(), torch_counts.get_total_counts()
     return found
 
 
 @pytest.mark.gloo
-def test_torchs_comm_debug_mode_counts_what_ours_does() -> None:
-    for found in run_gloo(_on_processes, 2):
-        for name, (ours, theirs) in found.items():
-            assert ours == theirs > 0, name
+def test_comm_debug_mode_of_torch_counts_equal_collectives() -> None:
+    for found in run_gloo(_count_on_processes, 2):
+        for name, (own_counts, torch_counts) in found.items():
+            assert own_counts == torch_counts > 0, name
 
 
 class Block(nn.Module):
-    """A unit with submodules that are no units: they see gathered parameters."""
+    """FSDP unit with submodules that are no units."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,12 +135,12 @@ class Block(nn.Module):
         return x + self.down(self.up(x).relu())
 
 
-def tracked(model: nn.Module, x: Any) -> list[dict[str, int]]:
-    """The tracked bytes after the forward pass, the backward pass and the optimizer step of a second iteration."""
+def track_memory(model: nn.Module, x: Any) -> list[dict[str, int]]:
+    """Return the tracked bytes after forward, backward and optimizer step of a second iteration."""
     optimizer = torch.optim.Adam(model.parameters())
     tracker, found = MemTracker(), list[dict[str, int]]()
 
-    def snap() -> None:
+    def take_snapshot() -> None:
         (counts,) = tracker.get_tracker_snapshot().values()
         found.append({getattr(kind, "value", kind): count for kind, count in counts.items()})
 
@@ -149,58 +149,58 @@ def tracked(model: nn.Module, x: Any) -> list[dict[str, int]]:
         for _ in range(2):
             found.clear()
             loss = model(x).square().mean()
-            snap()
+            take_snapshot()
             loss.backward()
-            snap()
+            take_snapshot()
             optimizer.step()
-            snap()
+            take_snapshot()
             optimizer.zero_grad()
             del loss
             tracker.reset_mod_stats()
     return found
 
 
-def tracked_unit(mesh: Any, x: Any, shard: Callable[..., Any] = fully_shard) -> list[dict[str, int]]:
+def track_fsdp_memory(mesh: Any, x: Any, shard: Callable[..., Any] = fully_shard) -> list[dict[str, int]]:
     torch.manual_seed(0)
     model = nn.Sequential(Block(), Block(), nn.Linear(16, 16))
     for layer in (*model[:2], model):
         shard(layer, mesh=mesh)
-    return tracked(model, x)
+    return track_memory(model, x)
 
 
-def _tracked_beside_torch() -> tuple[list[dict[str, int]], list[dict[str, int]]]:
+def _track_both_fsdp() -> tuple[list[dict[str, int]], list[dict[str, int]]]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard as fully_shard_of_torch
 
     x = torch.ones(8, 16)
-    ours = tracked_unit(dt.init_device_mesh("cpu", (2,)), x)
-    return ours, tracked_unit(init_device_mesh("cpu", (2,)), x, fully_shard_of_torch)
+    own_counts = track_fsdp_memory(dt.init_device_mesh("cpu", (2,)), x)
+    return own_counts, track_fsdp_memory(init_device_mesh("cpu", (2,)), x, fully_shard_of_torch)
 
 
 @pytest.mark.gloo
-def test_memory_tracker_counts_sharded_parameters_gradients_and_states_as_with_fsdp2() -> None:
-    for ours, theirs in run_gloo(_tracked_beside_torch, 2):
+def test_mem_tracker_counts_equal_bytes_for_fully_shard_of_both_libraries() -> None:
+    for own_counts, torch_counts in run_gloo(_track_both_fsdp, 2):
         flags = 4 * sum(1 for _ in Block().parameters()) * 2 + 4 * 2  # one float for each parameter, reduced with its gradient
         for kind in ("Parameter", "Activation", "Optstate", "Other"):
-            assert [counts[kind] for counts in ours] == [counts[kind] for counts in theirs]
-        assert [counts["Gradient"] for counts in theirs] == [0, theirs[1]["Parameter"], theirs[1]["Parameter"]]
-        assert [counts["Gradient"] for counts in ours] == [0, *[counts["Gradient"] + flags for counts in theirs[1:]]]
+            assert [counts[kind] for counts in own_counts] == [counts[kind] for counts in torch_counts]
+        assert [counts["Gradient"] for counts in torch_counts] == [0, torch_counts[1]["Parameter"], torch_counts[1]["Parameter"]]
+        assert [counts["Gradient"] for counts in own_counts] == [0, *[counts["Gradient"] + flags for counts in torch_counts[1:]]]
 
 
-def test_memory_tracker_counts_the_local_tensors_of_all_ranks_in_process() -> None:
+def test_mem_tracker_counts_the_local_tensors_of_all_ranks_in_process() -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
-    forward, backward, step = tracked_unit(mesh, dt.per_rank([torch.ones(8, 16)] * 2))
+    forward, backward, step = track_fsdp_memory(mesh, dt.per_rank([torch.ones(8, 16)] * 2))
     sizes = [sum(p.numel() * 4 for p in layer.parameters()) for layer in (Block(), Block(), nn.Linear(16, 16))]
-    assert backward["Parameter"] == step["Parameter"] == sum(sizes)  # each half twice
+    assert backward["Parameter"] == step["Parameter"] == sum(sizes)  # two shards of each parameter
     assert forward["Parameter"] == sum(sizes) + 2 * sizes[2]  # the outermost unit stays gathered, once per rank
     assert backward["Gradient"] - sum(sizes) == 2 * 4 * 10  # a flag for each parameter and rank
     assert step["Optstate"] == 2 * sum(sizes) + 4 * 10  # one step count per parameter
 
 
-def test_memory_tracker_counts_the_local_tensors_of_tensor_parallelism() -> None:
+def test_mem_tracker_counts_the_local_tensors_of_tensor_parallelism() -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
     model = parallelize_module(Block(), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    _, backward, step = tracked(model, torch.ones(8, 16))
-    held = sum(x.numel() * 4 for p in model.parameters() for x in p.to_local().shards)  # type: ignore[operator]
-    assert backward["Parameter"] == backward["Gradient"] == held
-    assert step["Optstate"] >= 2 * held
+    _, backward, step = track_memory(model, torch.ones(8, 16))
+    nbytes = sum(x.numel() * 4 for p in model.parameters() for x in p.to_local().shards)  # type: ignore[operator]
+    assert backward["Parameter"] == backward["Gradient"] == nbytes
+    assert step["Optstate"] >= 2 * nbytes

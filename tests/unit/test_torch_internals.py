@@ -1,4 +1,4 @@
-"""Private names of torch stand in one room, each with its use, and one that is missing says what for it was needed."""
+"""Torch internals: private names of torch are used through one module, and a missing name is reported with its use."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from dtensor.base import torch_internals
 from dtensor.base.torch_internals import NAMES, Internal
 
 PACKAGE = Path(torch_internals.__file__).parents[1]
-DOCUMENTED = ("torch._foreach_",)  # torch's manual has a page of them
+DOCUMENTED = ("torch._foreach_",)  # documented in the manual of torch
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_this_torch_has_it(name: str) -> None:
+def test_this_torch_has_each_listed_private_name(name: str) -> None:
     assert getattr(torch_internals, name) is not None
     assert NAMES[name].use
     assert NAMES[name].instead
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_torch_that_lacks_it_is_named_with_the_use(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_private_name_raises_with_its_use(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(vars(torch_internals), name, raising=False)
     monkeypatch.setitem(NAMES, name, Internal(NAMES[name].path + "_of_another_torch", *NAMES[name][1:]))
     with pytest.raises(ImportError, match="_of_another_torch, which dtensor needs for: ") as found:
@@ -31,7 +31,7 @@ def test_a_torch_that_lacks_it_is_named_with_the_use(name: str, monkeypatch: pyt
     assert NAMES[name].use in str(found.value)
 
 
-def test_no_private_name_elsewhere() -> None:
+def test_private_names_of_torch_are_used_only_in_torch_internals() -> None:
     found = [
         f"{path.relative_to(PACKAGE)}:{line}: {name}"
         for path in sorted(PACKAGE.rglob("*.py"))
@@ -41,14 +41,14 @@ def test_no_private_name_elsewhere() -> None:
     assert not found, "take them from dtensor.base.torch_internals:\n" + "\n".join(found)
 
 
-def test_the_search_finds_them() -> None:
+def test_private_names_finds_imports_and_attributes() -> None:
     lines = ("import torch", "from torch.utils._pytree import tree_map", "y = torch._C._nn.gelu(torch._foreach_add)")
     source = "\n".join(lines)
     assert [name for name, _ in private_names(source)] == ["torch.utils._pytree.tree_map", "torch._C._nn.gelu"]
 
 
 def private_names(source: str) -> Iterator[tuple[str, int]]:
-    """Names of torch's with a part that begins with one underscore, but for operators."""
+    """Yield names of torch with a part that begins with one underscore, except operators."""
     known: dict[str, str] = {}
     inner: set[ast.AST] = set()
     for node in ast.walk(ast.parse(source)):
@@ -80,13 +80,13 @@ def is_private(name: str) -> bool:
     return first == "torch" and private and parts[0] != "ops" and not name.startswith(DOCUMENTED)
 
 
-def test_own_memory_is_made_on_a_device_that_is_named() -> None:
-    """Users set a default device, for what they make. (Models, samples and reports of the library are made as users' code is.)"""
-    made_there = {"clusters", "debug", "samples"}
+def test_factory_calls_of_the_library_name_a_device() -> None:
+    """The default device of the user must not apply to tensors of the library. Models, samples and reports are exempt."""
+    exempt = {"clusters", "debug", "samples"}
     found = [
         f"{path.relative_to(PACKAGE)}:{node.lineno}: {ast.unparse(node)}"
         for path in sorted(PACKAGE.rglob("*.py"))
-        if not made_there.intersection(path.relative_to(PACKAGE).parts)
+        if not exempt.intersection(path.relative_to(PACKAGE).parts)
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Call) and ast.unparse(node.func) in FACTORIES
         if not any(keyword.arg in ("device", None) for keyword in node.keywords)
@@ -94,5 +94,5 @@ def test_own_memory_is_made_on_a_device_that_is_named() -> None:
     assert not found, "name the device:\n" + "\n".join(found)
 
 
-_MADE = "arange as_tensor empty empty_strided eye full linspace ones rand randint randn randperm tensor zeros"
-FACTORIES = {f"torch.{name}" for name in _MADE.split()}
+_FACTORY_NAMES = "arange as_tensor empty empty_strided eye full linspace ones rand randint randn randperm tensor zeros"
+FACTORIES = {f"torch.{name}" for name in _FACTORY_NAMES.split()}

@@ -1,4 +1,4 @@
-"""Code ports by changing an import: what torch documents of DTensors, meshes, styles and FSDP2 is found under the same names."""
+"""Torch names: the public names, methods, arguments and error classes of torch.distributed.tensor, device_mesh and fsdp."""
 
 from __future__ import annotations
 
@@ -37,29 +37,33 @@ MODULES = {
 
 
 def names_of(module: ModuleType) -> list[str]:
-    if module is torch.distributed.fsdp:  # which has the wrapper of before as well
+    if module is torch.distributed.fsdp:  # it also exports the FSDP1 wrapper
         return sorted(name for name in module.__all__ if hasattr(_fully_shard, name))
     return sorted(module.__all__)
 
 
-PAIRS = [(theirs, ours, name) for theirs, ours in MODULES.items() for name in names_of(importlib.import_module(theirs))]
+PAIRS = [
+    (torch_module, our_module, name)
+    for torch_module, our_module in MODULES.items()
+    for name in names_of(importlib.import_module(torch_module))
+]
 
 
-def pair(theirs: str, ours: str, name: str) -> tuple[Any, Any]:
-    return getattr(importlib.import_module(theirs), name), getattr(importlib.import_module(ours), name, None)
+def objects_of(torch_module: str, our_module: str, name: str) -> tuple[Any, Any]:
+    return getattr(importlib.import_module(torch_module), name), getattr(importlib.import_module(our_module), name, None)
 
 
-def test_a_block_is_where_a_shard_says() -> None:
+def test_local_shard_size_and_offset_equals_torch_and_covers_the_dim() -> None:
     for size in range(12):
         for count in range(1, 6):
             blocks = [dtensor.Shard.local_shard_size_and_offset(size, count, rank) for rank in range(count)]
-            theirs = torch.distributed.tensor.Shard.local_shard_size_and_offset
-            assert blocks == [theirs(size, count, rank) for rank in range(count)]
-            held = [torch.arange(size).narrow(0, start, own) for own, start in blocks]
-            assert torch.equal(torch.cat(held), torch.arange(size))
+            torch_function = torch.distributed.tensor.Shard.local_shard_size_and_offset
+            assert blocks == [torch_function(size, count, rank) for rank in range(count)]
+            blocks_of_range = [torch.arange(size).narrow(0, start, own) for own, start in blocks]
+            assert torch.equal(torch.cat(blocks_of_range), torch.arange(size))
 
 
-def test_a_nested_shard_is_recognized_as_a_strided_one_and_none_is_made() -> None:
+def test_a_nested_shard_is_a_strided_shard_and_strided_shard_cannot_be_constructed() -> None:
     strided = dtensor.placement_types._StridedShard
     nested = dtensor.Shard(0, level=1)
     assert isinstance(nested, strided)
@@ -72,7 +76,7 @@ def test_a_nested_shard_is_recognized_as_a_strided_one_and_none_is_made() -> Non
             made()
 
 
-def test_the_block_of_the_current_rank_has_a_shape_and_an_offset() -> None:
+def test_compute_local_shape_and_global_offset_gives_the_block_of_the_current_rank() -> None:
     from dtensor._utils import compute_local_shape_and_global_offset as block
     from dtensor.placement import Replicate, Shard
 
@@ -85,14 +89,14 @@ def test_the_block_of_the_current_rank_has_a_shape_and_an_offset() -> None:
         [Shard(0, level=1), Shard(0, level=0)],
     ):
         blocks = dtensor.map_ranks(lambda at, p=placements: block((7, 5), mesh, p), mesh=mesh)
-        pieces = dtensor.distribute_tensor(x, mesh, placements).to_local().shards
-        for (shape, offset), piece in zip(blocks, pieces, strict=True):
-            assert torch.equal(piece, x[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))])
+        shards = dtensor.distribute_tensor(x, mesh, placements).to_local().shards
+        for (shape, offset), shard in zip(blocks, shards, strict=True):
+            assert torch.equal(shard, x[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))])
     with pytest.raises(dtensor.errors.MeshError, match=r"dtensor\.map_ranks\("):
         block((7, 5), mesh, [Shard(0), Shard(1)])
 
 
-def test_what_is_on_its_way_says_so_and_arrives() -> None:
+def test_a_tensor_in_flight_is_an_async_collective_tensor_until_wait() -> None:
     x = dtensor.distribute_tensor(torch.arange(5.0), dtensor.DeviceMesh("cpu", 2), [dtensor.Shard(0)])
     assert not isinstance(x, dtensor.AsyncCollectiveTensor)
     y = x.redistribute(placements=[dtensor.Replicate()], async_op=True)
@@ -102,7 +106,7 @@ def test_what_is_on_its_way_says_so_and_arrives() -> None:
     assert torch.equal(y.to_local().shards[1], torch.arange(5.0))
 
 
-def test_the_dump_of_collectives_is_a_tree_of_the_modules(tmp_path: Path) -> None:
+def test_generate_json_dump_of_comm_debug_mode_is_a_tree_of_modules(tmp_path: Path) -> None:
     mesh = dtensor.DeviceMesh("cpu", 2)
     plan = {"0": dtensor.parallel.ColwiseParallel(), "2": dtensor.parallel.RowwiseParallel()}
     inner = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 4))
@@ -124,48 +128,48 @@ def test_the_dump_of_collectives_is_a_tree_of_the_modules(tmp_path: Path) -> Non
     assert layers[0]["parameters"] == [["weight", "(Shard(dim=0),)"], ["bias", "(Shard(dim=0),)"]]
 
 
-def test_the_modules_are_looked_through() -> None:
+def test_the_compared_names_include_the_main_classes() -> None:
     assert {"DTensor", "context_parallel", "fully_shard", "ColwiseParallel", "CommDebugMode"} <= {name for *_, name in PAIRS}
 
 
-@pytest.mark.parametrize(("theirs", "ours", "name"), PAIRS)
-def test_a_name_of_torch_is_a_name_here(theirs: str, ours: str, name: str) -> None:
-    there, here = pair(theirs, ours, name)
+@pytest.mark.parametrize(("torch_module", "our_module", "name"), PAIRS)
+def test_each_public_name_of_torch_is_exported(torch_module: str, our_module: str, name: str) -> None:
+    there, here = objects_of(torch_module, our_module, name)
     assert here is not None
     assert inspect.isclass(there) == inspect.isclass(here)
-    exported = importlib.import_module(ours).__all__
+    exported = importlib.import_module(our_module).__all__
     assert name in exported
 
 
-@pytest.mark.parametrize(("theirs", "ours", "name"), [row for row in PAIRS if inspect.isclass(pair(*row)[0])])
-def test_what_a_class_of_torch_can_do_ours_can(theirs: str, ours: str, name: str) -> None:
-    there, here = pair(theirs, ours, name)
+@pytest.mark.parametrize(("torch_module", "our_module", "name"), [row for row in PAIRS if inspect.isclass(objects_of(*row)[0])])
+def test_each_public_method_of_a_torch_class_exists(torch_module: str, our_module: str, name: str) -> None:
+    there, here = objects_of(torch_module, our_module, name)
     inherited = {name for base in (torch.Tensor, torch.nn.Module, TorchDispatchMode) for name in dir(base)}
     methods = [name for name in dir(there) if not name.startswith("_") and name not in inherited]
     methods = [name for name in methods if callable(getattr(there, name)) or isinstance(getattr(there, name), property)]
     assert [name for name in methods if not hasattr(here, name)] == []
 
 
-_NOT_TAKEN = {"local_map": {"spmd_types"}}  # of torch 2.14, for a package of its own: see docs/porting.md
+_MISSING_ARGUMENTS = {"local_map": {"spmd_types"}}  # of torch 2.14, for a package of its own: see docs/porting.md
 
 
-@pytest.mark.parametrize(("theirs", "ours", "name"), PAIRS)
-def test_every_argument_of_torchs_is_taken(theirs: str, ours: str, name: str) -> None:
-    there, here = pair(theirs, ours, name)
+@pytest.mark.parametrize(("torch_module", "our_module", "name"), PAIRS)
+def test_each_argument_of_a_torch_function_is_accepted(torch_module: str, our_module: str, name: str) -> None:
+    there, here = objects_of(torch_module, our_module, name)
     try:
-        wanted, given = (inspect.signature(f).parameters.values() for f in (there, here))
+        torch_parameters, parameters = (inspect.signature(f).parameters.values() for f in (there, here))
     except ValueError:
         pytest.skip("written in C")
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in given)
-    names = [p.name for p in wanted if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and not p.name.startswith("_")]
-    known = {p.name for p in given} | _NOT_TAKEN.get(name, set())
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    names = [p.name for p in torch_parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and not p.name.startswith("_")]
+    known = {p.name for p in parameters} | _MISSING_ARGUMENTS.get(name, set())
     assert takes_all or [name for name in names if name not in known] == []
 
 
 MESH = dtensor.DeviceMesh("cpu", [[0, 1], [2, 3]])
 NAMED = dtensor.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 PREPARE = dtensor.parallel.PrepareModuleInput(input_layouts=dtensor.Shard(0), desired_input_layouts=dtensor.Replicate())
-SAID: dict[str, tuple[type[Exception], Any]] = {
+ERRORS: dict[str, tuple[type[Exception], Any]] = {
     "two mesh dims have the same name": (RuntimeError, lambda: dtensor.DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("a", "a"))),
     "needs 1 mesh_dim_names": (
         RuntimeError,
@@ -200,37 +204,37 @@ SAID: dict[str, tuple[type[Exception], Any]] = {
 }
 
 
-@pytest.mark.parametrize("words", SAID)
-def test_errors_are_of_the_classes_that_programs_catch(words: str) -> None:
-    kind, provoke = SAID[words]
-    with pytest.raises(kind, match=re.escape(words)):
+@pytest.mark.parametrize("message", ERRORS)
+def test_invalid_calls_raise_the_error_classes_of_torch(message: str) -> None:
+    kind, provoke = ERRORS[message]
+    with pytest.raises(kind, match=re.escape(message)):
         provoke()
 
 
-def test_the_ranks_of_a_mesh_are_on_the_host_whatever_the_default_device() -> None:
+def test_mesh_ranks_are_on_the_cpu_under_another_default_device() -> None:
     with torch.device("meta"):
         assert dtensor.init_device_mesh("cpu", (2,)).mesh.tolist() == [0, 1]
 
 
-def test_one_rank_scatters_what_it_distributes() -> None:
+def test_distribute_tensor_scatters_the_value_of_the_source_rank() -> None:
     mesh = dtensor.DeviceMesh("cpu", 2)
-    given = dtensor.per_rank([torch.arange(5.0), torch.zeros(5)])
+    values = dtensor.per_rank([torch.arange(5.0), torch.zeros(5)])
     with dtensor.debug.CommDebugMode() as comm:
-        x = dtensor.distribute_tensor(given, mesh, [dtensor.Shard(0)])
+        x = dtensor.distribute_tensor(values, mesh, [dtensor.Shard(0)])
     assert (comm.get_comm_counts()[torch.ops.c10d.scatter_], comm.get_total_counts()) == (1, 1)
     assert comm.get_comm_bytes() == {"scatter": 8}
     assert torch.equal(x.full_tensor(), torch.arange(5.0))
 
 
-def test_where_it_differs_on_purpose() -> None:
-    """What the page on porting says."""
+def test_documented_differences_from_torch_dtensor() -> None:
+    """Check the differences that docs/porting.md lists."""
     mesh = dtensor.DeviceMesh("cpu", 2)
-    pieces = dtensor.per_rank([torch.ones(2, 3), torch.ones(1, 3)])
-    assert dtensor.DTensor.from_local(pieces, mesh, [dtensor.Shard(0)], shape=(3, 3)).stride() == (3, 1)
+    shards = dtensor.per_rank([torch.ones(2, 3), torch.ones(1, 3)])
+    assert dtensor.DTensor.from_local(shards, mesh, [dtensor.Shard(0)], shape=(3, 3)).stride() == (3, 1)
     x = dtensor.distribute_tensor(torch.ones(4, 3), mesh, [dtensor.Replicate()])
     assert dtensor.distribute_tensor(x, mesh, [dtensor.Shard(0)]).placements == (dtensor.Shard(0),)
     partial = x.redistribute(placements=[dtensor.Partial()])
-    assert [piece.sum().item() for piece in partial.to_local().shards] == [12.0, 0.0]
+    assert [shard.sum().item() for shard in partial.to_local().shards] == [12.0, 0.0]
     assert torch.empty_like(partial).placements == (dtensor.Replicate(),)
     assert torch.equal(partial.fill_(8.0).full_tensor(), torch.full((4, 3), 8.0))
     assert len(x.redistribute(placements=[dtensor.Shard(0)]).unbind(0)) == 4
@@ -239,3 +243,16 @@ def test_where_it_differs_on_purpose() -> None:
     assert isinstance(model.weight, dtensor.DTensor)
     model.unshard()
     assert not isinstance(model.weight, dtensor.DTensor)
+
+
+def test_spec_has_the_attribute_names_of_torch_dtensor_spec() -> None:
+    x = dtensor.zeros(5, 3, device_mesh=dtensor.init_device_mesh("cpu", (2,)), placements=[dtensor.Shard(0)])
+    assert (x._spec.mesh, x._spec.device_mesh, x._spec.placements) == (x.device_mesh, x.device_mesh, x.placements)
+    assert (x._spec.tensor_meta.shape, x._spec.tensor_meta.stride, x._spec.tensor_meta.dtype) == ((5, 3), (3, 1), torch.float32)
+    assert hash(x._spec) == hash((x + 1)._spec)
+    square = dtensor.init_device_mesh("cpu", (2, 2))
+    y, z = (
+        dtensor.zeros(5, 3, device_mesh=square, placements=[dtensor.Shard(1), where])
+        for where in (dtensor.Shard(1), dtensor.Replicate())
+    )
+    assert [(value._spec.num_shards, value._spec.dim_map) for value in (x, y, z)] == [(2, [0, -1]), (4, [-1, 0]), (2, [-1, 0])]

@@ -1,4 +1,4 @@
-"""Traces: what the documented format asks for, the numbers of the record, one file from all ranks."""
+"""Traces: valid Chrome trace format, the numbers of CommDebugMode and dt.memory, one file of all processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import dtensor as dt
 from dtensor.debug import CommDebugMode
 
 
-def step(mesh: dt.DeviceMesh) -> None:
+def train_step(mesh: dt.DeviceMesh) -> None:
     w = nn.Parameter(dt.ones(7, 6, device_mesh=mesh, placements=[S0]))
     x = dt.ones(5, 7, device_mesh=mesh, placements=[S0])
     (x @ w).relu().sum().backward()
@@ -24,17 +24,17 @@ def step(mesh: dt.DeviceMesh) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_a_trace_is_in_the_format_and_has_every_collective_on_every_rank(tmp_path: Path, device: str) -> None:
+def test_trace_has_each_collective_operator_and_memory_kind_on_each_rank(tmp_path: Path, device: str) -> None:
     mesh = dt.init_device_mesh(device, (3,))
     with CommDebugMode() as comm, dt.trace(tmp_path / "trace.json"):
-        step(mesh)
+        train_step(mesh)
     events = events_in(tmp_path / "trace.json")
     ranks = range(3) if device == "cpu" else range(1)
     for rank in ranks:
-        moved = [event for event in events if event["ph"] == "X" and event["tid"] == 1 and event["pid"] == rank]
-        assert len(moved) == comm.get_total_counts() > 0
-        assert sum(event["args"]["bytes"] for event in moved) == sum(comm.get_comm_bytes().values())
-        assert all("test_trace.py" in event["args"]["line"] for event in moved)
+        collectives = [event for event in events if event["ph"] == "X" and event["tid"] == 1 and event["pid"] == rank]
+        assert len(collectives) == comm.get_total_counts() > 0
+        assert sum(event["args"]["bytes"] for event in collectives) == sum(comm.get_comm_bytes().values())
+        assert all("test_trace.py" in event["args"]["line"] for event in collectives)
         assert {"aten::mm", "aten::relu"} <= {event["name"] for event in events if event["pid"] == rank and event["tid"] == 0}
         counters = [event["args"] for event in events if event["ph"] == "C" and event["pid"] == rank]
         assert {"parameters", "gradients", "optimizer state"} <= set(counters[-1])
@@ -42,7 +42,7 @@ def test_a_trace_is_in_the_format_and_has_every_collective_on_every_rank(tmp_pat
     assert len(arrows) == (2 * comm.get_total_counts() if device == "cpu" else 0)
 
 
-def test_a_submesh_has_arrows_within_its_copies(tmp_path: Path) -> None:
+def test_trace_arrows_of_a_submesh_collective_stay_within_its_group(tmp_path: Path) -> None:
     mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     x = dt.ones(5, 6, device_mesh=mesh["tp"], placements=[S0])
     with dt.trace(tmp_path / "trace.json"):
@@ -51,44 +51,44 @@ def test_a_submesh_has_arrows_within_its_copies(tmp_path: Path) -> None:
     assert arrows == {"0-1/0/1": 1, "2-3/0/3": 3}
 
 
-def test_a_dry_run_takes_the_time_that_is_estimated(tmp_path: Path) -> None:
+def test_trace_of_a_dry_run_has_the_estimated_durations(tmp_path: Path) -> None:
     mesh = dt.init_device_mesh("meta", (4,))
 
     def program() -> None:
         x = dt.ones(4096, 4096, device_mesh=mesh, placements=[S0])
         x.redistribute(placements=[R]) @ x
 
-    told = dt.explain(program)
+    report = dt.explain(program)
     with dt.trace(tmp_path / "trace.json"):
         program()
     spans = sorted((event["ts"], event["dur"]) for event in events_in(tmp_path / "trace.json") if event["ph"] == "X")
-    expected = told.seconds + sum(operation.seconds for operation in told.operations)
+    expected = report.seconds + sum(operation.seconds for operation in report.operations)
     assert sum(duration for _, duration in spans) == pytest.approx(expected * 1e6)
     assert all(a + length <= b + 1e-6 for (a, length), (b, _) in pairwise(spans))
 
 
-def test_a_block_that_raises_writes_nothing(tmp_path: Path) -> None:
+def test_trace_block_that_raises_writes_no_file(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), dt.trace(tmp_path / "trace.json"):
         _ = put(value(5), S0) + put(value(5), S0), 1 / 0
     assert not (tmp_path / "trace.json").exists()
 
 
-def test_a_path_that_ends_in_gz_is_compressed_and_has_the_same_events(tmp_path: Path) -> None:
+def test_trace_with_a_gz_path_is_compressed_with_equal_events(tmp_path: Path) -> None:
     mesh = dt.init_device_mesh("meta", (3,))
     for name in ("trace.json", "trace.json.gz"):
         with dt.trace(tmp_path / name):
-            step(mesh)
+            train_step(mesh)
     plain, compressed = tmp_path / "trace.json", tmp_path / "trace.json.gz"
     assert len(events_in(plain)) == len(events_in(compressed)) > 0
     assert compressed.stat().st_size < plain.stat().st_size / 4
 
 
-def test_memory_is_written_where_it_changes_visibly(tmp_path: Path) -> None:
+def test_trace_memory_counters_have_the_peak_and_skip_small_changes(tmp_path: Path) -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
 
     def program() -> None:
         large = dt.ones(1000, 10, device_mesh=mesh)
-        for _ in range(50):  # 8 bytes each, beside 40,000
+        for _ in range(50):  # 8 bytes each, compared with 40,000
             dt.ones(2, device_mesh=mesh) + 1
         large + 1
 
@@ -106,20 +106,20 @@ def decorated() -> dt.DTensor:
     return put(value(5, 6), S0) + put(value(5, 6), S1)
 
 
-def test_a_function_can_be_traced() -> None:
+def test_trace_can_decorate_a_function() -> None:
     assert decorated().shape == (5, 6)
 
 
-def _on_processes(folder: str) -> int:
+def _trace_on_processes(folder: str) -> int:
     mesh = dt.init_device_mesh("cpu", (2,))
     with CommDebugMode() as comm, dt.trace(f"{folder}/trace.json"):
-        step(mesh)
+        train_step(mesh)
     return comm.get_total_counts()
 
 
 @pytest.mark.gloo
-def test_processes_write_one_file(tmp_path: Path) -> None:
-    counts = run_gloo(_on_processes, 2, str(tmp_path))
+def test_trace_on_processes_writes_one_file(tmp_path: Path) -> None:
+    counts = run_gloo(_trace_on_processes, 2, str(tmp_path))
     events = events_in(tmp_path / "trace.json")
     for rank, count in enumerate(counts):
         assert sum(event["ph"] == "X" and event["tid"] == 1 and event["pid"] == rank for event in events) == count

@@ -1,4 +1,4 @@
-"""What a type checker makes of a user's program: names, submodules and results have types, and other names are errors."""
+"""Typing: mypy and pyright accept a correct user program and report each error of a wrong one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-RIGHT = """
+CORRECT_PROGRAM = """
 from collections.abc import Sequence
 
 import torch
@@ -46,18 +46,18 @@ copied: Model = dt.parallel.replicate(Model(), mesh)
 placed: Model = dt.distribute_module(Model(), mesh)
 real: Model = dt.parallel.materialize(Model())
 x: dt.DTensor = dt.distribute_tensor(torch.ones(4), mesh, [dt.Shard(0)])
-whole: torch.Tensor = x.full_tensor()
+gathered: torch.Tensor = x.full_tensor()
 layout: dt.Layout = x.layout
-with dt.debug.CommDebugMode() as seen:
+with dt.debug.CommDebugMode() as comm:
     total: torch.Tensor = (x + 1).sum()
 dt.checkpoint.save({"x": x}, "/tmp/nowhere")
-moved: list[dt.DTensor] = dt.redistribute_many([x], [[dt.Replicate()]])
+redistributed: list[dt.DTensor] = dt.redistribute_many([x], [[dt.Replicate()]])
 dt.register_sharding(torch.ops.aten.relu.default)(table)
 report = dt.testing.verify_rule("mm")
 print(report.wrong, number, dt.sharding_spec, dt.sharded_tensor, dt.shard_model)
 """
 
-WRONG = {
+WRONG_LINES = {
     "dt.no_such_name": "no_such_name",
     "dt.parallel.no_such_name": "no_such_name",
     "dt.parallel.fully_shard(nn.Linear(3, 4), mesh=mesh).no_such_name()": "not callable",  # a tensor or a module
@@ -67,20 +67,20 @@ WRONG = {
     'dt.Shard("0")': "str",
     "dt.shard_model(3, None)": "int",
 }
-HEAD = """
+PREAMBLE = """
 from torch import nn
 import dtensor as dt
 mesh = dt.init_device_mesh("cpu", (2,))
 """
-PROGRAM = HEAD + "".join(f"{line}\n" for line in WRONG)
+WRONG_PROGRAM = PREAMBLE + "".join(f"{line}\n" for line in WRONG_LINES)
 
 
 Errors = dict[str, dict[int, str]]  # by the name of the file and the line
 ROOT = Path(__file__).parents[2]
 
 
-def _mypy(folder: Path) -> Errors:
-    """With the project's own settings (strict) and cache, which `make types` has filled."""
+def _run_mypy(folder: Path) -> Errors:
+    """Run mypy with the strict settings and the cache of the project."""
     command = [sys.executable, "-m", "mypy", *map(str, folder.glob("*.py"))]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert ran.returncode in (0, 1), ran.stdout + ran.stderr
@@ -91,7 +91,7 @@ def _mypy(folder: Path) -> Errors:
     return found
 
 
-def _pyright(folder: Path) -> Errors:
+def _run_pyright(folder: Path) -> Errors:
     settings = {"extraPaths": [str(ROOT)], "typeCheckingMode": "strict", "reportUnknownMemberType": False}
     (folder / "pyrightconfig.json").write_text(json.dumps(settings))
     command = ["pyright", "--outputjson", "--pythonpath", sys.executable, "-p", str(folder)]
@@ -105,21 +105,21 @@ def _pyright(folder: Path) -> Errors:
 
 CHECKERS = [
     pytest.param(
-        _mypy,
+        _run_mypy,
         id="mypy",
         marks=pytest.mark.skipif(not shutil.which("mypy", path=str(Path(sys.executable).parent)), reason="no mypy"),
     ),
-    pytest.param(_pyright, id="pyright", marks=pytest.mark.skipif(not shutil.which("pyright"), reason="no pyright")),
+    pytest.param(_run_pyright, id="pyright", marks=pytest.mark.skipif(not shutil.which("pyright"), reason="no pyright")),
 ]
 
 
 @pytest.mark.parametrize("checker", CHECKERS)
-def test_a_users_program_is_checked(checker: Callable[[Path], Errors], tmp_path: Path) -> None:
-    (tmp_path / "right.py").write_text(RIGHT)
-    (tmp_path / "wrong.py").write_text(PROGRAM)
+def test_type_checker_reports_exactly_the_wrong_lines(checker: Callable[[Path], Errors], tmp_path: Path) -> None:
+    (tmp_path / "right.py").write_text(CORRECT_PROGRAM)
+    (tmp_path / "wrong.py").write_text(WRONG_PROGRAM)
     found = checker(tmp_path)
     assert found.keys() == {"wrong"}
-    first = HEAD.count("\n") + 1
-    for k, (line, name) in enumerate(WRONG.items()):
+    first = PREAMBLE.count("\n") + 1
+    for k, (line, name) in enumerate(WRONG_LINES.items()):
         assert name in found["wrong"].get(first + k, ""), (line, found)
-    assert len(found["wrong"]) == len(WRONG)
+    assert len(found["wrong"]) == len(WRONG_LINES)

@@ -39,13 +39,13 @@ def test_columns_of_numbers_are_aligned_to_the_right() -> None:
     assert table_text(ROWS).splitlines()[1] == "MLP       96 B"
 
 
-def test_only_a_terminal_gets_a_rich_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_print_table_uses_rich_only_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     print_table(ROWS, numbers=True)
     assert capsys.readouterr().out == table_text(ROWS, numbers=True) + "\n"
     pytest.importorskip("rich")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
-    print_table([("[a]", "b"), ("[red]", "96 B")])  # square brackets are no markup
-    said = capsys.readouterr().out
-    assert "─" in said
-    assert "[red]" in said
+    print_table([("[a]", "b"), ("[red]", "96 B")])  # square brackets are not rich markup
+    output = capsys.readouterr().out
+    assert "─" in output
+    assert "[red]" in output

@@ -1,4 +1,4 @@
-"""The storage of a DTensor: how many bytes there are, and whose. To read or write through it raises; it ended the process."""
+"""Untyped storage of a DTensor: size and identity can be read; reads and writes of its bytes raise."""
 
 import copy
 import io
@@ -14,7 +14,7 @@ def x():
     return dt.distribute_tensor(torch.arange(12.0).reshape(4, 3), dt.init_device_mesh("cpu", (2,)), [dt.Shard(0)])
 
 
-TOUCHES = {
+ACCESSES = {
     "plain.set_": lambda s: torch.zeros(4, 3).set_(s),
     "plain.set_ of a part": lambda s: torch.zeros(2).set_(s, 0, (2,), (1,)),
     "plain copies": lambda s: torch.zeros(12).untyped_storage().copy_(s),
@@ -31,23 +31,23 @@ TOUCHES = {
 }
 
 
-@pytest.mark.parametrize("name", TOUCHES)
-def test_what_reads_or_writes_a_storage_raises(x, name):
+@pytest.mark.parametrize("name", ACCESSES)
+def test_reads_and_writes_of_an_untyped_storage_raise(x, name):
     with pytest.raises(RuntimeError, match=r"to_local\(\)\.untyped_storage|meta"):
-        TOUCHES[name](x.untyped_storage())
+        ACCESSES[name](x.untyped_storage())
     assert x.tolist() == torch.arange(12.0).reshape(4, 3).tolist()
 
 
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 @pytest.mark.parametrize(
-    "touch", [lambda s: s.fill_(3.0), lambda s: s[0], lambda s: torch.Tensor(s), lambda s: torch.empty(0).set_(s)]
+    "access", [lambda s: s.fill_(3.0), lambda s: s[0], lambda s: torch.Tensor(s), lambda s: torch.empty(0).set_(s)]
 )
-def test_a_typed_storage_raises_too(x, touch):
+def test_reads_and_writes_of_a_typed_storage_raise(x, access):
     with pytest.raises(RuntimeError, match=r"to_local\(\)\.untyped_storage|meta"):
-        touch(x.storage())
+        access(x.storage())
 
 
-def test_a_storage_tells_its_bytes_and_whose_it_is(x):
+def test_untyped_storage_has_size_identity_and_device(x):
     other = x + 1
     assert x.untyped_storage().nbytes() == len(x.untyped_storage()) == 48
     assert x.untyped_storage() is x.untyped_storage()
@@ -55,24 +55,24 @@ def test_a_storage_tells_its_bytes_and_whose_it_is(x):
     assert x.untyped_storage().device == x.device
 
 
-def test_one_whose_storage_was_asked_for_is_copied_and_saved(x):
+def test_a_dtensor_can_be_copied_and_saved_after_its_storage_was_read(x):
     x.untyped_storage()
     file = io.BytesIO()
     torch.save({"x": x}, file)
     file.seek(0)
-    for made in (copy.copy(x), copy.deepcopy(x), torch.load(file)["x"]):
-        assert torch.equal(made.full_tensor(), x.full_tensor())
-        assert made.untyped_storage() is not x.untyped_storage()
+    for result in (copy.copy(x), copy.deepcopy(x), torch.load(file)["x"]):
+        assert torch.equal(result.full_tensor(), x.full_tensor())
+        assert result.untyped_storage() is not x.untyped_storage()
 
 
-def test_a_storage_follows_a_tensor_that_is_made_another(x):
+def test_untyped_storage_follows_assigned_data(x):
     x.untyped_storage()
     x.data = dt.distribute_tensor(torch.ones(5), x.device_mesh, [dt.Shard(0)])
     assert x.untyped_storage().nbytes() == 20
 
 
-def test_a_storage_of_the_size_that_it_has_is_no_other(x):
-    """The compiler asks it of tensors without elements."""
-    for made in (x, x[:0]):
-        storage = made.untyped_storage()
+def test_resize_of_a_storage_to_its_own_size_returns_it(x):
+    """torch.compile calls ``resize_`` for tensors without elements."""
+    for result in (x, x[:0]):
+        storage = result.untyped_storage()
         assert storage.resize_(storage.nbytes()) is storage

@@ -1,4 +1,4 @@
-"""A view shows memory: what its base comes to look like later, or which memory it takes, does not change what the view shows."""
+"""Views and bases: a view keeps its elements when its base changes shape or memory, and writes reach both."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from fast_part import some
+from fast_part import diagonals, some
 
 import dtensor as dt
 from dtensor import Partial, Replicate, Shard
@@ -27,7 +27,7 @@ VIEWS: dict[str, Callable[[Any], Any]] = {
     "windows": lambda x: x.unfold(1, 3, 3)[:, 1],
     "strided": lambda x: x.as_strided((3, 2), (7, 3), 2),
 }
-CHANGES: dict[str, Callable[[Any], Any]] = {
+IN_PLACE_CHANGES: dict[str, Callable[[Any], Any]] = {
     "t_": lambda x: x.t_(),
     "transpose_": lambda x: x.transpose_(0, 1),
     "swapaxes_": lambda x: x.swapaxes_(0, -1),
@@ -40,34 +40,34 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "resize_as_": lambda x: x.resize_as_(x.new_zeros(10, 3)),
     "a view in place": lambda x: x.t().unsqueeze_(0).squeeze_(0),
 }
-FLAT = [[Replicate()], [Shard(0)], [Shard(1)], [Shard(1, sizes=(6, 0))], [Partial()]]
-GRID = [[Shard(0), Shard(1)], [Shard(0), Shard(0)], [Partial("avg"), Shard(0)]]
+PLACEMENTS_1D = [[Replicate()], [Shard(0)], [Shard(1)], [Shard(1, sizes=(6, 0))], [Partial()]]
+PLACEMENTS_2D = [[Shard(0), Shard(1)], [Shard(0), Shard(0)], [Partial("avg"), Shard(0)]]
 
 
-def everywhere(program: Callable[..., Any], x: torch.Tensor = X, **options: Any) -> None:
-    for shape, choices in (((2,), FLAT), ((2, 2), GRID)):
+def check_on_all_meshes(program: Callable[..., Any], x: torch.Tensor = X, **options: Any) -> None:
+    for shape, choices in (((2,), PLACEMENTS_1D), ((2, 2), PLACEMENTS_2D)):
         for placements in choices:
             mesh = dt.init_device_mesh("cpu", shape)
             check(program, x, mesh=mesh, placements=[placements], cloned=True, gradients=False, **options)
 
 
-@pytest.mark.parametrize(("view", "change"), some(list(itertools.product(VIEWS, CHANGES)), every=3))
-def test_a_view_outlives_what_its_base_looked_like(view: str, change: str) -> None:
+@pytest.mark.parametrize(("view", "change"), some(list(itertools.product(VIEWS, IN_PLACE_CHANGES)), every=5))
+def test_a_view_keeps_its_elements_after_its_base_changes_shape_in_place(view: str, change: str) -> None:
     def program(x: Any) -> Any:
         before, read = VIEWS[view](x), VIEWS[view](x)
         first = read * 1
-        CHANGES[change](x)
+        IN_PLACE_CHANGES[change](x)
         after = before * 1
         x.mul_(2)
-        seen = read * 1
+        read_again = read * 1
         before.add_(1)
-        return first, after, seen, before, read, x
+        return first, after, read_again, before, read, x
 
-    everywhere(program)
+    check_on_all_meshes(program)
 
 
 @pytest.mark.parametrize("view", VIEWS)
-def test_a_view_of_a_view_outlives_what_that_one_looked_like(view: str) -> None:
+def test_a_view_of_a_view_keeps_its_elements_after_the_inner_view_changes_shape_in_place(view: str) -> None:
     def program(x: Any) -> Any:
         between = x[1:].t()[:, :4].t()
         row = between[2]
@@ -77,10 +77,10 @@ def test_a_view_of_a_view_outlives_what_that_one_looked_like(view: str) -> None:
         row.sub_(2)
         return row, second, between, x
 
-    everywhere(program)
+    check_on_all_meshes(program)
 
 
-def test_other_memory_is_not_seen_by_earlier_views() -> None:
+def test_assigned_data_does_not_change_earlier_views() -> None:
     def program(x: Any) -> Any:
         row, flat, other = x[2], x.view(-1), x * 2
         x.data = other
@@ -89,14 +89,14 @@ def test_other_memory_is_not_seen_by_earlier_views() -> None:
         flat[:3] = 1
         return row, flat, other, x
 
-    everywhere(program)
+    check_on_all_meshes(program)
 
 
 @pytest.mark.parametrize("take", ["data", "set_"])
-def test_who_takes_the_memory_of_a_view_writes_to_it(take: str) -> None:
+def test_a_tensor_that_takes_the_memory_of_a_view_writes_to_the_base(take: str) -> None:
     def program(x: Any) -> Any:
         own, row = x[0] * 5, x[2]
-        shown = (x.view(-1) * 1, x[:, 1] * 1)
+        before = (x.view(-1) * 1, x[:, 1] * 1)
         if take == "data":
             own.data = row
         else:
@@ -107,12 +107,12 @@ def test_who_takes_the_memory_of_a_view_writes_to_it(take: str) -> None:
         again = flat * 1, column * 1
         del own
         x[2].mul_(2)
-        return shown, read, again, flat, column, row, x
+        return before, read, again, flat, column, row, x
 
-    everywhere(program)
+    check_on_all_meshes(program)
 
 
-def test_a_tensor_that_vanished_after_it_wrote_is_not_forgotten() -> None:
+def test_writes_through_a_deleted_alias_reach_earlier_views() -> None:
     def program(x: Any) -> Any:
         row, column = x[2], x[:, 1]
         first = row * 1, column * 1
@@ -123,65 +123,65 @@ def test_a_tensor_that_vanished_after_it_wrote_is_not_forgotten() -> None:
         x[1:].data.mul_(2)
         return first, row, column
 
-    everywhere(program)
+    check_on_all_meshes(program)
 
 
 @pytest.mark.parametrize("view", ["row", "column", "flat", "diagonal"])
-def test_what_is_written_through_data_of_a_view_is_seen_but_not_by_autograd(view: str) -> None:
+def test_writes_through_data_of_a_view_reach_its_base_and_not_autograd(view: str) -> None:
     def program(x: Any) -> Any:
         y = x * 1
-        shown, square = VIEWS[view](y), (y * y).sum()
-        before = shown * 1
-        shown.data.add_(1)
-        return before, shown * 1, square, y[2] * 1
+        part, square = VIEWS[view](y), (y * y).sum()
+        before = part * 1
+        part.data.add_(1)
+        return before, part * 1, square, y[2] * 1
 
-    for shape, choices in (((2,), FLAT), ((2, 2), GRID)):
+    for shape, choices in (((2,), PLACEMENTS_1D), ((2, 2), PLACEMENTS_2D)):
         for placements in choices:
             check(program, X, mesh=dt.init_device_mesh("cpu", shape), placements=[placements])
 
 
-def test_a_shallow_copy_is_the_same_memory() -> None:
+def test_copy_copy_shares_memory() -> None:
     for view in (lambda x: x, *VIEWS.values()):
-        for placements in FLAT:
+        for placements in PLACEMENTS_1D:
             x = scatter(X, dt.init_device_mesh("cpu", (2,)), placements)
-            shown = view(x)
-            made = copy.copy(shown)
-            made.zero_()
-            assert not shown.full_tensor().any()
-            assert torch.equal(x.full_tensor(), X.clone().index_put_((X == X,), torch.where(_shows(view), 0, X).flatten()))
+            original = view(x)
+            copied = copy.copy(original)
+            copied.zero_()
+            assert not original.full_tensor().any()
+            assert torch.equal(x.full_tensor(), X.clone().index_put_((X == X,), torch.where(element_mask(view), 0, X).flatten()))
 
 
-def _shows(view: Callable[[Any], Any]) -> torch.Tensor:
+def element_mask(view: Callable[[Any], Any]) -> torch.Tensor:
     mask = torch.zeros(5, 6, dtype=torch.bool)
     view(mask).fill_(True)
     return mask
 
 
-def test_metadata_in_place_leaves_the_local_that_the_user_gave() -> None:
+def test_in_place_metadata_changes_keep_the_shapes_of_the_local_tensors_of_the_user() -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
-    pieces = [torch.zeros(3, 4), torch.ones(2, 4)]
-    x = dt.DTensor.from_local(dt.per_rank(pieces), mesh, [Shard(0)])
+    local_tensors = [torch.zeros(3, 4), torch.ones(2, 4)]
+    x = dt.DTensor.from_local(dt.per_rank(local_tensors), mesh, [Shard(0)])
     x.t_()
-    assert [tuple(piece.shape) for piece in pieces] == [(3, 4), (2, 4)]
+    assert [tuple(x.shape) for x in local_tensors] == [(3, 4), (2, 4)]
     x.add_(1)
-    assert float(pieces[0].sum()) == 12
+    assert float(local_tensors[0].sum()) == 12
 
 
-def test_parameters_are_seen_anew_without_gradients() -> None:
-    for placements in FLAT:
+def test_views_of_a_parameter_keep_their_elements_after_data_is_transposed_under_no_grad() -> None:
+    for placements in PLACEMENTS_1D:
         weight = torch.nn.Parameter(dt.distribute_tensor(X.clone(), dt.init_device_mesh("cpu", (2,)), placements))
         plain = torch.nn.Parameter(X.clone())
         for w in (weight, plain):
             with torch.no_grad():
                 row = w[2]
-                w.data = w.data.t()  # w.t_() is refused: a view taken with gradients would get wrong ones
+                w.data = w.data.t()  # w.t_() is refused: views with gradients would get wrong gradients
                 w[0] = 9
                 row.mul_(2)
         assert torch.equal(weight.full_tensor(), plain)
         assert isinstance(weight, torch.nn.Parameter)
 
 
-def test_gradients_pass_through_tensors_that_are_seen_anew() -> None:
+def test_gradients_pass_through_tensors_with_in_place_metadata_changes() -> None:
     def program(x: Any) -> Any:
         y = x * 2
         y.t_().unsqueeze_(0)
@@ -189,12 +189,12 @@ def test_gradients_pass_through_tensors_that_are_seen_anew() -> None:
         turned.unsqueeze_(0)
         return row * 3, turned[0, 1:] * 2, y
 
-    for placements in FLAT:
+    for placements in PLACEMENTS_1D:
         check(program, X, mesh=dt.init_device_mesh("cpu", (2,)), placements=[placements])
 
 
-@pytest.mark.parametrize("placements", FLAT, ids=str)
-def test_inference_mode_too(placements: Any) -> None:
+@pytest.mark.parametrize("placements", PLACEMENTS_1D, ids=str)
+def test_views_keep_their_elements_after_in_place_transpose_in_inference_mode(placements: Any) -> None:
     x, plain = scatter(X, dt.init_device_mesh("cpu", (2,)), placements), X.clone()
     with torch.inference_mode():
         results = []
@@ -207,13 +207,13 @@ def test_inference_mode_too(placements: Any) -> None:
         assert torch.equal(got.full_tensor(), expected)
 
 
-# --- gradients of views whose base comes to be seen in another way ----------------------------------------------------
-BASES: dict[str, Callable[[Any], Any]] = {
+# --- gradients of views taken before an in-place metadata change of their base --------------------------------------
+BASE_KINDS: dict[str, Callable[[Any], Any]] = {
     "base": lambda x: x * 1,
     "rows": lambda x: (x * 1)[1:],
-    "turned": lambda x: (x * 1).t(),
+    "transposed": lambda x: (x * 1).t(),
 }
-TAKEN: dict[str, Callable[[Any], Any]] = {
+VIEWS_BEFORE: dict[str, Callable[[Any], Any]] = {
     "row": lambda y: y[1],
     "column": lambda y: y[:, 0],
     "rows": lambda y: y[1:],
@@ -222,47 +222,51 @@ TAKEN: dict[str, Callable[[Any], Any]] = {
     "diagonal": lambda y: y.diagonal(1),
     "itself": lambda y: y.view_as(y),
 }
-TURNED: dict[str, Callable[[Any], Any]] = {
+METADATA_CHANGES: dict[str, Callable[[Any], Any]] = {
     "t_": lambda y: y.t_(),
     "transpose_": lambda y: y.transpose_(0, 1),
     "swapaxes_": lambda y: y.swapaxes_(0, -1),
     "swapdims_": lambda y: y.swapdims_(-1, 0),
     "unsqueeze_": lambda y: y.unsqueeze_(0),
-    "there and back": lambda y: y.unsqueeze_(1).squeeze_(1).t_(),
+    "unsqueeze_, squeeze_ and t_": lambda y: y.unsqueeze_(1).squeeze_(1).t_(),
     "as_strided_": lambda y: y.as_strided_(y.shape[::-1], y.stride()[::-1]),
 }
-THEN: dict[str, Callable[[Any, Any], Any]] = {
-    "nothing": lambda y, v: None,
-    "a write": lambda y, v: y.mul_(2),
-    "a write to some": lambda y, v: y[0].mul_(3),
+WRITES_AFTER: dict[str, Callable[[Any, Any], Any]] = {
+    "no write": lambda y, v: None,
+    "a write to the base": lambda y, v: y.mul_(2),
+    "a write to a row": lambda y, v: y[0].mul_(3),
     "a write through the view": lambda y, v: v.mul_(3),
     "a write through both": lambda y, v: (v.mul_(3), y[..., 0].mul_(2)),
-    "turned again": lambda y, v: y.transpose_(0, -1).mul_(2),
-    "the view turned": lambda y, v: v.unsqueeze_(0).mul_(2),
+    "another transpose of the base": lambda y, v: y.transpose_(0, -1).mul_(2),
+    "unsqueeze_ of the view": lambda y, v: v.unsqueeze_(0).mul_(2),
 }
 
 
-@pytest.mark.parametrize(("base", "turned", "then"), some(list(itertools.product(BASES, TURNED, THEN)), every=7))
-def test_gradients_of_views_taken_before(base: str, turned: str, then: str) -> None:
+@pytest.mark.parametrize(
+    ("base", "change", "write", "shape"),
+    some(list(itertools.product(BASE_KINDS, METADATA_CHANGES, WRITES_AFTER, [(4, 4), (3, 5)])), every=13),
+)
+def test_gradients_of_views_taken_before_an_in_place_metadata_change(
+    base: str, change: str, write: str, shape: tuple[int, int]
+) -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
-    layouts = itertools.cycle(FLAT)
-    for shape in ((4, 4), (3, 5)):
-        for name, take in TAKEN.items():
+    x = torch.arange(1.0, shape[0] * shape[1] + 1, dtype=torch.float64).reshape(shape)
+    for k, (name, take) in enumerate(VIEWS_BEFORE.items()):
 
-            def program(x: Any) -> Any:
-                y = BASES[base](x)
-                v = take(y)  # noqa: B023
-                TURNED[turned](y)
-                after = y[0] * 3
-                THEN[then](y, v)
-                return y * 1, v * 2, after
+        def program(x: Any) -> Any:
+            y = BASE_KINDS[base](x)
+            v = take(y)  # noqa: B023
+            METADATA_CHANGES[change](y)
+            after = y[0] * 3
+            WRITES_AFTER[write](y, v)
+            return y * 1, v * 2, after
 
-            x = torch.arange(1.0, shape[0] * shape[1] + 1, dtype=torch.float64).reshape(shape)
-            outcome = compare(program, (x,), mesh, [fitting(next(layouts), shape)])
-            assert not outcome.problems, (shape, name, outcome.problems)
+        placements = PLACEMENTS_1D[(k + shape[0]) % len(PLACEMENTS_1D)]
+        outcome = compare(program, (x,), mesh, [fit_sizes(placements, shape)])
+        assert not outcome.problems, (shape, name, outcome.problems)
 
 
-def test_what_was_saved_is_told_of_the_change() -> None:
+def test_in_place_transpose_of_a_tensor_saved_for_backward_raises_the_error_of_plain_torch() -> None:
     def program(x: Any) -> Any:
         y = x * 1
         square = y * y
@@ -275,7 +279,7 @@ def test_what_was_saved_is_told_of_the_change() -> None:
     assert not outcome.problems
 
 
-def test_what_a_tensor_has_stays_when_it_is_seen_in_another_way() -> None:
+def test_in_place_transpose_keeps_user_attributes_and_retain_grad() -> None:
     x = scatter(X, dt.init_device_mesh("cpu", (2,)), [Shard(0)]).requires_grad_()
     y: Any = x * 1
     y.mark = "mine"
@@ -286,7 +290,7 @@ def test_what_a_tensor_has_stays_when_it_is_seen_in_another_way() -> None:
     assert torch.equal(y.grad.full_tensor(), torch.full((6, 5), 2.0, dtype=torch.float64))
 
 
-def test_where_earlier_views_would_get_wrong_gradients_it_is_refused() -> None:
+def test_in_place_metadata_changes_of_leaves_and_retained_tensors_are_refused() -> None:
     x = scatter(X, dt.init_device_mesh("cpu", (2,)), [Shard(0)]).requires_grad_()
     y = x * 1
     y.retain_grad()
@@ -297,23 +301,23 @@ def test_where_earlier_views_would_get_wrong_gradients_it_is_refused() -> None:
             t.unsqueeze_(0)
 
 
-def fitting(placements: Any, shape: tuple[int, ...]) -> Any:
+def fit_sizes(placements: Any, shape: tuple[int, ...]) -> Any:
     return [Shard(1, sizes=(shape[1], 0)) if p == Shard(1, sizes=(6, 0)) else p for p in placements]
 
 
-# --- where in memory a view begins -----------------------------------------------------------------------------------
+# --- storage offsets and strides ------------------------------------------------------------------------------------
 @pytest.mark.parametrize("wrap", [False, True])
 @pytest.mark.parametrize(
     "part",
     [lambda x: x, lambda x: x[2:], lambda x: x[:, 1:3], lambda x: x[:, ::2], lambda x: x.t()[1:], lambda x: x.view(15, 2)[3:]],
 )
 def test_fill_diagonal_writes_where_plain_torch_does(part: Callable[[Any], Any], wrap: bool) -> None:
-    everywhere(lambda x: (part(x).fill_diagonal_(3, wrap), x))
+    check_on_all_meshes(lambda x: (part(x).fill_diagonal_(3, wrap), x))
 
 
-def test_fill_diagonal_of_cubes_and_of_parts_of_numbers() -> None:
+def test_fill_diagonal_writes_views_of_3d_and_complex_tensors() -> None:
     cube = torch.arange(216.0).reshape(6, 6, 6)
-    everywhere(lambda x: (x[1:, :5, 1:].fill_diagonal_(-1), x), cube)
+    check_on_all_meshes(lambda x: (x[1:, :5, 1:].fill_diagonal_(-1), x), cube)
     for placements in ([Replicate()], [Shard(0)], [Shard(1)], [Partial()]):
         z = torch.complex(X, X + 1)
         check(
@@ -329,14 +333,14 @@ def test_fill_diagonal_of_cubes_and_of_parts_of_numbers() -> None:
             wrong.fill_diagonal_(1)
 
 
-def test_the_storage_offset_is_that_of_plain_torch() -> None:
-    for placements in FLAT:
+def test_storage_offset_of_views_equals_that_of_plain_torch() -> None:
+    for placements in PLACEMENTS_1D:
         x = scatter(X, dt.init_device_mesh("cpu", (2,)), placements)
         for view in (lambda x: x, *VIEWS.values(), lambda x: x[2:].t()[1:]):
             assert view(x).storage_offset() == view(X).storage_offset()
 
 
-def test_strides_count_from_the_start_of_the_memory_and_gradients_too() -> None:
+def test_as_strided_of_views_counts_from_the_start_of_the_storage_with_gradients() -> None:
     def program(x: Any) -> Any:
         y = x * 1
         rows, row, column = y[2:], y[3], y[:, 3]
@@ -347,28 +351,28 @@ def test_strides_count_from_the_start_of_the_memory_and_gradients_too() -> None:
             row.as_strided((3,), (1,), row.storage_offset() + 1) * 5,
         )
 
-    for placements in FLAT:
+    for placements in PLACEMENTS_1D:
         check(program, X, mesh=dt.init_device_mesh("cpu", (2,)), placements=[placements])
 
 
-def test_strides_of_a_conjugate_show_conjugates() -> None:
+def test_as_strided_of_a_conjugate_view_reads_and_writes_conjugates() -> None:
     def program(x: Any) -> Any:
         y = x.clone()
         row = y.conj().as_strided((6,), (1,), 12)
-        seen = row * 1
+        before = row * 1
         row.as_strided((2,), (2,), 13).mul_(2j)
-        return seen, y
+        return before, y
 
     for placements in ([Replicate()], [Shard(0)], [Shard(1)]):
         check(program, torch.complex(X, -X.flip(0)), mesh=dt.init_device_mesh("cpu", (2,)), placements=[placements])
 
 
-def test_strides_count_from_there_where_nobody_knows_the_base() -> None:
+def test_as_strided_in_inference_mode_counts_from_the_storage_offset_of_the_view() -> None:
     def program(x: Any, offset: int | None) -> Any:
         with torch.inference_mode():
             return x.clone()[2:].as_strided((3, 2), (1, 3), offset)
 
-    for placements in FLAT:
+    for placements in PLACEMENTS_1D:
         x = scatter(X, dt.init_device_mesh("cpu", (2,)), placements)
         for offset in (12, 14, None):
             assert torch.equal(program(x, offset).full_tensor(), program(X, offset))
@@ -376,10 +380,14 @@ def test_strides_count_from_there_where_nobody_knows_the_base() -> None:
             program(x, 3)
 
 
-# --- the same bytes as another dtype ------------------------------------------------------------------------------------
-@pytest.mark.parametrize("other", [torch.int64, torch.int32, torch.float32, torch.complex128, torch.uint8], ids=str)
-@pytest.mark.parametrize("write", ["mask", "element", "add", "copy", "row"])
-def test_bytes_are_written_through_another_dtype(other: torch.dtype, write: str) -> None:
+# --- views of another dtype, real and imaginary parts ---------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("other", "write"),
+    diagonals(
+        [torch.int64, torch.int32, torch.float32, torch.complex128, torch.uint8], ["mask", "element", "add", "copy", "row"]
+    ),
+)
+def test_writes_through_a_view_of_another_dtype_reach_the_base(other: torch.dtype, write: str) -> None:
     def program(x: Any) -> Any:
         y = x.view(other)
         if write == "mask":
@@ -394,25 +402,25 @@ def test_bytes_are_written_through_another_dtype(other: torch.dtype, write: str)
             y[3] = y[0] * 2
         return y, x
 
-    values = X.abs() + 0.25  # no zero, of which there are two
-    for placements in [*FLAT, [Shard(0, sizes=(1, 4))], [Partial("max")]]:
+    values = X.abs() + 0.25  # no zero, because 0.0 and -0.0 have different bytes
+    for placements in [*PLACEMENTS_1D, [Shard(0, sizes=(1, 4))], [Partial("max")]]:
         mesh = dt.init_device_mesh("cpu", (2,))
         check(program, values, mesh=mesh, placements=[placements], cloned=True, gradients=False)
 
 
 @pytest.mark.parametrize("part", ["real", "imag"])
 @pytest.mark.parametrize("conjugated", [False, True])
-def test_parts_of_numbers_are_views(part: str, conjugated: bool) -> None:
+def test_real_and_imag_are_views_of_the_complex_tensor(part: str, conjugated: bool) -> None:
     def program(z: Any) -> Any:
-        of = z.conj() if conjugated else z
-        shown, row = getattr(of, part), getattr(of[1], part)
-        first = shown * 1
-        shown[2:].mul_(2).add_(1)
+        source = z.conj() if conjugated else z
+        component, row = getattr(source, part), getattr(source[1], part)
+        first = component * 1
+        component[2:].mul_(2).add_(1)
         row[:2] = 4
         z.mul_(3)
-        return first, shown, row, torch.view_as_real(z), z
+        return first, component, row, torch.view_as_real(z), z
 
-    for placements in [*FLAT, [Shard(0, sizes=(1, 4))]]:
+    for placements in [*PLACEMENTS_1D, [Shard(0, sizes=(1, 4))]]:
         mesh = dt.init_device_mesh("cpu", (2,))
         check(program, torch.complex(X, X + 1), mesh=mesh, placements=[placements], cloned=True, gradients=False)
 
@@ -429,18 +437,18 @@ def test_gradients_of_writes_through_conjugated_views(view: Callable[[Any], Any]
         check(program, torch.complex(X, X + 1), mesh=dt.init_device_mesh("cpu", (2,)), placements=[placements])
 
 
-# --- windows that share elements, and operands that share memory -------------------------------------------------------------
-def test_a_write_to_some_of_overlapping_windows_stays() -> None:
+# --- windows that share elements, and operands that share memory ----------------------------------------------------
+def test_writes_to_single_overlapping_windows_reach_the_base() -> None:
     def program(x: Any) -> Any:
         windows = x.unfold(1, 3, 1)
         windows.swapaxes(-2, -1)[1, -1].mul_(2)
         windows[2][:, 0] = 7
         return windows, x
 
-    everywhere(program)
+    check_on_all_meshes(program)
 
 
-def test_a_write_to_a_diagonal_of_overlapping_windows_stays() -> None:
+def test_writes_to_a_diagonal_of_overlapping_windows_reach_the_base() -> None:
     def program(x: Any) -> Any:
         windows = x.unfold(0, 2, 1)
         windows.diagonal(1).mul_(2)
@@ -449,10 +457,10 @@ def test_a_write_to_a_diagonal_of_overlapping_windows_stays() -> None:
         part.masked_fill_(part > 3, -1)
         return windows, x, part
 
-    everywhere(program)
+    check_on_all_meshes(program)
 
 
-def test_a_view_resized_after_its_base_was_is_written_through() -> None:
+def test_writes_through_a_resized_view_of_a_resized_base_reach_the_base() -> None:
     def program(x: Any) -> Any:
         row = x[2::2]
         x.resize_(6)
@@ -463,36 +471,36 @@ def test_a_view_resized_after_its_base_was_is_written_through() -> None:
     check(program, X[:4], mesh=dt.init_device_mesh("cpu", (3,)), placements=[[Replicate()]], cloned=True, gradients=False)
 
 
-def test_windows_are_seen_flat_where_blocks_lie_otherwise() -> None:
+def test_overlapping_windows_can_be_viewed_flat_for_each_sharding() -> None:
     def program(x: Any) -> Any:
         windows = x.unfold(0, 2, 1)
         return windows.view(24, 2), windows.transpose(1, 2).transpose(0, 1).view(2, 24), windows.reshape(-1)
 
     for sizes in ((0, 5, 0), (5, 0, 0), (2, 2, 1)):
-        mesh, cuts = dt.init_device_mesh("cpu", (3,)), (Shard(0, sizes=sizes), Shard(1))
-        for cut in cuts:
-            check(program, X, mesh=mesh, placements=[[cut]], cloned=True, gradients=False)
+        mesh, placements = dt.init_device_mesh("cpu", (3,)), (Shard(0, sizes=sizes), Shard(1))
+        for placement in placements:
+            check(program, X, mesh=mesh, placements=[[placement]], cloned=True, gradients=False)
 
 
-def test_a_write_in_parts_arrives_through_a_chain_of_views() -> None:
+def test_masked_writes_reach_the_base_through_a_chain_of_views() -> None:
     def program(x: Any) -> Any:
         part = x[:, 1][1::2]
         part[part != 0] += 2
         x.view(-1)[3:20][::2].masked_scatter_(x.view(-1)[3:20][::2] > 0, x[4] * 10)
         return part, x
 
-    everywhere(program, (X - 2).round())
+    check_on_all_meshes(program, (X - 2).round())
 
 
-def test_operands_may_share_memory_where_plain_torch_lets_them() -> None:
+def test_index_copy_accepts_a_source_that_shares_memory_with_the_written_tensor() -> None:
     def program(x: Any) -> Any:
         x.index_copy_(-1, x.new_zeros(1, dtype=torch.int64), x.narrow(-1, 3, 1))
         return x
 
-    everywhere(program)
+    check_on_all_meshes(program)
 
 
-def test_out_takes_views_that_are_not_local() -> None:
+def test_out_argument_accepts_lazy_views() -> None:
     def program(x: Any) -> Any:
         row, column, flat = x[2], x[:, 3], x.view(-1)
         torch.add(x[0], 1, out=row)
@@ -503,22 +511,24 @@ def test_out_takes_views_that_are_not_local() -> None:
         flat.resize_as_(x.new_zeros(3, 10))
         return row, column, flat, x
 
-    everywhere(program)
+    check_on_all_meshes(program)
 
 
 @pytest.mark.parametrize("placement", [Shard(0), Replicate()])
-@pytest.mark.parametrize("who", ["view", "base"])
+@pytest.mark.parametrize("assigned", ["view", "base"])
 @pytest.mark.parametrize(
     "strided", [lambda x: x.resize_(6), lambda x: x.as_strided((3,), (1,)), lambda x: x.as_strided_((3,), (2,))]
 )
-def test_memory_that_a_tensor_got_is_no_part_of_its_base(strided: Any, who: str, placement: Any) -> None:
+def test_resize_and_as_strided_after_assigned_data_do_not_touch_the_former_base(
+    strided: Any, assigned: str, placement: Any
+) -> None:
     def program(x: Any) -> list[Any]:
         base = x * 1
         view, other = base[:], x * x
-        left, kept = (view, base) if who == "view" else (base, view)
-        left.data = other
-        made = strided(view)
-        return [made, base, view, other, kept[1:]]
+        target, other_alias = (view, base) if assigned == "view" else (base, view)
+        target.data = other
+        strided_result = strided(view)
+        return [strided_result, base, view, other, other_alias[1:]]
 
     x = torch.arange(12.0).view(3, 4)
     found = program(dt.distribute_tensor(x, dt.init_device_mesh("cpu", (2,)), [placement]))
@@ -526,7 +536,7 @@ def test_memory_that_a_tensor_got_is_no_part_of_its_base(strided: Any, who: str,
         torch.testing.assert_close(mine.full_tensor(), plain)
 
 
-def test_a_view_that_is_moved_after_its_base_was_written_to() -> None:
+def test_a_view_of_a_partial_tensor_gathers_the_value_after_writes_to_its_base() -> None:
     x = torch.randn(3, 4, dtype=torch.complex128)
     for make in (lambda: x.clone(), lambda: dt.distribute_tensor(x, dt.init_device_mesh("cpu", (2,)), [dt.Partial("sum")])):
         base = make().requires_grad_() * 1
@@ -538,16 +548,16 @@ def test_a_view_that_is_moved_after_its_base_was_written_to() -> None:
         torch.testing.assert_close(made.detach(), expected)
 
 
-def test_a_reshape_that_autograd_takes_for_memory_of_its_own_is_written_through() -> None:
+def test_writes_reach_the_lazy_reshape_inside_kron() -> None:
     x = dt.distribute_tensor(X, dt.init_device_mesh("cpu", (5,)), [Shard(1)])
     made = torch.kron(x.reshape(-1)[:3], x)
-    expected = made.full_tensor()  # which reads it
+    expected = made.full_tensor()  # computes the lazy view
     made.mT.mul_(2)
     torch.testing.assert_close(made.full_tensor(), expected * 2)
 
 
 @pytest.mark.filterwarnings("ignore::dtensor.errors.GatherWarning")
-def test_what_cannot_be_seen_so_is_refused_as_by_plain_torch_where_the_view_is_not_local() -> None:
+def test_invalid_shapes_of_lazy_views_raise_the_error_of_plain_torch() -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
     target, column = dt.zeros(6, device_mesh=mesh), dt.distribute_tensor(X, mesh, [Shard(1)])[:, 1]
     with pytest.raises(RuntimeError, match="the number of sizes provided"):

@@ -1,4 +1,4 @@
-"""Pages, lines and words: what the watch over ranks is made of."""
+"""Watchdog parts: state files, event logs, fingerprints, source locations, diagnosis texts and wait threads."""
 
 from __future__ import annotations
 
@@ -32,48 +32,48 @@ from dtensor.watchdog.levels import CheckLevel
 from dtensor.watchdog.watchdog import WaitThreads
 
 
-def test_a_page_is_read_by_others_and_after_its_writer_was_killed(tmp_path: Path) -> None:
+def test_state_file_can_be_read_after_its_writer_was_killed(tmp_path: Path) -> None:
     program = f"""
 import os, signal
 from pathlib import Path
 from dtensor.watchdog.flight_recorder import StateFile
-page = StateFile(Path({str(tmp_path / "page")!r}), 4, writable=True)
-page.slots[0], page.slots[1] = 2**64 - 1, page.add_text("what it did last")
+state = StateFile(Path({str(tmp_path / "state")!r}), 4, writable=True)
+state.slots[0], state.slots[1] = 2**64 - 1, state.add_text("what it did last")
 os.kill(os.getpid(), signal.SIGKILL)
 """
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == -9
-    page = StateFile(tmp_path / "page", 4, writable=False)
-    assert page.slots[0] == 2**64 - 1
-    assert page.read_text(page.slots[1]) == "what it did last"
+    state = StateFile(tmp_path / "state", 4, writable=False)
+    assert state.slots[0] == 2**64 - 1
+    assert state.read_text(state.slots[1]) == "what it did last"
 
 
-def test_in_a_full_page_the_oldest_texts_give_way(tmp_path: Path) -> None:
-    page = StateFile(tmp_path / "page", 4, writable=True)
-    other = StateFile(tmp_path / "page", 4, writable=False)
+def test_a_full_state_file_drops_the_oldest_texts(tmp_path: Path) -> None:
+    state = StateFile(tmp_path / "state", 4, writable=True)
+    reader = StateFile(tmp_path / "state", 4, writable=False)
     texts = [f"{k} " * (1 + k % 997) for k in range(3000)]
-    places = [page.add_text(text) for text in texts]
-    assert [other.read_text(place) for place in places[-100:]] == [text[:2000] for text in texts[-100:]]
-    assert {other.read_text(place) for place in places[:1000]} == {""}
-    for text, place in zip(texts, places, strict=True):
-        assert other.read_text(place) in ("", text[:2000])
-    again = page.add_text(texts[0])
-    assert again > places[-1]
-    assert other.read_text(again) == texts[0]
-    assert page.add_text(texts[-1]) == places[-1]
+    offsets = [state.add_text(text) for text in texts]
+    assert [reader.read_text(offset) for offset in offsets[-100:]] == [text[:2000] for text in texts[-100:]]
+    assert {reader.read_text(offset) for offset in offsets[:1000]} == {""}
+    for text, offset in zip(texts, offsets, strict=True):
+        assert reader.read_text(offset) in ("", text[:2000])
+    again = state.add_text(texts[0])
+    assert again > offsets[-1]
+    assert reader.read_text(again) == texts[0]
+    assert state.add_text(texts[-1]) == offsets[-1]
 
 
-def test_a_text_is_written_over_another(tmp_path: Path) -> None:
-    page = StateFile(tmp_path / "page", 4, writable=True)
-    assert page.read_text(page.replace_text(1, "over")) == "over"
-    assert page.read_text(page.replace_text(1, "and over")) == "and over"
-    assert page.replace_text(1, "") == 0
+def test_replace_text_overwrites_the_text_of_a_slot(tmp_path: Path) -> None:
+    state = StateFile(tmp_path / "state", 4, writable=True)
+    assert state.read_text(state.replace_text(1, "first")) == "first"
+    assert state.read_text(state.replace_text(1, "second")) == "second"
+    assert state.replace_text(1, "") == 0
 
 
-def test_fingerprints_are_the_same_in_all_processes() -> None:
-    assert fingerprint("all_reduce(sum)") == 1227811750619147766  # as hash() would not be
+def test_fingerprint_is_equal_in_all_processes() -> None:
+    assert fingerprint("all_reduce(sum)") == 1227811750619147766  # hash() differs between processes
 
 
-def test_the_users_line_is_this_one() -> None:
+def test_source_location_is_the_line_of_the_user() -> None:
     assert source_location.current_line().startswith("test_watchdog_parts.py:")
     assert "current_line()" in source_location.current_line()
     with pytest.raises(ArgumentError) as refused:
@@ -81,27 +81,28 @@ def test_the_users_line_is_this_one() -> None:
     assert 'dt.check_ranks("loud")' in source_location.line_of_error(refused.tb)
 
 
-class _Rubbish:
-    """Ends where a collection finds it."""
+class _GarbageCycle:
+    """Reference cycle that appends to ``ends`` when garbage collection frees it."""
 
     def __init__(self, ends: list[int]) -> None:
-        self.itself, self.ends = self, ends
+        self.cycle, self.ends = self, ends
 
     def __del__(self) -> None:
         self.ends.append(1)
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_nothing_is_collected_in_an_undisturbed_call(enabled: bool) -> None:
+def test_run_uninterrupted_disables_garbage_collection(enabled: bool) -> None:
     (gc.enable if enabled else gc.disable)()
     try:
-        for undisturbed in (False, True):
+        for uninterrupted in (False, True):
             ends: list[int] = []
             many = partial(list, map(list, repeat((), 10_000)))
-            act = partial(list, map(call, (many, ends.__len__)))  # of C: makes enough for a collection, and counts
-            _Rubbish(ends)
-            found = source_location.run_uninterrupted(act)[1] if undisturbed else act()[1]
-            assert found == (enabled and not undisturbed and sys.version_info < (3, 12))  # later ones collect between steps
+            act = partial(list, map(call, (many, ends.__len__)))  # in C: allocates enough to trigger a collection, then counts
+            _GarbageCycle(ends)
+            found = source_location.run_uninterrupted(act)[1] if uninterrupted else act()[1]
+            collects_in_c = sys.version_info < (3, 12)  # later versions collect only between bytecodes
+            assert found == (enabled and not uninterrupted and collects_in_c)
         with pytest.raises(ZeroDivisionError):
             source_location.run_uninterrupted(partial(divmod, 1, 0))
         assert gc.isenabled() == enabled
@@ -109,37 +110,37 @@ def test_nothing_is_collected_in_an_undisturbed_call(enabled: bool) -> None:
         gc.enable()
 
 
-def test_where_the_main_thread_is_is_known_without_holding_what_it_holds() -> None:
-    held: list[Any] = []
+def test_main_thread_locations_hold_no_reference_to_local_variables() -> None:
+    references: list[Any] = []
 
     def work(threads: ThreadPoolExecutor) -> list[Any]:
-        thing = torch.zeros(1)
-        held.append(weakref.ref(thing))
-        return threads.submit(source_location.main_thread_locations).result()  # here it is
+        tensor = torch.zeros(1)
+        references.append(weakref.ref(tensor))
+        return threads.submit(source_location.main_thread_locations).result()  # the line of the main thread
 
     with ThreadPoolExecutor(1) as threads:
-        places = work(threads)
-    assert held[0]() is None
-    assert source_location.innermost_user_line(places).endswith(
-        "return threads.submit(source_location.main_thread_locations).result()  # here it is"
+        locations = work(threads)
+    assert references[0]() is None
+    assert source_location.innermost_user_line(locations).endswith(
+        "return threads.submit(source_location.main_thread_locations).result()  # the line of the main thread"
     )
 
 
-def test_the_words_name_the_few() -> None:
-    over = "('dp', 'tp')"
-    found = {rank: RankReport(7, over, "a   x.py:1") for rank in (0, 1, 3)} | {2: RankReport(8, over, "b   x.py:3")}
-    verdict = format_difference(1204, found)
-    assert verdict["words"] == (
+def test_difference_of_ranks_names_the_minority_first() -> None:
+    mesh_dims = "('dp', 'tp')"
+    found = {rank: RankReport(7, mesh_dims, "a   x.py:1") for rank in (0, 1, 3)} | {2: RankReport(8, mesh_dims, "b   x.py:3")}
+    diagnosis = format_difference(1204, found)
+    assert diagnosis["words"] == (
         "ranks diverged at step 1,204 on mesh dims ('dp', 'tp'): rank 2 differs from ranks 0, 1, 3\n"
         f"  0,1,3: a   x.py:1\n  2:     b   x.py:3\n{SAME_CALLS}"
     )
     assert "rank 0 and rank 1 differ" in format_difference(1, {0: RankReport(1, "", "a"), 1: RankReport(2, "", "b")})["words"]
-    assert isinstance(make_diagnosis_error(verdict), DivergenceError)
+    assert isinstance(make_diagnosis_error(diagnosis), DivergenceError)
 
 
-class _Wordless(Exception):
+class _ErrorWithoutMessage(Exception):
     def __str__(self) -> str:
-        raise RuntimeError("it has no words")
+        raise RuntimeError("no message")
 
 
 @pytest.mark.parametrize(
@@ -148,36 +149,38 @@ class _Wordless(Exception):
         ("builtins", "IndexError", IndexError),
         ("dtensor.errors", "LayoutError", LayoutError),
         ("torch._C", "_LinAlgError", torch.linalg.LinAlgError),
-        ("builtins", "UnicodeDecodeError", RankLostError),  # it takes more than words
+        ("builtins", "UnicodeDecodeError", RankLostError),  # its constructor takes more than a message
         ("builtins", "print", RankLostError),
-        ("builtins", "StopIteration", RankLostError),  # where a loop asks for more, it would end it
-        (__name__, "_Wordless", RankLostError),
+        ("builtins", "StopIteration", RankLostError),  # raised in an iterator, it would end the loop
+        (__name__, "_ErrorWithoutMessage", RankLostError),
         ("somewhere", "Error", RankLostError),
     ],
 )
-def test_a_ranks_error_is_that_of_all(module: str, name: str, expected: type) -> None:
+def test_diagnosis_error_has_the_class_of_the_error_of_the_failed_rank(module: str, name: str, expected: type) -> None:
     error = make_diagnosis_error({"kind": "error", "error": [module, name], "words": "no (on rank 1)"})
     assert type(error) is expected
     assert str(error) == ("no (on rank 1)" if expected is not RankLostError else f"{name}: no (on rank 1)")
 
 
-def test_an_error_without_words_is_told_by_its_class() -> None:
-    assert encode_error(_Wordless()) == f'["{__name__}", "_Wordless", ""]'
+def test_encode_error_of_an_error_without_message_has_its_class() -> None:
+    assert encode_error(_ErrorWithoutMessage()) == f'["{__name__}", "_ErrorWithoutMessage", ""]'
 
 
-def test_what_killed_jobs_left_is_swept_up(tmp_path: Path) -> None:
+def test_remove_stale_folders_keeps_live_new_and_recent_folders(tmp_path: Path) -> None:
     for age, (name, pid) in enumerate({"alive": os.getpid(), "one": 2**22 + 7, "two": 2**22 + 7, "three": 2**22 + 7}.items()):
         folder = tmp_path / f"dtensor-ranks-{name}"
         folder.mkdir()
         StateFile(folder / "rank-0", 4, writable=True).slots[0] = pid
         os.utime(folder, (1e9 - age, 1e9 - age))
-    (tmp_path / "dtensor-ranks-new").mkdir()  # its ranks are about to come
+    (tmp_path / "dtensor-ranks-new").mkdir()  # its ranks have not written a file yet
     remove_stale_folders(tmp_path)
     assert {folder.name.rpartition("-")[2] for folder in tmp_path.iterdir()} == {"alive", "new", "one", "two"}
 
 
 @pytest.mark.parametrize("signal", ["SIGKILL", pytest.param("SIGABRT", marks=pytest.mark.slow)])
-def test_what_a_killed_rank_did_last_can_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str], signal: str) -> None:
+def test_rank_log_of_a_killed_process_shows_its_last_operations(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], signal: str
+) -> None:
     program = f"""
 import os, signal, torch
 import torch.distributed as dist, dtensor as dt
@@ -196,19 +199,19 @@ os.kill(os.getpid(), signal.{signal})
     script.write_text(program)
     killed = subprocess.run([sys.executable, script], check=False, capture_output=True, text=True)
     assert killed.returncode < 0
-    said = post_mortem.format_rank_logs(Path(killed.stdout.strip()), 9000)
-    *_, before, last = said.splitlines()
-    assert "rank 0 was killed" in said
+    log = post_mortem.format_rank_logs(Path(killed.stdout.strip()), 9000)
+    *_, before, last = log.splitlines()
+    assert "rank 0 was killed" in log
     assert "aten.sum.dim_IntList(dim=0)  float32[6, 5] (S(0))   program.py:10  x.sum(dim=0)" in before
     assert "#5001" in last
     assert "aten.amax.default(dim=1)  float32[6, 5] (S(0))   program.py:11  x.amax(1)" in last
-    assert len(said.splitlines()) == 2 + 4096
+    assert len(log.splitlines()) == 2 + 4096
     assert main(["ranks", killed.stdout.strip(), "--last", "1"]) == 0
     assert "amax" in capsys.readouterr().out
     shutil.rmtree(killed.stdout.strip())
 
 
-def test_levels_are_these() -> None:
+def test_check_ranks_accepts_its_levels_and_refuses_others() -> None:
     before = CheckLevel.now
     try:
         for level in ("off", "strict", "watch"):
@@ -220,7 +223,7 @@ def test_levels_are_these() -> None:
         dt.check_ranks(before)
 
 
-def test_processes_that_are_gone_are_known() -> None:
+def test_process_state_and_is_process_alive_detect_a_finished_process() -> None:
     child = subprocess.Popen([sys.executable, "-c", ""])
     try:
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
@@ -231,41 +234,41 @@ def test_processes_that_are_gone_are_known() -> None:
     assert not is_process_alive(child.pid)
 
 
-def test_a_thing_that_is_being_written_down_is_not_read() -> None:
-    ring = EventLog(StateFile(None, LOG_SLOTS, writable=True))
-    at, text = ring.add(1, "all_reduce(sum)", "", "train.py:1"), ring.file.read_text
-    ring.slots[at] = 0
+def test_read_event_ignores_an_event_that_is_being_written() -> None:
+    event_log = EventLog(StateFile(None, LOG_SLOTS, writable=True))
+    slot, read_text = event_log.add(1, "all_reduce(sum)", "", "train.py:1"), event_log.file.read_text
+    event_log.slots[slot] = 0
 
-    def finishing(place: int) -> str:
-        ring.slots[at] = 1  # the writer has come to the end while the reader is among the texts
-        return text(place)
+    def read_text_while_written(offset: int) -> str:
+        event_log.slots[slot] = 1  # the writer finishes while the reader reads the texts
+        return read_text(offset)
 
-    ring.file.read_text = finishing
-    assert read_event(ring.file, 1) is None
-
-
-def trail_of(numbers: list[Any], stops: tuple[int, ...] = ()) -> int:
-    trail = OperationHash(frozenset({0, 1}))
-    for place, number in enumerate(numbers):
-        trail.numbers.append(number)
-        if place in stops:
-            trail.settle()
-    return trail.settle()
+    event_log.file.read_text = read_text_while_written
+    assert read_event(event_log.file, 1) is None
 
 
-def test_a_trail_of_numbers_is_the_same_in_all_processes_wherever_it_is_settled() -> None:
+def hash_numbers(numbers: list[Any], settle_after: tuple[int, ...] = ()) -> int:
+    operation_hash = OperationHash(frozenset({0, 1}))
+    for index, number in enumerate(numbers):
+        operation_hash.numbers.append(number)
+        if index in settle_after:
+            operation_hash.read_hash()
+    return operation_hash.read_hash()
+
+
+def test_operation_hash_of_numbers_is_equal_in_all_processes_and_for_each_settle_order() -> None:
     numbers = [2.5, -3, float("nan"), 2**70, 1j, float("nan")]
     start = "from dtensor.watchdog.flight_recorder import *; t, nan = OperationHash({1}), float('nan')"
-    program = f"{start}; t.numbers += {numbers}; print(t.settle())"
-    told = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout
-    assert int(told) == trail_of(numbers) == trail_of(numbers, (0, 3))
+    program = f"{start}; t.numbers += {numbers}; print(t.read_hash())"
+    printed = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout
+    assert int(printed) == hash_numbers(numbers) == hash_numbers(numbers, (0, 3))
     others = [-2.0, -1.0, 0.0, -0.0, 0, 1, 2, -1, -2, 0.5, 1e300, float("inf"), float("-inf"), float("nan"), 1j]
-    assert len({trail_of([number]) for number in others}) == len(others)
-    assert trail_of([1, 2]) != trail_of([2, 1])
+    assert len({hash_numbers([number]) for number in others}) == len(others)
+    assert hash_numbers([1, 2]) != hash_numbers([2, 1])
 
 
 class _Work:
-    """A work of a group that tells in which thread it was waited for."""
+    """Work of a process group that records the thread which waits for it."""
 
     def __init__(self, completed: bool, error: Exception | None = None) -> None:
         self.completed, self.error = completed, error
@@ -280,7 +283,7 @@ class _Work:
             raise self.error
 
 
-def test_what_has_come_is_waited_for_without_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_completed_works_are_waited_for_in_the_calling_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     waiters = WaitThreads()
     monkeypatch.setattr(_ActiveWatchdog, "watchdog", SimpleNamespace(wait_threads=waiters))
     try:

@@ -16,6 +16,7 @@ _IMPORTS = frozenset({"modules", "import_module", "__import__"})
 _CLASS_CHECKS = frozenset({"isinstance", "issubclass"})
 _CLASS_BODY_LOADS = ("LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
 _ATTRIBUTE_ACCESS = ("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM", "STORE_ATTR")
+_ATTRIBUTE_WRITES = ("STORE_ATTR", "DELETE_ATTR")
 _CALLS = ("PRECALL", "CALL", "CALL_FUNCTION")
 
 
@@ -25,6 +26,7 @@ class CodeNames(NamedTuple):
     Attributes:
         variables: global variables or builtins.
         attributes: attributes of any object, by ``.name``, or by a string constant.
+        read_attributes: those of them that it does not only assign.
         modules: modules that it imports, or has the names of.
         escaping: variables and attributes that it passes on. Other code may read their attributes.
         reads_any_variable: whether it may read any global variable.
@@ -36,6 +38,7 @@ class CodeNames(NamedTuple):
 
     variables: tuple[str, ...]
     attributes: tuple[str, ...]
+    read_attributes: frozenset[str]
     modules: tuple[str, ...]
     escaping: frozenset[str]
     reads_any_variable: bool
@@ -52,6 +55,7 @@ def read_code_names(code: CodeType) -> CodeNames:
     attributes: dict[str, None] = {}
     modules: dict[str, None] = {}
     escaping: set[str] = set()
+    read_attributes: set[str] = set()
     computes_attributes = computes_imports = checks_classes = False
     for part in _nested_codes(code):
         instructions = [*dis.get_instructions(part)]
@@ -63,6 +67,8 @@ def read_code_names(code: CodeType) -> CodeNames:
                 variables[name] = None
             elif instruction.opcode in dis.hasname:
                 attributes[name] = None
+                if instruction.opname not in _ATTRIBUTE_WRITES:
+                    read_attributes.add(name)
             else:
                 checks_classes = checks_classes or instruction.opname == "MATCH_CLASS"
                 continue
@@ -71,13 +77,16 @@ def read_code_names(code: CodeType) -> CodeNames:
             computes_attributes = computes_attributes or (name in _BY_NAME and not _is_called_with_name(instructions, place))
             computes_imports = computes_imports or (name in _IMPORTS and not _is_used_with_constant(instructions, place))
         strings = dict.fromkeys(_string_constants(part.co_consts))
-        attributes.update(dict.fromkeys(part for text in strings for part in text.split(".")))  # as for attrgetter("a.b")
+        words = dict.fromkeys(part for text in strings for part in text.split("."))  # as for attrgetter("a.b")
+        attributes.update(words)
+        read_attributes.update(words)
         if not _IMPORTS.isdisjoint((*variables, *attributes)):
             modules.update(strings)
     names = {*variables, *attributes}
     return CodeNames(
         tuple(variables),
         tuple(attributes),
+        frozenset(read_attributes),
         tuple(modules),
         frozenset(escaping),
         reads_any_variable=not _ANY_VARIABLE.isdisjoint(names),

@@ -7,13 +7,15 @@ The walk lists every reachable tensor and every Python value on the way, in a fi
   the identity of all other variables is guarded as well.
 - objects, by attribute or item: all that they and their classes hold. This is for objects of the user, torch's modules,
   optimizers and schedulers, and containers of the standard library. Properties, methods and partials are guarded by their parts,
-  arrays and iterators by their state.
+  arrays by their content.
 - modules of the user: the attributes that any reached code names, by ``.name`` or by a string. If code that names the module
   computes names (``getattr``, ``vars``), the identity of all other attributes is guarded as well. Imports are followed.
 - modules of libraries: values and containers of values that code names there, and the identity of functions.
 
-Objects that only a computed name leads to are walked *as data*: their code is not looked into. The recorder sees which of it
-runs, and later discoveries look into this.
+Objects that only a computed name leads to, or an attribute that no code reads, are walked *as data*: their code is not looked
+into. The recorder sees which of it runs, and later discoveries look into this.
+
+Opaque objects (iterators, files that are read, compressors) are refused, unless they are walked as data.
 
 Not guarded are things outside of the program (clocks, files), and the internals of objects of other libraries.
 """
@@ -35,38 +37,12 @@ import torch
 
 from ...base.recorder_hooks import CrossCallState
 from ...base.torch_internals import PRINT_OPTS
-from ...errors import CaptureError
 from ...tensor.dtensor import DTensor
+from . import object_model as objects
 from .bytecode_names import imported_module_names, read_code_names
-from .container_guards import cell_contents
-from .guard_set import GuardSet, ObservedCode
-from .object_children import (
-    CACHE_TYPE,
-    is_compiled_object,
-    make_children_getter,
-    make_state_getter,
-    read_referents,
-    stored_entries,
-    wrapped_parts,
-)
-from .object_ownership import (
-    MISSING,
-    VALUES,
-    ById,
-    dict_key,
-    has_user_state,
-    is_installed,
-    is_library,
-    is_plain_data,
-    is_user_object,
-    module_name,
-    read_slots,
-    slot_descriptors,
-    user_attributes,
-    user_hooks,
-    value_key,
-)
-from .setting_guards import SETTING_GETTER_PREFIXES, SETTINGS
+from .guard_set import GuardSet, ObservedCode, cell_contents
+from .object_model import MISSING, VALUES, ById
+from .setting_guards import settings_of
 
 _HOOK_TABLES = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")  # ends of the names of a module's tables of hooks
 _LONG_LIST = 64  # a longer list of plain values is one entry of the key
@@ -119,20 +95,27 @@ class _Discovery:
         self._classes: list[tuple[type, set[str], str, bool]] = []  # (class, names in library bases, path, as data)
         self._library_classes: dict[type, None] = {DTensor: None}  # library classes with reachable objects
         self._attribute_names: dict[str, None] = {}  # that any reached code names
+        self._read_attributes: set[str] = set()  # that any reached code reads; ``__init__`` names all, but only assigns them
+        # Attributes that no code reads yet: (name, value, path). First those that were not visited, then those visited as data.
+        self._unread: list[tuple[str, Any, str]] = []
+        self._unread_data: list[tuple[str, Any, str]] = []
         self._reaches_code = self._computes_attributes = self._computes_imports = False
 
     def discover(self, fn: Any) -> GuardSet:
         """Walk from the function and from all functions that runs were seen to call."""
         for root in (fn, *self.guards.observed.functions):
             self._visit(root, getattr(root, "__name__", type(root).__name__))
-        self._walk()
+        self._walk_pending()
         self._follow_names()
-        self._finish()
+        while self._unread:
+            self._visit_unread_as_data()
+            self._follow_names()
+        self._guard_nameless_reads()
         self.containers.snapshot()
         return self.guards
 
     # --- the walk ------------------------------------------------------------------------------------------------------
-    def _walk(self) -> None:
+    def _walk_pending(self) -> None:
         while self._pending:
             value, path, self._as_data = self._pending.popleft()
             self._look_into(value, path)
@@ -146,7 +129,7 @@ class _Discovery:
 
     def _visit_dict(self, mapping: Mapping[Any, Any], path: str, key_format: str) -> None:
         self.containers.add_dict(mapping)
-        keys, _, items = stored_entries(mapping)
+        keys, _, items = objects.stored_entries(mapping)
         self._visit_keys(keys, path)
         for key, value in list(items()):
             if type(value) is float and isinstance(mapping, dict):
@@ -155,26 +138,20 @@ class _Discovery:
 
     def _visit_keys(self, keys: Callable[[], Iterable[Any]], path: str) -> None:
         """Visit the keys of a dictionary or the members of a set, in their order."""
-        self.guards.add(tuple(map(dict_key, keys())), path)
+        self.guards.add(tuple(map(objects.dict_key, keys())), path)
         for key in list(keys()):
             if not isinstance(key, VALUES):
                 self._visit(key, f"{path} key")
 
     def _visit(self, value: Any, path: str) -> None:
         """Add an entry for an object, and queue the object if it is new."""
-        try:
-            value.__class__  # noqa: B018  some classes compute it
-        except Exception as error:
-            raise CaptureError(
-                f"capture: {path} has attributes that capture cannot read ({type(error).__name__} when its class "
-                "is read), so it cannot check them for changes; keep it out of the captured function"
-            ) from error
+        objects.check_class(value, path)
         guards = self.guards
         if isinstance(value, torch.Tensor):
             if guards.add_tensor(value, path):
                 self._look_into_tensor(value, path)
-        elif isinstance(value, VALUES) and (type(value) in VALUES or not has_user_state(value)):
-            guards.add(value_key(value), path)
+        elif isinstance(value, VALUES) and (type(value) in VALUES or not objects.has_user_state(value)):
+            guards.add(objects.value_key(value), path)
         elif self._as_data and isinstance(value, _CODE_TYPES):
             guards.add(ById(value), path)
         elif not guards.add_object(value):
@@ -183,7 +160,7 @@ class _Discovery:
                 self._walked_as_data.discard(id(value))
                 self._pending.append((value, path, False))
         else:
-            guards.add(value_key(value) if isinstance(value, VALUES) else type(value), path)
+            guards.add(objects.value_key(value) if isinstance(value, VALUES) else type(value), path)
             self._pending.append((value, path, self._as_data))
             if self._as_data:
                 self._walked_as_data.add(id(value))
@@ -191,11 +168,11 @@ class _Discovery:
     def _look_into_tensor(self, x: torch.Tensor, path: str) -> None:
         """Guard the class of a tensor and the attributes that user code has set on it."""
         self.guards.add(type(x), path)
-        if (members := user_attributes(x)) and self.guards.add_object(x):
-            self.containers.add_objects(lambda: user_attributes(x).values())
+        if (members := objects.user_attributes(x)) and self.guards.add_object(x):
+            self.containers.add_objects(lambda: objects.user_attributes(x).values())
             self.guards.add(tuple(members), path)
             self._visit_all(members.values(), [f".{name}" for name in members], path)
-        if not is_library(type(x)):
+        if not objects.is_library(type(x)):
             self._visit(type(x), f"{path}.__class__")
 
     def _look_into(self, value: Any, path: str) -> None:
@@ -212,43 +189,46 @@ class _Discovery:
             self._guard_settings(value.__name__, path)
         elif isinstance(value, type):
             self._look_into_class(value, path)
-        elif (parts := wrapped_parts(value)) is not None:
+        elif (parts := objects.wrapped_parts(value)) is not None:
             self.guards.compiled_callables += [part for part in parts if isinstance(part, types.BuiltinFunctionType)]
             self._visit(tuple(parts), path)
         if isinstance(value, _GETTER_TYPES):
             names = [part for x in value.__reduce__()[1] if isinstance(x, str) for part in x.split(".")]
             self._attribute_names.update(dict.fromkeys(names))
+            self._read_attributes.update(names)
         self._computes_attributes = self._computes_attributes or any(value is one for one in _NAME_COMPUTERS)
-        self._look_into_state(value, path)
-        if has_user_state(value):
+        self._look_into_contents(value, path)
+        if objects.has_user_state(value):
             self.containers.add_object(value)
             self._look_into_attributes(value, path)
             self._visit(type(value), f"{path}.__class__")
         elif not isinstance(value, (types.FunctionType, types.MethodType, dict, list, tuple, deque, set)):
             self.guards.add(ById(value), path)
-        self._guard_settings(module_name(value if isinstance(value, _DEFINITIONS) else type(value)), path)
-        if isinstance(value, _DEFINITIONS):
-            self._guard_torch_settings(module_name(value), (value.__name__,), path)
+        definition = value if isinstance(value, _DEFINITIONS) else type(value)
+        self._guard_settings(objects.module_name(definition), path, (definition.__name__,))
 
-    def _look_into_state(self, value: Any, path: str) -> None:
-        """Guard what an object holds outside of attributes and items."""
-        try:
-            get_state, get_children = make_state_getter(value), make_children_getter(value)
-        except CaptureError:
-            if self._as_data:
-                return
-            raise
-        if get_state is not None:
-            self.guards.add_state(get_state, path)
+    def _look_into_contents(self, value: Any, path: str) -> None:
+        """Guard what an object holds outside of attributes and items.
+
+        Raises:
+            CaptureError: the object is opaque, and code reads it.
+        """
+        if objects.is_opaque(value):
+            if not self._as_data:
+                raise objects.opaque_object_error(value, path)
+            return
+        get_content, get_children = objects.make_content_getter(value), objects.make_children_getter(value)
+        if get_content is not None:
+            self.guards.add_state(get_content, path)
         if get_children is not None:
-            if isinstance(value, CACHE_TYPE):  # its state tells when its entries change
+            if isinstance(value, objects.CACHE_TYPE):  # its content tells when its entries change
                 self._caches.append(value)
             else:
                 self.containers.add_objects(get_children)
             self._visit(tuple(get_children()), path)
-        elif is_compiled_object(value):
+        elif objects.is_compiled_object(value):
             self.containers.add_referents(value)
-            self._visit(tuple(read_referents(value)), path)
+            self._visit(tuple(objects.read_referents(value)), path)
 
     def _look_into_items(self, value: Any, path: str) -> None:
         if isinstance(value, dict):
@@ -268,70 +248,110 @@ class _Discovery:
                 self.containers.add_objects(iterate)
             items = list(iterate())
             if len(items) > _LONG_LIST and {*map(type, items)} <= {int, float, str, bool, bytes}:
-                self.guards.add(tuple(map(value_key, items)), path)
+                self.guards.add(tuple(map(objects.value_key, items)), path)
             else:
                 self._visit_all(items, [f"[{place}]" for place in range(len(items))], path)
 
     def _look_into_class(self, kind: type, path: str) -> None:
-        if is_library(kind):
+        if objects.is_library(kind):
             self._library_classes[kind] = None
             return
-        library_names = {name for base in kind.__mro__ if is_library(base) for name in vars(base)}  # library code may read them
-        if not is_installed(kind):
-            self.guards.add(tuple(map(dict_key, (*kind.__mro__, *self.containers.add_class(kind)[1:]))), path)
+        library_names = {
+            name for base in kind.__mro__ if objects.is_library(base) for name in vars(base)
+        }  # library code may read them
+        if not objects.is_installed(kind):
+            self.guards.add(tuple(map(objects.dict_key, (*kind.__mro__, *self.containers.add_class(kind)[1:]))), path)
         for base in kind.__mro__:
-            if not is_library(base):
+            if not objects.is_library(base):
                 self.containers.add_dict(vars(base))
-                self.guards.add(tuple(map(dict_key, vars(base))), path)
+                self.guards.add(tuple(map(objects.dict_key, vars(base))), path)
                 self._classes.append((base, library_names, path, self._as_data))
             else:
                 self._library_classes[base] = None
         self._visit(type(kind), f"{path}.__class__")
 
     def _look_into_attributes(self, value: Any, path: str) -> None:
-        slots = slot_descriptors(type(value))
-        if slots:
+        kind = type(value)
+        if slots := objects.slot_descriptors(kind):
             self.containers.add_slots(slots, value)
-            self._visit_all(read_slots(slots.values(), value), [f".{name}" for name in slots], path)
-        if not isinstance(value, torch.nn.Module):
-            if hasattr(value, "__dict__"):
-                self._visit_dict(vars(value), path, ".{}")
-            return
-        self.containers.add_dict(vars(value))
-        self._look_into_module_attributes(vars(value), path)
-        self._look_into_module_attributes(_GLOBAL_HOOKS, " every module")
+            self.guards.add(len(slots), path)
+            self._visit_attributes(kind, zip(slots, objects.read_slots(slots.values(), value), strict=True), path)
+        if isinstance(value, torch.nn.Module):
+            self.containers.add_dict(vars(value))
+            self._look_into_module_attributes(kind, vars(value), path)
+            self._look_into_module_attributes(kind, _GLOBAL_HOOKS, " every module")
+        elif hasattr(value, "__dict__"):
+            attributes = vars(value)
+            self.containers.add_dict(attributes)
+            self._visit_keys(attributes.keys, path)
+            self._visit_attributes(kind, attributes.items(), path, attributes)
 
-    def _look_into_module_attributes(self, attributes: Mapping[str, Any], path: str) -> None:
+    def _look_into_module_attributes(self, kind: type, attributes: Mapping[str, Any], path: str) -> None:
         """Visit the attributes of an ``nn.Module``; of the tables of hooks, only the user's hooks."""
-        for name, member in list(attributes.items()):
-            if not name.endswith(_HOOK_TABLES):
-                self._visit(member, f"{path}.{name}")
-            elif name.endswith("_hooks") and self.guards.add_object(member):
-                hooks = user_hooks(member)
-                if member:
-                    self.containers.add_objects(functools.partial(user_hooks, member))
+        self._visit_attributes(kind, (pair for pair in attributes.items() if not pair[0].endswith(_HOOK_TABLES)), path)
+        for name, table in list(attributes.items()):
+            if name.endswith("_hooks") and self.guards.add_object(table):
+                hooks = objects.user_hooks(table)
+                if table:
+                    self.containers.add_objects(functools.partial(objects.user_hooks, table))
                 else:
-                    self.containers.add_dict(member)
+                    self.containers.add_dict(table)
                 self.guards.add(len(hooks), f"{path}.{name}")
                 for hook in hooks:
                     self._visit(hook, f"{path}.{name}")
+
+    def _visit_attributes(
+        self, kind: type, attributes: Iterable[tuple[str, Any]], path: str, floats_in: dict[str, Any] | None = None
+    ) -> None:
+        """Visit attributes of an object of the class ``kind``: plain values and tensors, and all others that code reads.
+
+        ``floats_in``: the dictionary in which floats may change.
+        """
+        for name, value in list(attributes):
+            is_value = type(value) in VALUES or issubclass(type(value), torch.Tensor)
+            if type(value) is float and floats_in is not None:
+                self.guards.floats[len(self.guards.key)] = (floats_in, name)
+            if is_value or self._as_data or name in self._read_attributes or objects.is_named_by_library(kind, name):
+                self._visit(value, f"{path}.{name}")
+            else:
+                self._unread.append((name, value, f"{path}.{name}"))
+
+    def _visit_read_attributes(self) -> None:
+        """Visit the attributes that reached code reads by now."""
+        unnamed, data = self._unread, self._unread_data
+        self._unread, self._unread_data = [], []
+        for rest, attributes in ((self._unread, unnamed), (self._unread_data, data)):
+            for name, value, path in attributes:
+                if self._computes_attributes or name in self._read_attributes:
+                    self._visit(value, path)
+                else:
+                    rest.append((name, value, path))
+
+    def _visit_unread_as_data(self) -> None:
+        unnamed, self._unread = self._unread, []
+        self._unread_data += unnamed
+        self._as_data = True
+        for _, value, path in unnamed:
+            self._visit(value, path)
+        self._walk_pending()
 
     # --- code ----------------------------------------------------------------------------------------------------------
     def _look_into_function(self, fn: types.FunctionType, path: str) -> None:
         """Guard all that the code of a function reads."""
         self.guards.add(ById(fn.__code__), path)
         cells, names = fn.__closure__ or (), read_code_names(fn.__code__)
-        if is_library(fn):
-            self._visit([x for x in map(cell_contents, cells) if is_user_object(x)], f"{path} variables")
+        if objects.is_library(fn):
+            self._visit([x for x in map(cell_contents, cells) if objects.is_user_object(x)], f"{path} variables")
             return
         self.containers.add_function(fn)
-        if not is_installed(fn):
+        if not objects.is_installed(fn):
             self._functions.append(fn)
         self.containers.add_cells(cells)
         self._visit_all(map(cell_contents, cells), [f" variable {name}" for name in fn.__code__.co_freevars], path)
         self._visit_all((fn.__defaults__, fn.__kwdefaults__), (" default", " default"), path)
         self._visit_dict(vars(fn), path, ".{}")
         self._attribute_names.update(dict.fromkeys(names.attributes))
+        self._read_attributes |= names.read_attributes
         self.guards.codes |= names.codes
         self._reaches_code, namespace = True, fn.__globals__
         if not names.codes.isdisjoint(self.guards.observed.computing):
@@ -361,7 +381,9 @@ class _Discovery:
         """Guard the identity of builtins; visit those that the user has replaced."""
         for name in names:
             builtin = namespace.get(name, MISSING)
-            if builtin is not MISSING and not (isinstance(builtin, _DEFINITIONS) and module_name(builtin) in ("builtins", "io")):
+            if builtin is not MISSING and not (
+                isinstance(builtin, _DEFINITIONS) and objects.module_name(builtin) in ("builtins", "io")
+            ):
                 self._visit_names(namespace, (name,), f"{path} builtin ")
             elif (id(namespace), name) not in self._read:
                 self._read.add((id(namespace), name))
@@ -378,7 +400,7 @@ class _Discovery:
     # --- modules -------------------------------------------------------------------------------------------------------
     def _add_module(self, module: types.ModuleType, escapes: bool) -> None:
         self._computed_modules.discard(id(module))
-        if not is_library(module):
+        if not objects.is_library(module):
             self._user_modules.setdefault(id(module), module)
             if escapes:
                 self._escaping_modules[id(module)] = module
@@ -395,15 +417,14 @@ class _Discovery:
             path: for messages.
             escapes: whether the code passes the module on.
         """
-        self._guard_settings(module.__name__, path)
-        self._guard_torch_settings(module.__name__, names, path)
+        self._guard_settings(module.__name__, path, names)
         if module is math:  # float_provenance patches its functions during a recording
-            get_functions = functools.partial(_math_functions, [name for name in names if name in vars(math)])
+            get_functions = functools.partial(objects.math_functions, [name for name in names if name in vars(math)])
             self.containers.add_objects(get_functions)
             self.guards.add(tuple(map(ById, get_functions())), path)
             return
         namespace, path = vars(module), f"{path} {module.__name__}."
-        is_users = not is_library(module)
+        is_users = not objects.is_library(module)
         if hasattr(type(module), "__getattr__") and not is_users:
             self._guard_computed_attributes(module, [name for name in names if name not in namespace], path)
         if is_users:
@@ -418,16 +439,11 @@ class _Discovery:
             elif not is_users and value is not MISSING:
                 self._read_library_variable(namespace, name, value, path)
 
-    def _guard_settings(self, module: str, path: str) -> None:
-        """Guard the settings of a library that the function has an object of."""
-        for name, get_settings in SETTINGS.items():
-            if (module == name or module.startswith(name + ".")) and self.guards.add_object(get_settings):
+    def _guard_settings(self, module: str, path: str, names: Iterable[str] = ()) -> None:
+        """Guard the settings of a library that the function has an object of, or a module with these attributes that it names."""
+        for name, get_settings in settings_of(module, names):
+            if self.guards.add_object(get_settings):
                 self.guards.add_state(get_settings, f"{path}, settings of {name}")
-
-    def _guard_torch_settings(self, module: str, names: Iterable[str], path: str) -> None:
-        """Guard the settings of torch if one of these functions of a module returns settings."""
-        if module.partition(".")[0] in ("torch", "") and any(name.startswith(SETTING_GETTER_PREFIXES) for name in names):
-            self._guard_settings("torch.backends", path)
 
     def _guard_computed_attributes(self, module: types.ModuleType, names: Iterable[str], path: str) -> None:
         """Guard attributes that a library's module computes from a table, such as settings."""
@@ -435,7 +451,7 @@ class _Discovery:
         known = [name for name in names if (id(module), name) not in self._read and any(name in table for table in tables)]
         if known:
             self._read.update((id(module), name) for name in known)
-            self.guards.add_state(functools.partial(_computed_attributes, module, known), path)
+            self.guards.add_state(functools.partial(objects.computed_attributes, module, known), path)
 
     def _read_library_variable(self, namespace: dict[str, Any], name: str, value: Any, path: str) -> None:
         """Guard a variable of a library's module: values by content, functions and classes by identity."""
@@ -454,13 +470,13 @@ class _Discovery:
                     self._read_library_variable(value.__globals__, variable, variable_value, path)
         elif isinstance(value, Mapping) and hasattr(value, "__dict__"):
             self._visit_dict(vars(value), path, ".{}")
-        elif type(value) in VALUES or is_plain_data(value) or is_user_object(value) or make_state_getter(value) is not None:
+        elif type(value) in VALUES or objects.is_plain_data(value) or objects.is_user_object(value) or objects.has_content(value):
             self._visit(value, path)
-        elif isinstance(value, _BOUND_METHODS) and make_state_getter(value.__self__) is not None:
+        elif isinstance(value, _BOUND_METHODS) and objects.has_content(value.__self__):
             self._visit(value.__self__, path)
         elif type(value) in (list, dict, set):
-            self.containers.add_objects(get_items := functools.partial(_read_items, value))
-            self.guards.add(tuple(map(dict_key, get_items())), path)
+            self.containers.add_objects(get_items := functools.partial(objects.keys_and_values, value))
+            self.guards.add(tuple(map(objects.dict_key, get_items())), path)
         else:
             self.guards.add(ById(value), path)
             if isinstance(value, type):
@@ -483,6 +499,7 @@ class _Discovery:
                 self._computes_imports,
             )
         ):
+            self._visit_read_attributes()
             self._visit_class_members()
             if self._computes_imports:
                 self._open_namespaces[id(sys.modules)] = sys.modules, "sys.modules"
@@ -497,8 +514,8 @@ class _Discovery:
                 if self._computes_attributes and key in self._escaping_modules:
                     self._open_namespaces[id(namespace)] = namespace, module.__name__
             for namespace, path in list(self._open_namespaces.values()):
-                self._visit_whole_namespace(namespace, path)
-            self._walk()
+                self._visit_all_variables(namespace, path)
+            self._walk_pending()
 
     def _visit_class_members(self) -> None:
         """Visit the members of classes that any reached code names, or that library code may call."""
@@ -512,9 +529,9 @@ class _Discovery:
                     self._visit(value, f"{path}.{name}")
                 elif self._computes_attributes:
                     self._visit_as_data(kind, name, value, f"{path}.{name}")
-        self._walk()
+        self._walk_pending()
 
-    def _visit_whole_namespace(self, namespace: dict[str, Any], path: str) -> None:
+    def _visit_all_variables(self, namespace: dict[str, Any], path: str) -> None:
         """Visit all variables of a module as data."""
         self.containers.add_dict_keys(namespace)
         for name, value in list(namespace.items()):
@@ -534,7 +551,7 @@ class _Discovery:
         self._visit(value, path)
         self._as_data = before
 
-    def _finish(self) -> None:
+    def _guard_nameless_reads(self) -> None:
         """Guard what code reads without a name: attribute names of modules, texts of functions, methods of library classes."""
         for module in self._user_modules.values():
             self.containers.add_dict_keys(vars(module))
@@ -544,7 +561,7 @@ class _Discovery:
             self.containers.add_tensors(self.guards.tensors)
             texts = [name for name in _FUNCTION_TEXTS if self._computes_attributes or name in self._attribute_names]
             self._visit(self.containers.add_function_attributes(texts, self._functions), "functions")
-            self._walk()
+            self._walk_pending()
         if "cache_info" in self._attribute_names:
             for cache in self._caches:
                 self.guards.add_state(cache.cache_info, "statistics of a cache")
@@ -554,7 +571,7 @@ class _Discovery:
     def _guard_library_methods(self, kind: type) -> None:
         """Guard the identity of the methods of a library's class that code names, or that the library calls."""
         members = vars(kind)
-        is_fixed = module_name(kind).startswith(("dtensor.", "torch._C")) and kind is not DTensor
+        is_fixed = objects.module_name(kind).startswith(("dtensor.", "torch._C")) and kind is not DTensor
         if is_fixed or not kind.__flags__ & _IS_HEAP_TYPE:
             return
         with_special = not issubclass(kind, torch.Tensor)
@@ -578,19 +595,3 @@ class _Discovery:
                 self._read_module(value, names.attributes, names.escaping, path, False)
             elif isinstance(value, types.FunctionType):
                 self._read_library_variable(namespace, name, value, path)
-
-
-def _computed_attributes(module: types.ModuleType, names: list[str]) -> list[Any]:
-    values = [getattr(module, name, MISSING) for name in names]
-    return [
-        value_key(value) if type(value) in VALUES else repr(value) if is_plain_data(value) else type(value) for value in values
-    ]
-
-
-def _math_functions(names: list[str]) -> list[Any]:
-    """Return the functions of ``math`` with these names, behind the patch of float_provenance."""
-    return [getattr(fn, "__wrapped__", fn) for fn in map(vars(math).get, names)]
-
-
-def _read_items(value: Any) -> list[Any]:
-    return [*value, *value.values()] if isinstance(value, dict) else [*value]

@@ -10,7 +10,7 @@ import decimal
 import logging
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from operator import attrgetter, call
@@ -59,7 +59,7 @@ _ALGORITHM_GETTERS = (
     "is_anomaly_enabled",
     "is_autocast_cache_enabled",
 )
-SETTING_GETTER_PREFIXES = ("get_", "is_", "are_", "_get_", "_is_")  # of the functions of torch that return settings
+_SETTING_GETTER_PREFIXES = ("get_", "is_", "are_", "_get_", "_is_")  # of the functions of torch that return settings
 
 
 def _existing_getters(names: Sequence[str]) -> list[Callable[[], Any]]:
@@ -84,17 +84,6 @@ _HANDLERS, _FILTERS, _LEVEL = attrgetter("handlers"), attrgetter("filters"), att
 _LOGGER_FIELDS = attrgetter("name", "level", "disabled", "propagate", "parent")
 
 
-def logger_settings(logger: logging.Logger) -> Any:
-    """Return the levels, filters and handlers of a logger and of its parents."""
-    settings: list[Any] = [logger.manager.disable]
-    current: logging.Logger | None = logger
-    while current is not None:
-        handlers = tuple((id(handler), handler.level) for handler in current.handlers)
-        settings.append((current.level, current.disabled, current.propagate, tuple(map(id, current.filters)), handlers))
-        current = current.parent
-    return settings
-
-
 def _logging_settings() -> Any:
     registered = logging.Logger.manager.loggerDict.values()
     loggers = [logging.root, *(one for one in registered if isinstance(one, logging.Logger))]
@@ -109,7 +98,7 @@ def _thread_settings() -> Any:
 
 
 # By the name of the module that code refers to, or of the class of an object that it has.
-SETTINGS: dict[str, Callable[[], Any]] = {
+_SETTINGS: dict[str, Callable[[], Any]] = {
     "_thread": _thread_settings,
     "copy": lambda: tuple((id(kind), id(reduce)) for kind, reduce in copyreg.dispatch_table.items()),
     "decimal": lambda: repr(decimal.getcontext()),
@@ -121,3 +110,18 @@ SETTINGS: dict[str, Callable[[], Any]] = {
     "torch.utils._pytree": lambda: len(pytree.SUPPORTED_NODES),
     "warnings": lambda: tuple(map(id, warnings.filters)),
 }
+
+
+def settings_of(module: str, names: Iterable[str] = ()) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Yield ``(library, function that returns its settings)`` for a module of libraries.
+
+    Args:
+        module: name of the module.
+        names: attributes of the module that code names. Some functions of torch return settings.
+    """
+    returns_settings = module.partition(".")[0] in ("torch", "") and any(
+        name.startswith(_SETTING_GETTER_PREFIXES) for name in names
+    )
+    for name, get_settings in _SETTINGS.items():
+        if module == name or module.startswith(name + ".") or (returns_settings and name == "torch.backends"):
+            yield name, get_settings

@@ -202,7 +202,9 @@ class AllGatherExtensions:
         if value.shape == size:
             return value
         if value.numel() < math.prod(size):
-            raise LayoutError(f"fsdp_post_all_gather returned shape {tuple(value.shape)} for a parameter of shape {size}")
+            raise LayoutError(
+                f"fsdp_post_all_gather returned shape {tuple(value.shape)} for a parameter of shape {size}; return that shape"
+            )
         return value.as_strided(size, torch.empty(size, device="meta").stride(), 0)  # without the padding of the last ranks
 
     def _copy_outputs(self, member: int, i: int, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -92,7 +92,7 @@ class FSDPParam:
     def _adopt_replacement(self, value: Any) -> None:
         module, name = self.locations[0]
         is_parameter = isinstance(value, nn.Parameter) and value.is_leaf  # not a value that another FSDP unit has gathered
-        if torch.is_grad_enabled() and not is_parameter and _is_differentiated(value):
+        if torch.is_grad_enabled() and not is_parameter and (value.requires_grad or has_tangent(value)):
             raise UnsupportedOperationError(
                 f"{name!r} of {type(module).__name__} is a parameter under data parallelism, and its gradient is "
                 "reduced into .grad, so torch.func.functional_call cannot replace it with a value that requires "
@@ -201,11 +201,6 @@ class FSDPParam:
         return (
             self.stored_layout if dtype is None or dtype is self.stored_layout.dtype else self.stored_layout.replace(dtype=dtype)
         )
-
-
-def _is_differentiated(x: Tensor) -> bool:
-    """Return True if reverse-mode or forward-mode autograd tracks ``x``."""
-    return x.requires_grad or has_tangent(x)
 
 
 def is_extended(x: Tensor) -> bool:

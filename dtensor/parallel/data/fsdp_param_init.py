@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
 
 from ...base.group_by import group_by_key
+from ...base.tensor_tree import map_inner_tensors
 from ...base.torch_internals import is_traceable_wrapper_subclass
-from ...base.wrapper_subclass import map_inner_tensors
 from ...comm import Communicator, PerRank, communicator_of
 from ...errors import ContradictionError, MeshError, PlacementError, UnitError
 from ...layout.layout import Layout

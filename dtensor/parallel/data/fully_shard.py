@@ -74,7 +74,10 @@ def fully_shard(
     >>> model.bias.grad.placements, model.bias.grad.full_tensor()
     ((Shard(dim=0),), tensor([1., 1., 1., 1.]))
     """
-    _check_options(reshard_after_forward, mp_policy, offload_policy)
+    if reshard_after_forward is not None and not isinstance(reshard_after_forward, (bool, int)):
+        raise ValueError(f"reshard_after_forward is True, False, None or a number of ranks, got {reshard_after_forward!r}")
+    check_mp_policy(mp_policy)
+    check_offload_policy(offload_policy)
     modules = outermost_modules(module, "fully_shard")
     axes = make_sharding_axes(mesh, dp_mesh_dims, offload_policy)
     unit = _make_unit(modules, axes, set(ignored_params or ()), shard_placement_fn, mp_policy, reshard_after_forward)
@@ -120,13 +123,6 @@ def outermost_modules(module: Any, name: str) -> list[nn.Module]:
         check_can_be_unit(one, name)
     inner = {below for one in modules for below in one.modules() if below is not one}
     return [one for one in dict.fromkeys(modules) if one not in inner]
-
-
-def _check_options(reshard_after_forward: Any, mp_policy: Any, offload_policy: Any) -> None:
-    if reshard_after_forward is not None and not isinstance(reshard_after_forward, (bool, int)):
-        raise ValueError(f"reshard_after_forward is True, False, None or a number of ranks, got {reshard_after_forward!r}")
-    check_mp_policy(mp_policy)
-    check_offload_policy(offload_policy)
 
 
 def check_mp_policy(mp_policy: Any) -> None:

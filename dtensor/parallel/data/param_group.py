@@ -223,7 +223,7 @@ class ParamGroup:
         if not self.fsdp_params:
             return
         if ACTIVE_RECORDERS and (recorder := current_recorder()) is not None:
-            recorder.apart(self, {"unsharded": UnshardedState()})
+            recorder.isolate_state(self, {"unsharded": UnshardedState()})
         version = self._refresh_params() if version is None else version
         state = self.unsharded
         if (state.is_filled or state.pending is not None) and state.version == version:

@@ -81,14 +81,17 @@ class DistributedBatchSampler(Sampler[list[int]]):
                 f"ranks gives {list(self._blocks)}; use a multiple of {len(self._blocks)}"
             )
         if not self.length or (drop_last and self.length < batch_size):
-            raise LayoutError(f"{self.length} samples are fewer than one batch of {batch_size}")
+            raise LayoutError(f"{self.length} samples are fewer than one batch of {batch_size}; use a smaller batch_size")
 
     def __len__(self) -> int:
         """Return the number of batches of an epoch."""
         return self.length // self.batch_size if self.drop_last else -(-self.length // self.batch_size)
 
     def __iter__(self) -> Iterator[list[int]]:
-        order, here = self._make_order(), self._own_slice()
+        here, order = self._own_slice(), list(range(self.length))
+        if self.shuffle:
+            generator = torch.Generator().manual_seed(self.seed + self.epoch)
+            order = torch.randperm(self.length, generator=generator, device="cpu").tolist()
         last = self.length - self.batch_size if self.drop_last else self.length - 1  # where a batch may start
         for start in range(self._samples, last + 1, self.batch_size):
             batch = order[start : start + self.batch_size]
@@ -98,11 +101,6 @@ class DistributedBatchSampler(Sampler[list[int]]):
             if self._samples > last:
                 self.epoch, self._samples = self.epoch + 1, 0
             yield batch[here]
-
-    def _make_order(self) -> list[int]:
-        if not self.shuffle:
-            return list(range(self.length))
-        return torch.randperm(self.length, generator=torch.Generator().manual_seed(self.seed + self.epoch), device="cpu").tolist()
 
     def _own_slice(self) -> slice:
         """Return the rows of a batch that this rank reads."""
@@ -153,7 +151,7 @@ class DistributedBatchSampler(Sampler[list[int]]):
             f"{key}={state[key]} there, {ours[key]} here" for key in ("seed", "shuffle", "length") if state[key] != ours[key]
         ]
         if other:
-            raise LayoutError(f"this state was saved for another order of samples: {', '.join(other)}")
+            raise LayoutError(f"this state was saved for another order of samples: {', '.join(other)}; make the sampler as there")
         self.epoch, self._samples = state["epoch"], state["samples"]
 
     def distribute(self, samples: torch.Tensor) -> DTensor:

@@ -80,7 +80,7 @@ class Schedule:
     def begin_forward(self, batch: Sequence[DTensor]) -> None:
         """Start a forward pass. ``batch``: the inputs that are DTensors over the data-parallel mesh dims."""
         if ACTIVE_RECORDERS and (recorder := current_recorder()) is not None:
-            recorder.undo(self.reset)
+            recorder.on_refusal(self.reset)
         self.batch_mesh, self._is_end_queued = batch[0].device_mesh if batch else None, False
         pairs = [pair for x in batch for pair in zip(x.device_mesh._dims, x._layout.placements, strict=True)]
         self.batch_dims = {dims for dims, placement in pairs if isinstance(placement, Shard)}

@@ -90,7 +90,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
             raise TypeError(f"optimizer_class takes a class such as torch.optim.AdamW, got {optimizer_class!r}")
         if overlap_with_ddp:
-            raise UnsupportedOperationError("overlap_with_ddp=True is not supported: step() is called after backward")
+            raise UnsupportedOperationError(
+                "overlap_with_ddp=True is not supported: step() is called after backward; leave it out"
+            )
         groups = _as_param_groups(params)
         if isinstance(mesh, dist.ProcessGroup):
             mesh, process_group = None, mesh
@@ -127,8 +129,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if ACTIVE_RECORDERS and (recorder := current_recorder()) is not None:  # replays do not check versions, and set no options
-            recorder.apart(self, {"_param_versions": dict.fromkeys(self._param_versions)})
-            recorder.apart(self.inner, {"param_groups": [dict(group) for group in self.inner.param_groups]})
+            recorder.isolate_state(self, {"_param_versions": dict.fromkeys(self._param_versions)})
+            recorder.isolate_state(self.inner, {"param_groups": [dict(group) for group in self.inner.param_groups]})
         self._pass_options()
         with torch.no_grad():
             for k, x in enumerate(self._sharded_params):
@@ -280,12 +282,10 @@ def _as_param_groups(params: Any) -> list[dict[str, Any]]:
     if not listed:
         raise ValueError("ZeroRedundancyOptimizer got no parameters; pass model.parameters()")
     if isinstance(listed[0], dict):
-        return [{**group, "params": _as_list(group["params"])} for group in listed]
+        params_of = [group["params"] for group in listed]
+        lists = [[params] if isinstance(params, Tensor) else list(params) for params in params_of]
+        return [{**group, "params": params} for group, params in zip(listed, lists, strict=True)]
     return [{"params": listed}]
-
-
-def _as_list(params: Tensor | Iterable[Tensor]) -> list[Tensor]:
-    return [params] if isinstance(params, Tensor) else list(params)
 
 
 def _find_mesh(groups: list[dict[str, Any]], mesh: Any) -> DeviceMesh:

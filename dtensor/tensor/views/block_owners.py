@@ -161,5 +161,5 @@ def block_tensor(tensor: Any, held: LocalBlock) -> torch.Tensor:
         return tensor
     view_of_stack = stack_of(tensor)
     x = tensor if view_of_stack is None else view_of_stack[0]
-    local: torch.Tensor = communicator_of(x._layout.mesh).pieces(x._local)[held.member]
+    local: torch.Tensor = communicator_of(x._layout.mesh).shards_by_member(x._local)[held.member]
     return local if view_of_stack is None or held.part is None else local.select(view_of_stack[1].dim, held.part)
