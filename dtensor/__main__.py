@@ -9,6 +9,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -239,7 +240,7 @@ def _show_rows(options: argparse.Namespace, rows: Iterator[Any], count: int) -> 
         check_installed("matplotlib", "plot", "--plot")
     results = list(iterate_with_progress(rows, count, f"measuring {options.kind}"))
     if options.json:
-        print(json.dumps(bench.rows_as_json(results), indent=1))
+        print(json.dumps([asdict(row) for row in results], indent=1))
     else:
         print_table(bench.table_rows(results), numbers=True)
     if options.plot:

@@ -37,13 +37,16 @@ def rebuild_sequence(sequence: Any, items: Any) -> Any:
     return type(sequence)(*items) if hasattr(sequence, "_fields") else type(sequence)(items)
 
 
+def map_leaves(fn: Callable[[Any], Any], value: Any) -> Any:
+    """Return the same structure with ``fn(x)`` in place of everything that is not a list, tuple or dict, called in order."""
+    if isinstance(value, (list, tuple)):
+        return rebuild_sequence(value, [map_leaves(fn, item) for item in value])
+    return {key: map_leaves(fn, item) for key, item in value.items()} if isinstance(value, dict) else fn(value)
+
+
 def map_tensors(fn: Callable[[torch.Tensor], Any], value: Any) -> Any:
     """Return the same structure with ``fn(x)`` in place of every tensor, called in order."""
-    if isinstance(value, torch.Tensor):
-        return fn(value)
-    if isinstance(value, (list, tuple)):
-        return rebuild_sequence(value, [map_tensors(fn, item) for item in value])
-    return {key: map_tensors(fn, item) for key, item in value.items()} if isinstance(value, dict) else value
+    return map_leaves(lambda x: fn(x) if isinstance(x, torch.Tensor) else x, value)
 
 
 def fill_tensors(value: Any, values: Iterable[Any]) -> Any:

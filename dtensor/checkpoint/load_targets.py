@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..base.tensor_text import tensor_text
 from ..comm import communicator_of
 from ..comm.flat_rows import flatten_to_bytes
 from ..errors import CheckpointError
@@ -145,7 +146,7 @@ def describe_tensor(like: Layout | StackedLayout | tuple[int, ...], dtype: torch
         return f"{like.parts} parts along dim {like.dim} of {describe_tensor(like.layout, dtype)}"
     if isinstance(like, Layout):
         return repr(like.replace(dtype=dtype))
-    return f"plain {str(dtype).removeprefix('torch.')}{list(like)}"
+    return f"plain {tensor_text(dtype, like)}"
 
 
 # --- tensors that share memory ---------------------------------------------------------------------------------------------

@@ -203,7 +203,7 @@ class _StepObserver:
                 if number not in made_after and not call.flops:
                     made_after[number] = after
             for number, _ in (*call.reads, *call.writes):
-                if call.flops or made_after.get(number) != after or self.holdings.stores[number].nbytes:
+                if call.flops or made_after.get(number) != after or self.holdings.tracked_storages[number].nbytes:
                     stores.add(number)
         return stores
 
@@ -213,5 +213,5 @@ class _StepObserver:
 
     def bytes_over_time(self) -> list[int]:
         """Return the allocated bytes at each log position."""
-        before = sum(store.before for store in self.holdings.stores)
+        before = sum(store.before for store in self.holdings.tracked_storages)
         return [*accumulate((more for _, _, more in self.holdings.log), initial=before)]

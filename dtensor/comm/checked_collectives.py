@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from ..base.caches import BoundedDict, memoize
 from ..base.generators import get_generator_state
+from ..base.tensor_text import tensor_text
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.process_groups import BEFORE_NEW_GROUP, Group
@@ -205,8 +206,7 @@ def _log_and_compare(log: CollectiveLog, group: Group, ranks: list[int], level: 
 
 
 def _describe_operand(x: torch.Tensor, with_shape: bool) -> str:
-    dtype = str(x.dtype).removeprefix("torch.")
-    text = f"{dtype}[{', '.join(map(str, x.shape))}]" if with_shape else dtype
+    text = tensor_text(x.dtype, x.shape) if with_shape else str(x.dtype).removeprefix("torch.")
     return f"{text} without data" if x.is_meta else text  # torch sends nothing for a meta tensor
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -224,11 +224,6 @@ def table_rows(rows: Sequence[RedistributionTiming | OperatorTiming]) -> list[tu
         if isinstance(row, OperatorTiming)
     ]
     return [("operator", "torch", "dtensor", "overhead"), *called]
-
-
-def rows_as_json(rows: Sequence[RedistributionTiming | OperatorTiming]) -> list[dict[str, Any]]:
-    """Return the rows as dictionaries for JSON."""
-    return [asdict(row) for row in rows]
 
 
 def draw_plot(rows: Sequence[RedistributionTiming | OperatorTiming], path: Path) -> None:

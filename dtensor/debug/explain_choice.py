@@ -109,7 +109,7 @@ def _strategy_lines(query: RuleQuery) -> Iterator[str]:
 
 def _strategies_by_cost(query: RuleQuery, mesh_dim: int) -> list[Any]:
     """Return every strategy with its cost, cheapest first."""
-    return rank_all_strategies(query.rule, query.factors, query.call, query.kept)[mesh_dim]
+    return rank_all_strategies(query.rule, query.factors, query.call, query.inplace_results)[mesh_dim]
 
 
 def _strategy_placements(strategy: Strategy, query: RuleQuery) -> tuple[list[Placement], list[Placement]]:

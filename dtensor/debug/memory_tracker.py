@@ -37,7 +37,7 @@ class TrackedStorage:
     """Storage with its size, kind and ranks.
 
     Attributes:
-        number: its index in ``stores`` of the tracker.
+        number: its index in ``tracked_storages`` of the tracker.
         nbytes: its current size.
         kind: one of :data:`KINDS`, as far as it is known.
         before: its bytes at the start of the run.
@@ -76,7 +76,7 @@ class MemoryTracker:
 
     def __init__(self) -> None:
         self.log: list[tuple[int, int, int]] = []  # (nanoseconds, storage number, change in bytes)
-        self.stores: list[TrackedStorage] = []
+        self.tracked_storages: list[TrackedStorage] = []
         self.ranks: set[int] = set()  # ranks of in-process meshes
         self._tracked: dict[int, tuple[TrackedStorage, weakref.ref[Any]]] = {}
         self._leaves: dict[int, weakref.ref[Tensor]] = {}
@@ -164,9 +164,9 @@ class MemoryTracker:
         return store
 
     def _add_storage(self, storage: Any, origin: AllocationOrigin | None) -> TrackedStorage:
-        nbytes, source = storage.nbytes(), origin or _FROM_BEFORE
-        store = TrackedStorage(len(self.stores), nbytes, source.kind, 0, source.place, source.operator, counts=source.counts)
-        self.stores.append(store)
+        number, nbytes, source = len(self.tracked_storages), storage.nbytes(), origin or _FROM_BEFORE
+        store = TrackedStorage(number, nbytes, source.kind, 0, source.place, source.operator, counts=source.counts)
+        self.tracked_storages.append(store)
         if origin is None:
             store.before = nbytes
         else:
@@ -197,12 +197,12 @@ class MemoryTracker:
         The yielded counter is one object, updated in place.
         """
         sizes: Counter[str] = Counter()
-        for store in self.stores:
+        for store in self.tracked_storages:
             if self._counts_for_rank(store, rank):
                 sizes[store.kind] += store.before
         yield 0, sizes
         for count, (_, number, change) in enumerate(list(self.log), 1):
-            store = self.stores[number]
+            store = self.tracked_storages[number]
             if self._counts_for_rank(store, rank):
                 sizes[store.kind] += change
                 yield count, sizes
@@ -217,11 +217,11 @@ class MemoryTracker:
 
     def sizes_at(self, rank: int, count: int) -> list[tuple[TrackedStorage, int]]:
         """Return the storages of a rank with their bytes, after the first ``count`` log entries."""
-        sizes = {store.number: store.before for store in self.stores if self._counts_for_rank(store, rank)}
+        sizes = {store.number: store.before for store in self.tracked_storages if self._counts_for_rank(store, rank)}
         for _, number, change in self.log[:count]:
             if number in sizes:
                 sizes[number] += change
-        return [(self.stores[number], size) for number, size in sizes.items() if size]
+        return [(self.tracked_storages[number], size) for number, size in sizes.items() if size]
 
     @staticmethod
     def _counts_for_rank(store: TrackedStorage, rank: int) -> bool:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from ..base.group_by import group_by_key
+from ..base.tensor_text import tensor_text
 from ..base.tensor_tree import tensor_leaves
 from ..base.torch_internals import FakeTensor, graph_task, has_kernel
 from ..base.tracing import is_tracing
@@ -118,7 +119,7 @@ class OperatorRecorder(CallListener):
     Attributes:
         origin: returns the user's line, the phase and the module of the code that runs now.
         is_recording: returns True in the threads and tasks that must be recorded.
-        collectives: number of collectives that are being issued or ended. Operators inside them are not recorded.
+        collective_depth: number of collectives that are being issued or ended. Operators inside them are not recorded.
         counts_memory: False while a collective of an in-process mesh runs, because no rank would allocate its buffers.
     """
 
@@ -129,7 +130,7 @@ class OperatorRecorder(CallListener):
         super().__init__()
         self.operations: list[RecordedOperation] = []
         self.tracker, self.origin, self.is_recording = tracker, origin, is_recording
-        self.collectives, self.counts_memory = 0, True
+        self.collective_depth, self.counts_memory = 0, True
         self._running: list[RecordedOperation] = []
         self._in_backward = False
 
@@ -169,7 +170,7 @@ class OperatorRecorder(CallListener):
             self.tracker.record_results(operands, None, self._allocation_origin())
         rank = self._rank_of_operands(operands)
         operation = self._running[-1] if self._running else None
-        own = operation is None and not self.collectives
+        own = operation is None and not self.collective_depth
         with self._run_as_operation(func, operands) if own else nullcontext(operation) as operation:
             start = time.perf_counter_ns()
             result = call.run()
@@ -177,7 +178,7 @@ class OperatorRecorder(CallListener):
         values = tensor_leaves(result)
         self.tracker.check_resized()
         self.tracker.record_results(values, rank, self._allocation_origin(operation))
-        if operation is not None and not self.collectives and not returns_view(func):
+        if operation is not None and not self.collective_depth and not returns_view(func):
             touches = traits_of(func).touches
             read, written = operands if touches == "all" else [], values if touches != "nothing" else []
             reads, writes = self.tracker.touched_storages(read), self.tracker.touched_storages(written)
@@ -220,7 +221,7 @@ class OperatorRecorder(CallListener):
         """Return the origin of memory that is allocated now."""
         running = operation or (self._running[-1] if self._running else None)
         place, name = self.origin()[0] if running is None else running.place, "" if running is None else running.operator
-        moving = self.collectives or any(not isinstance(cause, Cause) for cause in events.CAUSES.values())
+        moving = self.collective_depth or any(not isinstance(cause, Cause) for cause in events.CAUSES.values())
         return AllocationOrigin(place, name, BUFFERS if moving else ACTIVATIONS, self.counts_memory)
 
     def _rank_of_operands(self, operands: Sequence[Tensor]) -> int | None:
@@ -236,7 +237,7 @@ def describe_tensor(x: Tensor) -> str:
     """Return the dtype and shape of a tensor, with the placements of a DTensor."""
     if isinstance(x, DTensor):
         return repr(x._layout)
-    return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
+    return tensor_text(x.dtype, x.shape)
 
 
 def _count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:

@@ -246,19 +246,16 @@ def describe_rule(rule: Rule, factors: Factors, call: Call) -> OperatorEntry:
         how = "draws the global tensor, keeps its shard" if rule.kind == "random" else "kernel"
     else:
         how = "kernel" if kernels and not sharded else "rule and kernel" if kernels else "rule"
-    cost = "; ".join(f"{' '.join(names)}: {_cost_text(count)}" for count, names in sorted(kernels.items()))
+    counts = {0: "none", 1: "1 collective"}
+    costs = [f"{' '.join(names)}: {counts.get(count, f'{count} collectives')}" for count, names in sorted(kernels.items())]
     return OperatorEntry(
         how,
         notation,
         " ".join(sharded),
         "; ".join(f"{' '.join(names)}: P({op})" for op, names in reduced.items()),
-        cost,
+        "; ".join(costs),
         " ".join(_shorten_partials(partials_kept)),
     )
-
-
-def _cost_text(count: int) -> str:
-    return "none" if count == 0 else "1 collective" if count == 1 else f"{count} collectives"
 
 
 def rename_factors(factors: Factors) -> Factors:

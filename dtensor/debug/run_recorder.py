@@ -123,7 +123,7 @@ class RunRecorder(CommDebugMode):
         self.operations: list[RecordedOperation] = []
         self.tracker = MemoryTracker()
         self.with_operators = with_operators
-        self._operators: OperatorRecorder | None = None
+        self._operator_recorder: OperatorRecorder | None = None
         self._hooks: list[Any] = []
 
     def __enter__(self) -> RunRecorder:
@@ -135,9 +135,9 @@ class RunRecorder(CommDebugMode):
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        if self._operators is not None:
-            _exit_mode(self._operators)
-            self._operators = None
+        if self._operator_recorder is not None:
+            _exit_mode(self._operator_recorder)
+            self._operator_recorder = None
             self.tracker.stop_tracking()
             for hook in self._hooks:
                 hook.remove()
@@ -168,10 +168,10 @@ class RunRecorder(CommDebugMode):
             if is_recorded_here():
                 self.tracker.set_kind(tensor_leaves(list(optimizer.state.values())), OPTIMIZER_STATE)
 
-        self._operators = OperatorRecorder(self.tracker, self._current_origin, is_recorded_here)
-        self.operations = self._operators.operations
+        self._operator_recorder = OperatorRecorder(self.tracker, self._current_origin, is_recorded_here)
+        self.operations = self._operator_recorder.operations
         self._hooks = [register_optimizer_step_pre_hook(before_step), register_optimizer_step_post_hook(after_step)]
-        self._operators.__enter__()
+        self._operator_recorder.__enter__()
 
     def _handle_event(self, event: Event) -> CollectiveWrapper | None:
         super()._handle_event(event)
@@ -183,13 +183,13 @@ class RunRecorder(CommDebugMode):
 
     def _make_measuring(self, collective: RecordedCollective) -> CollectiveWrapper:
         """Return a function that runs a collective and measures it. Operators inside the collective are not recorded."""
-        operators, mesh = self._operators, collective.event.mesh
+        operators, mesh = self._operator_recorder, collective.event.mesh
         in_process = mesh is not None and mesh.kind == "in_process"
 
         def run(fn: Callable[[], Any], sent: Any) -> Any:
-            outer = (0, True) if operators is None else (operators.collectives, operators.counts_memory)
+            outer = (0, True) if operators is None else (operators.collective_depth, operators.counts_memory)
             if operators is not None:
-                operators.collectives, operators.counts_memory = outer[0] + 1, outer[1] and not in_process
+                operators.collective_depth, operators.counts_memory = outer[0] + 1, outer[1] and not in_process
             if in_process and isinstance(sent, torch.Tensor):
                 self.tracker.record_operand(sent)
             start = time.perf_counter_ns()
@@ -198,7 +198,7 @@ class RunRecorder(CommDebugMode):
             finally:
                 collective.spans.append((start, time.perf_counter_ns()))
                 if operators is not None:
-                    operators.collectives, operators.counts_memory = outer
+                    operators.collective_depth, operators.counts_memory = outer
             if in_process and outer[1]:
                 self.tracker.mark_collective_result(result.wait() if isinstance(result, Pending) and result.ended else result)
             return result
@@ -257,7 +257,8 @@ def _line_and_caller(frame: FrameType | None, node: Any) -> tuple[SourceLine, st
         code = frame.f_code
         in_engine = in_engine or code.co_name == _ENGINE_FUNCTION
         if "dtensor" in (module := frame.f_globals.get("__name__", "")).partition(".") and not module.startswith(__package__):
-            caller = _public_name(code.co_qualname, module)
+            is_public = hasattr(sys.modules["dtensor"], code.co_qualname.partition(".")[0])
+            caller = code.co_qualname if is_public else module
             func = frame.f_locals.get("func") if module == "dtensor.dispatch.dispatcher" else None
             operator = func._schema.name if isinstance(func, OpOverload) else operator
         frame = frame.f_back
@@ -267,11 +268,6 @@ def _line_and_caller(frame: FrameType | None, node: Any) -> tuple[SourceLine, st
             source_line_of(frame) if line is NO_SOURCE_LINE else line
         ), operator or f"gradient ({str(node.name()).rpartition('::')[2]})"
     return source_line_of(frame), operator or caller or "torch.distributed"
-
-
-def _public_name(name: str, module: str) -> str:
-    """Return ``name`` if it is an attribute of the package ``dtensor``, else the name of the module that defines it."""
-    return name if hasattr(sys.modules["dtensor"], name.partition(".")[0]) else module
 
 
 def _line_of_node(node: Any) -> SourceLine:

@@ -44,8 +44,8 @@ def explain_script(script: Path, arguments: Sequence[str], html: Path | None = N
 
     If the script raises, the report of the part that ran is printed first.
     """
-    with report_at_end(html, f"Communication of {script.name}") as tell, RunRecorder(with_operators=True) as record:
-        tell(lambda: Explanation.from_record(record))
+    with report_at_end(html, f"Communication of {script.name}") as set_report, RunRecorder(with_operators=True) as record:
+        set_report(lambda: Explanation.from_record(record))
         return run_script(script, arguments)
 
 
@@ -66,8 +66,8 @@ def plan_script(script: Path, arguments: Sequence[str], html: Path | None = None
     status: list[int] = []
     with _report_progress(f"planning {script.name}"):
         program_plan = plan(lambda: status.append(run_script(script, arguments)))
-    with report_at_end(html, f"Plan of {script.name}") as tell:
-        tell(lambda: program_plan)
+    with report_at_end(html, f"Plan of {script.name}") as set_report:
+        set_report(lambda: program_plan)
     if json is not None and is_printing_rank():
         program_plan.save(json)
     return status[0]

@@ -21,6 +21,9 @@ def svg_of(boxes: Boxes) -> str:
             x, y = 0.0, low + _PANEL_GAP
         drawn.append(f'<g transform="translate({x:.0f} {y + row:.0f})">{body}</g>')
         x, low, width = x + wide + _PANEL_GAP, max(low, y + high), max(width, x + wide)
+    panels = "".join(drawn)
+    if boxes.partial:
+        panels = panels.replace('stroke="#444"', 'stroke="#444" stroke-width="1.5" stroke-dasharray="5 3"')
     foot = low + row + (_LINE_HEIGHT if boxes.remark else 0.0)
     width = max(width, _LETTER_WIDTH * max(len(boxes.title), len(boxes.remark)) + 4)
     texts = [_text_element(2, 14, boxes.title, "start")] + (
@@ -30,12 +33,8 @@ def svg_of(boxes: Boxes) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{foot + 4:.0f}" '
         f'viewBox="0 0 {width:.0f} {foot + 4:.0f}" style="{style}" role="img" aria-label="{escape(boxes.title)}">'
-        f"{''.join(texts)}{''.join(_dash_outlines(text) if boxes.partial else text for text in drawn)}</svg>"
+        f"{''.join(texts)}{panels}</svg>"
     )
-
-
-def _dash_outlines(text: str) -> str:
-    return text.replace('stroke="#444"', 'stroke="#444" stroke-width="1.5" stroke-dasharray="5 3"')
 
 
 def _panel_elements(panel: Panel) -> tuple[str, float, float]:

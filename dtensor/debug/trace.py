@@ -64,7 +64,11 @@ def save_trace(record: RunRecorder, began: int, path: str | os.PathLike[str]) ->
     gathered = gather_from_processes(record.tracker, (time.time_ns() - time.perf_counter_ns() + began, events))
     if len(gathered) == 1 or dist.get_rank() == 0:
         first = min(start for start, _ in gathered)
-        merged = [_shift_event(event, (start - first) / 1e3) for start, each in gathered for event in each]
+        merged = [
+            {**event, "ts": event["ts"] + (start - first) / 1e3} if "ts" in event else event
+            for start, each in gathered
+            for event in each
+        ]
         text = json.dumps({"traceEvents": merged, "displayTimeUnit": "ms"}, separators=(",", ":")).encode()
         Path(path).write_bytes(gzip.compress(text, mtime=0) if str(path).endswith(".gz") else text)
 
@@ -134,10 +138,6 @@ def _estimated_clock(record: RunRecorder) -> _Clock:
 def _is_dry_run(record: RunRecorder) -> bool:
     meshes = [one.event.mesh for one in record.movements] + [one.mesh for one in record.operations]
     return any(mesh is not None and mesh.kind == "dry_run" for mesh in meshes)
-
-
-def _shift_event(event: TraceEvent, microseconds: float) -> TraceEvent:
-    return {**event, "ts": event["ts"] + microseconds} if "ts" in event else event
 
 
 # --- events -------------------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ import torch
 from ..base.caches import memoize
 from ..base.modes import MODES
 from ..base.recorder_hooks import untracked
+from ..base.tensor_tree import iter_tree_leaves, map_leaves
 from ..base.torch_internals import graph_task
 from ..base.tracing import has_no_values
 from ..base.user_frames import optimizer_state_hint
@@ -79,8 +80,8 @@ def _make_home_runner(operator: OperatorSchema, bound: dict[str, Any]) -> Runner
         values = [*args, *kwargs.values()]
         _check_operands(name, values, home)
         copies = _copy_to_mesh(values, home, name)
-        replaced = [_replace_by_copies(value, copies) for value in args]
-        return operator.func(*replaced, **{key: _replace_by_copies(value, copies) for key, value in kwargs.items()})
+        args, kwargs = map_leaves(lambda value: copies.get(id(value), value), (args, kwargs))
+        return operator.func(*args, **kwargs)
 
     return run
 
@@ -120,28 +121,26 @@ def _writes_plain_tensors(operator: OperatorSchema, bound: dict[str, Any]) -> bo
     if not operator.mutated or operator.outs:
         return False
     first = next(bound.get(name) for name in operator.names if name in operator.mutated)
-    return all(_layout_of(value) is None for value in _leaves([first])) and all(
-        _layout_of(value).numel == 1 for value in _leaves(list(bound.values())) if _layout_of(value) is not None
+    return all(_layout_of(value) is None for value in iter_tree_leaves(first)) and all(
+        _layout_of(value).numel == 1 for value in iter_tree_leaves(bound) if _layout_of(value) is not None
     )
 
 
 def _run_on_plain_tensors(operator: OperatorSchema, bound: dict[str, Any]) -> Any:
     """Run the call with the values of its DTensors. A rank outside the mesh, which has no value, writes nothing."""
-    ranked = any(isinstance(value, PerRank) for value in _leaves(list(bound.values())))
-    plain = {name: _plain_value(value, operator.name, ranked) for name, value in bound.items()}
+    ranked = any(isinstance(value, PerRank) for value in iter_tree_leaves(bound))
+    plain = map_leaves(lambda value: _plain_value(value, operator.name, ranked), bound)
     if not all(communicator_of(mesh).held for mesh in meshes_of(bound.values())):
         return bound[operator.returns[0]] if len(operator.returns) == 1 and operator.returns[0] else None
     result = operator.call(plain)
     for name in operator.mutated:  # gradients, of fused optimizers
-        for value, number in zip(_leaves([bound.get(name)]), _leaves([plain.get(name)]), strict=True):
+        for value, number in zip(iter_tree_leaves(bound.get(name)), iter_tree_leaves(plain.get(name)), strict=True):
             if _layout_of(value) is not None:
                 value.copy_(number)
     return result
 
 
 def _plain_value(value: Any, name: str, ranked: bool) -> Any:
-    if isinstance(value, (list, tuple)):
-        return [_plain_value(item, name, ranked) for item in value]
     layout = _layout_of(value)
     if layout is None:
         return value
@@ -162,7 +161,7 @@ def _choose_home_mesh(operator: OperatorSchema, bound: dict[str, Any]) -> Device
     """Return the mesh of the written argument, else of the largest operand; for numbers alone, the mesh with the most ranks."""
     written = [bound.get(name) for name in operator.names if name in operator.mutated]
     for chosen in (written, list(bound.values())):
-        layouts = [_layout_of(value) for value in _leaves(chosen) if _layout_of(value) is not None]
+        layouts = [_layout_of(value) for value in iter_tree_leaves(chosen) if _layout_of(value) is not None]
         if layouts:
             mesh: DeviceMesh = max(layouts, key=lambda layout: (_count_elements(layout), layout.mesh.size())).mesh
             return mesh
@@ -176,7 +175,7 @@ def _count_elements(layout: Layout) -> int:
 
 def _check_operands(name: str, values: Sequence[Any], home: DeviceMesh) -> None:
     backward = graph_task() != -1
-    for value in _leaves(values):
+    for value in iter_tree_leaves(values):
         layout = _layout_of(value)
         if layout is None or layout.mesh == home:
             continue
@@ -204,7 +203,7 @@ def _copy_to_mesh(values: Sequence[Any], home: DeviceMesh, name: str) -> dict[in
         The copies by the identity of the value.
     """
     by_layout: dict[Layout, dict[int, Any]] = {}
-    for value in _leaves(values):
+    for value in iter_tree_leaves(values):
         layout = _layout_of(value)
         if layout is not None and layout.mesh != home:
             by_layout.setdefault(layout, {})[id(value)] = value
@@ -220,12 +219,6 @@ def _copy_to_mesh(values: Sequence[Any], home: DeviceMesh, name: str) -> dict[in
         parts = local.unbind() if others else [local]
         copies.update((key, wrap_local(part, target)) for key, part in zip(group, parts, strict=True))
     return copies
-
-
-def _replace_by_copies(value: Any, copies: dict[int, Any]) -> Any:
-    if isinstance(value, (list, tuple)):
-        return [_replace_by_copies(item, copies) for item in value]
-    return copies.get(id(value), value)
 
 
 def _reduce_value(value: Any, name: str) -> Any:
@@ -287,7 +280,3 @@ def _check_copies_equal(rows: Sequence[torch.Tensor], name: str, mesh: DeviceMes
                 "there is no single value for all ranks. Reduce them over the other mesh dims first, or use them "
                 "on that mesh only"
             )
-
-
-def _leaves(values: Sequence[Any]) -> list[Any]:
-    return [leaf for value in values for leaf in (_leaves(value) if isinstance(value, (list, tuple)) else [value])]

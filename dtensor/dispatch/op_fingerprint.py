@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ..base.caches import memoize
+from ..base.tensor_text import tensor_text
 from ..base.tensor_tree import as_sequence
 from ..base.torch_internals import AccumulateGrad, autograd_node, count_dispatch_modes
 from ..base.tracing import has_no_values, is_tracing
@@ -190,8 +191,7 @@ def _static_arguments(operator: OperatorSchema, args: tuple[Any, ...], kwargs: d
 
 
 def _layout_text(layout: Layout) -> str:
-    dtype = str(layout.dtype).removeprefix("torch.")
-    return f"{dtype}[{', '.join(map(str, layout.shape))}] ({', '.join(map(str, layout.placements))})"
+    return f"{tensor_text(layout.dtype, layout.shape)} ({', '.join(map(str, layout.placements))})"
 
 
 def _value_text(value: Any) -> str:
@@ -199,7 +199,7 @@ def _value_text(value: Any) -> str:
         return "*"
     if isinstance(value, torch.Tensor):
         if value.numel() != 1 or value.device.type != "cpu" or has_no_values(value):
-            return f"{value.dtype}{list(value.shape)}".removeprefix("torch.")
+            return tensor_text(value.dtype, value.shape)
         return repr(value.item())  # a number
     if isinstance(value, list | tuple):
         return _value_text(value[0]) if len(value) == 1 else f"[{', '.join(map(_value_text, value))}]"  # dim=[0] is dim=0

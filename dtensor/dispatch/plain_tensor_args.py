@@ -36,7 +36,7 @@ from typing import Any
 import torch
 
 from ..base.modes import MODES
-from ..base.tensor_tree import as_sequence, iter_tree_leaves
+from ..base.tensor_tree import as_sequence, iter_tree_leaves, map_leaves
 from ..base.torch_internals import forward_ad, graph_task
 from ..base.user_frames import iter_torch_frames, torch_ddp_hint
 from ..base.validation import check_strided
@@ -209,14 +209,12 @@ def _run_on_copies(
     copies: list[tuple[torch.Tensor, Any]] = []  # each plain tensor and its copy
 
     def copy_plain(value: Any) -> Any:
-        if isinstance(value, (list, tuple)):
-            return [*map(copy_plain, value)]
         if not _needs_copy(operator, value):
             return value
         copies.append((value, replicate_plain(value, mesh)))
         return copies[-1][1]
 
-    bound.update({name: copy_plain(value) for name, value in arguments.items()})
+    bound.update(map_leaves(copy_plain, arguments))
     result = operator.call(bound)
     for value, copy in copies if communicator_of(mesh).held else ():
         write_value(value, copy._local)
@@ -252,16 +250,14 @@ def _run_with_constants(
     bound = operator.bind(args, kwargs)
     (mesh,) = meshes_of(bound.values())
 
-    def replicate_constants(value: Any) -> Any:
-        if isinstance(value, (list, tuple)):
-            return [*map(replicate_constants, value)]
+    def replicate_constant(value: Any) -> Any:
         if not _is_constant(value):
             return value
         if drawn_by:
             check_same_on_all_ranks(mesh, value, drawn_by, instead="call dtensor.manual_seed(seed, mesh) before it")
         return replicate_plain(value, mesh)
 
-    return operator.call({**bound, **{name: replicate_constants(bound[name]) for name in names}})
+    return operator.call({**bound, **{name: map_leaves(replicate_constant, bound[name]) for name in names}})
 
 
 def _find_declared_frame() -> FrameType | None:

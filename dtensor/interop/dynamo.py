@@ -26,6 +26,7 @@ _MARKED_MODULES: set[str] = set()
 # the mode of map_ranks, in which compiled code may run.
 INLINED_MODULES = frozenset(
     {
+        "base/tensor_text",
         "interop/torch_compile",
         "layout/layout",
         "mesh/device_mesh",

@@ -22,6 +22,7 @@ from ..base.caches import BoundedDict
 from ..base.late_binding import html_repr
 from ..base.memory_order import Stride, contiguous_stride, memory_order, stride_like
 from ..base.symbolic_sizes import contains_symbols, hashable_sizes
+from ..base.tensor_text import tensor_text
 from ..base.validation import check_dtype, check_sizes
 from ..errors import LayoutError
 from ..mesh.device_mesh import DeviceMesh
@@ -336,10 +337,9 @@ class Layout:
         return func(*args, **{k: torch.strided if isinstance(each, Layout) else each for k, each in (kwargs or {}).items()})
 
     def __repr__(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
         names = self.mesh.named(range(self.mesh.ndim))
         where = ", ".join(f"{name}={placement}" for name, placement in zip(names, self.placements, strict=True))
-        return f"{dtype}[{', '.join(map(str, self.shape))}] on ({where})"
+        return f"{tensor_text(self.dtype, self.shape)} on ({where})"
 
     _repr_html_ = html_repr
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ..base.caches import memoize
+from ..base.tensor_tree import map_leaves
 from ..comm.events import Event, listening
 from ..cost.link import collective_seconds, get_device
 from ..dispatch.dispatcher import run_with_strategies
@@ -19,9 +20,11 @@ from ..mesh.device_mesh import DeviceMesh, init_device_mesh
 from ..propagation.cost_model import LOCAL_STEP
 from ..propagation.cost_model import kernel_seconds as kernel_seconds_of
 from ..propagation.select_strategy import realize_selection
+from ..propagation.strategy_table import StrategySelection
 from ..redistribute import Step, estimate
+from ..rules.call import Call
 from ..rules.flops import largest_fraction
-from ..rules.rule import Strategy
+from ..rules.rule import Factors, Rule, Strategy
 from .disjoint_placements import disjoint_marks
 from .graph import Node, RuleQuery
 
@@ -95,15 +98,14 @@ def kernel_bytes(query: RuleQuery, strategies: Sequence[Strategy], operands: Seq
         for layout, recorded in zip(operands, call.operands, strict=True)
     ]
     arguments = {name: _with_tensors(value, call.operands_of(name), tensors) for name, value in call.arguments.items()}
+
+    def select_given(rule: Rule, factors: Factors, at: Call, inplace_results: Mapping[int, int]) -> StrategySelection | None:
+        return realize_selection(rule, tuple(strategies), factors, at, inplace_results)
+
     try:
         if torch.Tag.nondeterministic_seeded not in call.func.tags:
             with torch.no_grad(), listening(events.append):
-                run_with_strategies(
-                    call.func,
-                    (),
-                    arguments,
-                    lambda rule, factors, at, kept: realize_selection(rule, tuple(strategies), factors, at, kept),
-                )
+                run_with_strategies(call.func, (), arguments, select_given)
             return sum(event.bytes for event in events)
     except (DTensorError, RuntimeError):
         pass
@@ -121,6 +123,4 @@ def _make_meta_tensor(layout: Layout, dry: DeviceMesh) -> Any:
 def _with_tensors(value: Any, places: Sequence[int], tensors: Sequence[Any]) -> Any:
     """Return an argument with tensors in place of layouts. ``places``: the numbers of the operands in it."""
     numbers = iter(places)
-    if isinstance(value, (list, tuple)):
-        return [tensors[next(numbers)] if isinstance(item, Layout) else item for item in value]
-    return tensors[next(numbers)] if isinstance(value, Layout) else value
+    return map_leaves(lambda item: tensors[next(numbers)] if isinstance(item, Layout) else item, value)

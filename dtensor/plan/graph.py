@@ -47,7 +47,7 @@ class RuleQuery:
     """A query to a rule: a call, and the choice in the recorded program. Equal calls share one query.
 
     Attributes:
-        kept: for each result that is written in place, by number, the operand that it is.
+        inplace_results: for each result that is written in place, by number, the operand that it is.
         chosen: the choice; None if the rule has none.
         answers: results of later queries, by strategies and layouts of operands.
     """
@@ -55,7 +55,7 @@ class RuleQuery:
     rule: Rule
     factors: Factors
     call: Call
-    kept: Mapping[int, int]
+    inplace_results: Mapping[int, int]
     chosen: StrategySelection | None
     answers: dict[Any, Any] = field(default_factory=dict)
 
@@ -76,9 +76,9 @@ class RuleQueryRecorder:
     def __init__(self) -> None:
         self.queries: list[RuleQuery] = []
 
-    def __call__(self, rule: Rule, factors: Factors, call: Call, kept: Mapping[int, int]) -> StrategySelection | None:
-        chosen = select_strategies(rule, factors, call, kept)
-        self.queries.append(RuleQuery(rule, factors, call, kept, chosen))
+    def __call__(self, rule: Rule, factors: Factors, call: Call, inplace_results: Mapping[int, int]) -> StrategySelection | None:
+        chosen = select_strategies(rule, factors, call, inplace_results)
+        self.queries.append(RuleQuery(rule, factors, call, inplace_results, chosen))
         return chosen
 
 

@@ -56,7 +56,7 @@ class GraphRecorder(CallListener):
         # By address of a tensor: (weak reference, version counters, number of its value)
         self._tensors: dict[int, tuple[Any, Any, int]] = {}
         self._finalizers: dict[int, Any] = {}  # by number of a value, the weak reference that notes its end
-        self._lines: dict[int, str] = {}  # source lines of forward calls, by autograd's sequence number
+        self._forward_lines: dict[int, str] = {}  # source lines of forward calls, by autograd's sequence number
         self._plans: dict[Any, tuple[CallPlan, RuleQuery | None]] = {}
         self._write_nodes: dict[int, list[float]] = {}  # by root value, the nodes that write to its memory
 
@@ -82,7 +82,7 @@ class GraphRecorder(CallListener):
         node = self._add_node("call", operator.name)
         node.key, node.operands = call_key(operator, bound), operands
         node.query, node.recorded_layouts, node.is_view = query, plan.operands, operator.is_view
-        node.pinned = frozenset(query.kept.values())
+        node.pinned = frozenset(query.inplace_results.values())
         result = call.run()
         self._add_results(node, result, bound[operator.names[0]])
         if len(node.results) != len(plan.chosen.results):  # type: ignore[union-attr]  # calls have one
@@ -136,11 +136,12 @@ class GraphRecorder(CallListener):
         running = autograd_node()
         if running is None:
             place = source_line_of(find_user_frame(sys._getframe(1)))
-            line = self._lines[sequence_number()] = f"{place.file}:{place.number}" if place.file else ""
+            line = self._forward_lines[sequence_number()] = f"{place.file}:{place.number}" if place.file else ""
         else:
-            line = self._lines.get(running._sequence_nr() + 1, "")
+            line = self._forward_lines.get(running._sequence_nr() + 1, "")
         node = Node(len(self.graph.nodes), kind, name, line=line, is_backward=running is not None)
-        node.accumulates_grad = not self.for_placement and _is_accumulate_grad(running)
+        if running is not None and not self.for_placement:
+            node.accumulates_grad = running.name() == "torch::autograd::AccumulateGrad"
         self.graph.nodes.append(node)
         return node
 
@@ -256,10 +257,6 @@ class GraphRecorder(CallListener):
                 node.recorded_layouts = tuple(None if n is None else values[n].layout for n in node.operands)
 
 
-def _is_accumulate_grad(running: Any) -> bool:
-    return running is not None and running.name() == "torch::autograd::AccumulateGrad"
-
-
 def call_key(operator: OperatorSchema, bound: dict[str, Any]) -> tuple[object, ...]:
     """Return a key that identifies a call in a program. It contains neither layouts nor numbers that may change."""
     return (operator.name, *(_static_key(bound.get(name), name in operator.scalars) for name in operator.names))
@@ -278,7 +275,7 @@ def _static_key(value: Any, is_number: bool) -> object:
 def _has_other_writes(plan: CallPlan, operator: OperatorSchema, query: RuleQuery) -> bool:
     """Return True if a call writes to a tensor that is no result (running statistics, ``out=``), or redistributes its target."""
     returned = {name for name in operator.returns if name is not None}
-    redistributes = any(not plan.operands[i].has_same_blocks(plan.call.operands[i]) for i in query.kept.values())
+    redistributes = any(not plan.operands[i].has_same_blocks(plan.call.operands[i]) for i in query.inplace_results.values())
     unreturned = operator.mutated - returned or set(_declared_writes(plan)) - returned
     return bool(operator.outs or operator.reshapes or unreturned or plan.write_back or redistributes)
 

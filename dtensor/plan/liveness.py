@@ -142,7 +142,9 @@ class MemoryModel:
                     cached_until = self.last_nodes[number] if without_plan and not of_input else 0
                     for one in ranges if of_input else (LiveRange([], ranges[0].start, ranges[-1].end),):
                         _add_bytes(profile, one.start, max(one.end, cached_until), size)
-                    gaps += [] if without_plan else _find_gaps((number, key), ranges, size, moves[key])
+                    if size and not without_plan:
+                        pairs = enumerate(pairwise(ranges))
+                        gaps += [_Gap((number, key), i, a.end + 1, b.start - 1, size, moves[key]) for i, (a, b) in pairs]
             if self.aliased_value(number) is None:
                 _add_bytes(profile, self.first_nodes[number], last_nodes[number], self.count_bytes(number, layout))
         profile = np.cumsum(profile[:-1])
@@ -204,10 +206,6 @@ def _join_ranges(ranges: list[LiveRange], freed_after: Sequence[int]) -> list[Li
         else:
             joined[-1] = LiveRange([*joined[-1].uses, *one.uses], joined[-1].start, one.end)
     return joined
-
-
-def _find_gaps(key: CopyKey, ranges: list[LiveRange], nbytes: int, move: Move) -> list[_Gap]:
-    return [_Gap(key, i, a.end + 1, b.start - 1, nbytes, move) for i, (a, b) in enumerate(pairwise(ranges)) if nbytes]
 
 
 def _add_bytes(differences: Any, start: int, end: int, nbytes: float) -> None:

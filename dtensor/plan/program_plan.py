@@ -172,18 +172,16 @@ class ProgramPlan:
         read = json.loads(text)
         if not isinstance(read, dict) or read.pop("format", None) != FORMAT:
             raise ArgumentError(f"this is not a plan of format {FORMAT}; make one with dt.plan(...).save(path)")
-        calls = tuple(_parse_call(call) for call in read.pop("calls"))
-        return cls(mesh=tuple(read.pop("mesh")), calls=calls, **read)
+        calls = []
+        for call in read.pop("calls"):
+            moves = tuple(PlannedMove(**_to_tuples(move)) for move in call.pop("moves"))
+            calls.append(PlannedCall(**_to_tuples(call), moves=moves))
+        return cls(mesh=tuple(read.pop("mesh")), calls=tuple(calls), **read)
 
     @classmethod
     def load(cls, path: str | Path) -> ProgramPlan:
         """Return the plan in a file."""
         return cls.loads(Path(path).read_text())
-
-
-def _parse_call(read: dict[str, Any]) -> PlannedCall:
-    moves = tuple(PlannedMove(**_to_tuples(move)) for move in read.pop("moves"))
-    return PlannedCall(**_to_tuples(read), moves=moves)
 
 
 def _to_tuples(read: Any) -> Any:

@@ -196,7 +196,7 @@ def _operand_variants(
 def _make_option(node: Node, query: RuleQuery, strategies: tuple[Strategy, ...], sources: tuple[Layout, ...]) -> Option | None:
     """Return the option with these strategies for operands in these layouts; None if the rule cannot run so."""
     call = replace(query.call, operands=tuple(map(without_marks, sources)), operand_facts=operand_facts(query, sources))
-    chosen = realize_selection(query.rule, strategies, query.factors, call, query.kept)
+    chosen = realize_selection(query.rule, strategies, query.factors, call, query.inplace_results)
     if chosen is None:
         return None
     layouts = [source if x.has_same_blocks(source) else x for source, x in zip(sources, chosen.operands, strict=True)]
@@ -248,7 +248,7 @@ def _is_reachable(line: BoundStrategy, own: NodeClass, mesh_dim: int, layouts: V
 
 def _is_allowed(graph: Graph, node: Node, option: Option) -> bool:
     """Return True if an option keeps the layouts of operands that are written in place, and of values that the user reads."""
-    for r, i in node.query.kept.items() if node.query is not None else ():
+    for r, i in node.query.inplace_results.items() if node.query is not None else ():
         result, operand = option.results[r], option.operands[i]
         if result is not None and operand is not None and canonical_layout(result) != canonical_layout(operand):
             return False

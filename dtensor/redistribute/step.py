@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
 
+from ..base.tensor_text import tensor_text
 from ..base.units import bytes_text, seconds_text
 from ..layout.layout import Layout
 from .partial_algebra import ReduceOp
@@ -210,8 +211,7 @@ class Plan:
 
 def layout_text(layout: Layout) -> str:
     """Return dtype, shape and placements of a layout as text."""
-    dtype = str(layout.dtype).removeprefix("torch.")
-    return f"{dtype}[{', '.join(map(str, layout.shape))}] {placements_text(layout)}"
+    return f"{tensor_text(layout.dtype, layout.shape)} {placements_text(layout)}"
 
 
 def _mesh_dim_names(layout: Layout, mesh_dims: tuple[int, ...]) -> str:

@@ -20,10 +20,10 @@ from ..tensor.dtensor import DTensor
 from .call_variants import Variant
 from .compare import CompareOptions, find_differences
 from .force_strategy import Undeclared, forced, overload_for
+from .forced_cases import Case
 from .oracle import Outcome, compare
 from .placements import Combination
 from .reproduction import oracle_program, placement_text
-from .strategy_cases import Case
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +133,8 @@ def find_faulty_operator(trial: Trial) -> tuple[str, tuple[str, ...]]:
     with comparing if case.mesh.kind == "in_process" else nullcontext():
         outcome = trial.run()
     own = "::".join(case.variant.name.split(".")[:2])
-    if comparing.found is not None and (not case.strategies or is_backward(outcome)):
-        return comparing.found
+    if comparing.faulty_call is not None and (not case.strategies or is_backward(outcome)):
+        return comparing.faulty_call
     return own, case.strategies
 
 
@@ -143,17 +143,17 @@ class _CompareEachOperator(CallListener):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: tuple[str, tuple[str, ...]] | None = None
+        self.faulty_call: tuple[str, tuple[str, ...]] | None = None
 
     def is_listening(self, call: OperatorCall) -> bool:
-        return self.found is None and not call.operator.seeded
+        return self.faulty_call is None and not call.operator.seeded
 
     def on_dtensor_call(self, call: OperatorCall) -> Any:
         args, kwargs = map_tensors(_full_value, (call.args, call.kwargs))
         strategies = _chosen_strategies(call)
         result = call.run()
         if strategies is not None and _has_difference(call.func, result, args, kwargs):
-            self.found = str(call.func._schema.name), strategies
+            self.faulty_call = str(call.func._schema.name), strategies
         return result
 
 

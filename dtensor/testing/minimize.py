@@ -14,10 +14,10 @@ import torch
 
 from ..base.tensor_tree import fill_tensors, tensor_leaves
 from ..placement import Placement, Shard
+from .forced_cases import Case
 from .locate_fault import Fault, Trial, find_faulty_operator, is_backward, shows_fault
 from .oracle import Outcome
 from .placements import ragged_shard
-from .strategy_cases import Case
 
 _MAX_EXAMPLES = 100  # tried; if none fails, the original case stays
 _MAX_DRAWN_ELEMENTS = 16  # elements of a tensor with drawn values

@@ -75,11 +75,12 @@ def _search_samples(
     for sample in samples:
         for operands, results in _missing_for_sample(Variant(name.replace("::", "."), sample, False), limit, rng, ops):
             by_operands[operands] = by_operands[operands] & results if operands in by_operands else results
-    return [MissingStrategy(name, operands, _preferred_results(results)) for operands, results in by_operands.items() if results]
-
-
-def _preferred_results(results: set[tuple[Placement, ...]]) -> tuple[str, ...]:
-    return tuple(map(str, min(results, key=lambda placements: [not isinstance(p, Shard) for p in placements])))
+    missing = []
+    for operands, results in by_operands.items():
+        if results:
+            preferred = min(results, key=lambda placements: [not isinstance(p, Shard) for p in placements])
+            missing.append(MissingStrategy(name, operands, tuple(map(str, preferred))))
+    return missing
 
 
 def _missing_for_sample(

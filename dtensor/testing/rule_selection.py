@@ -76,12 +76,10 @@ def select_rules(words: Iterable[str]) -> list[str]:
         if not declared:
             raise RuleError(f"{', '.join(modules)} declares no rule; declare one with dtensor.register_sharding")
         return declared
-    return list(dict.fromkeys(name for pattern in patterns or ["*"] for name in _rules_for_pattern(pattern)))
-
-
-def _rules_for_pattern(pattern: str) -> list[str]:
-    names = _matching_rules(pattern)
-    return names if names else [rule_name(pattern.removeprefix("*::"))]
+    selected: dict[str, None] = {}
+    for pattern in patterns or ["*"]:
+        selected |= dict.fromkeys(_matching_rules(pattern) or [rule_name(pattern.removeprefix("*::"))])
+    return list(selected)
 
 
 def _matching_rules(pattern: str) -> list[str]:

@@ -1,5 +1,7 @@
 """Hypothesis strategies for meshes, placements, shapes, layouts and distributed tensors, for your own property tests.
 
+They are search strategies of hypothesis, which draw examples, and not sharding strategies of rules.
+
 >>> import math
 >>> from hypothesis import given
 >>> from dtensor.testing import strategies
@@ -33,11 +35,11 @@ __all__ = ["dtensors", "layouts", "meshes", "placements", "plain_tensors", "shap
 def meshes(max_ndim: int = 3, max_ranks: int = 8, named: bool | None = None) -> st.SearchStrategy[DeviceMesh]:
     """Draw in-process meshes of up to ``max_ndim`` dims (some of size one) and ``max_ranks`` ranks, with or without names."""
 
-    def make(shape: list[int], with_names: bool) -> DeviceMesh:
+    def make_mesh(shape: list[int], with_names: bool) -> DeviceMesh:
         return init_device_mesh("cpu", tuple(shape), mesh_dim_names="abcdefgh"[: len(shape)] if with_names else None)
 
     sizes = st.lists(st.integers(1, 4), min_size=1, max_size=max_ndim).filter(lambda shape: math.prod(shape) <= max_ranks)
-    return st.builds(make, sizes, st.booleans() if named is None else st.just(named))
+    return st.builds(make_mesh, sizes, st.booleans() if named is None else st.just(named))
 
 
 def shapes(min_ndim: int = 0, max_ndim: int = 3, min_size: int = 0, max_size: int = 7) -> st.SearchStrategy[tuple[int, ...]]:

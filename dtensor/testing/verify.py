@@ -27,6 +27,7 @@ from ..propagation.propagate import is_composite
 from ..rules import rules
 from ..rules.registry import lookup
 from .call_variants import get_operator, make_variants, operator_exists
+from .forced_cases import Case, Coverage, make_forced_cases
 from .locate_fault import Fault, Trial, is_undeclared
 from .minimize import minimize_fault
 from .missing_strategies import MissingStrategy, find_missing_strategies, is_accepted
@@ -35,7 +36,6 @@ from .rule_selection import rule_name
 from .samples import Sample, samples_of
 from .samples import full_name as full_name
 from .samples.of_schema import error_in_plain_torch
-from .strategy_cases import Case, Coverage, make_cases
 
 MESHES = ((2,), (3,), (4,), (2, 2))
 _MOST_RANKS = 8
@@ -205,7 +205,7 @@ def _forced_cases(
     remaining = budget
     for sample, shape in settings:
         for variant in make_variants(name, sample):
-            cases = make_cases(variant, shape, coverage, rng)
+            cases = make_forced_cases(variant, shape, coverage, rng)
             if remaining is None:
                 yield from islice(cases, limit)
                 continue
@@ -221,9 +221,8 @@ def _even_cases(name: str, samples: Sequence[Sample], coverage: Coverage, rng: r
     for sample in samples:
         for ranks in sorted({n for x in tensor_leaves(sample.arguments) for n in x.shape if 1 < n <= _MOST_RANKS}):
             for variant in islice(make_variants(name, sample), 1 if coverage.refused else 0):
-                yield from (
-                    case for case in make_cases(variant, (ranks,), coverage, rng) if coverage.refused.issuperset(case.strategies)
-                )
+                cases = make_forced_cases(variant, (ranks,), coverage, rng)
+                yield from (case for case in cases if coverage.refused.issuperset(case.strategies))
 
 
 def placed_cases(
@@ -257,15 +256,9 @@ def _run_case(report: Report, case: Case, seed: int) -> None:
     report.cases += 1
     report.raised += outcome.same_error
     report.rows.forced.update(case.strategies)
-    if outcome.problems and not _follows_known_fault(report, case):
+    forward_faults = [i for i, fault in enumerate(report.wrong) if fault.direction == "forward"]
+    if outcome.problems and not any(_count_if_known(report, i, case.strategies) for i in forward_faults):
         _add_fault(report, minimize_fault(trial, outcome))
-
-
-def _follows_known_fault(report: Report, case: Case) -> bool:
-    """Return True if the case has strategies of a known fault. The case is then counted there."""
-    return any(
-        _count_if_known(report, i, case.strategies) for i, fault in enumerate(report.wrong) if fault.direction == "forward"
-    )
 
 
 def _add_fault(report: Report, fault: Fault) -> None:

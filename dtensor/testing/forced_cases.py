@@ -1,6 +1,6 @@
-"""Strategy cases: for every strategy of a rule, a case with operands in the placements that it needs.
+"""Forced cases: for every sharding strategy of a rule, a case that forces it, with operands in the placements that it needs.
 
-They include strategies that dispatch would not choose today.
+Dispatch would not choose all of these strategies today.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _strategy_text(strategy: Any) -> str:
     return " -> ".join(",".join(map(format_placement, side)) for side in (strategy.operands, strategy.results))
 
 
-def make_cases(variant: Variant, mesh_shape: tuple[int, ...], coverage: Coverage, rng: random.Random) -> Iterator[Case]:
+def make_forced_cases(variant: Variant, mesh_shape: tuple[int, ...], coverage: Coverage, rng: random.Random) -> Iterator[Case]:
     """Yield one case for each strategy, with uneven and empty shards; on meshes of two dims, cases with pairs of strategies."""
     variant = resolve_overload(variant)
     yield from (
