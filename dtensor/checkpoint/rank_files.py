@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
+from ..redistribute.intervals import distinct_blocks
 from ..tensor.copies import RankShards, load_as_rank_shards
-from ..tensor.views.block_owners import distinct_blocks
 from .tree import TreePath, map_leaves, name_of
 
 

@@ -230,7 +230,7 @@ def _reduce_value(value: Any, name: str) -> Any:
         raise ImplicitCommunicationError(
             f"{name} would all-gather an operand of another mesh, {layout!r}, under explicit(); redistribute it before"
         )
-    return execute(plan_redistribution(layout, layout.whole()), value._local)
+    return execute(plan_redistribution(layout, layout.to_replicated()), value._local)
 
 
 # --- numbers of submeshes -----------------------------------------------------------------------------------------------

@@ -408,7 +408,7 @@ def cached_reductions(x: Any) -> frozenset[tuple[int, int | None]]:
     reductions: set[tuple[int, int | None]] = set()
     for target in tuple(cached.copies.get(_stored_key(layout), ())):
         for i in partial_dims:
-            placed = target.along(i)
+            placed = target.placement_along(i)
             if isinstance(placed, Replicate):
                 reductions.add((i, None))
             elif isinstance(placed, int) and target.shape == tuple([layout.shape[d] for d in order]):  # not a view's copy

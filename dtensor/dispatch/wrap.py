@@ -34,7 +34,7 @@ def wrap_local(local: Any, layout: Layout) -> Any:
     """Return the DTensor with this local value and layout."""
     options = layout.wrapper_args
     if options is None:
-        layout = layout.known() if layout.has_symbols else layout
+        layout = layout.with_known_sizes() if layout.has_symbols else layout
         stride = None if layout.dense else layout.stride
         options = (TENSOR, layout.shape, stride, None, None, layout.dtype, torch.strided, _CPU)
         layout.wrapper_args = None if layout.has_symbols else options

@@ -174,7 +174,7 @@ class Layout:
     ) -> Layout:
         """Return this layout with some parts changed. Strides become row-major if only the shape changes."""
         if shape is None and stride is None and dtype is None:
-            return self if placements is None else self._placed(placements)
+            return self if placements is None else self._with_placements(placements)
         if stride is None:
             stride = self.stride if shape is None else None
         new_placements = self.placements if placements is None else placements
@@ -183,9 +183,9 @@ class Layout:
 
     def reduced(self) -> Layout:
         """Return this layout with all partial mesh dims replicated."""
-        return self._placed(tuple(Replicate() if isinstance(p, Partial) else p for p in self.placements))
+        return self._with_placements(tuple(Replicate() if isinstance(p, Partial) else p for p in self.placements))
 
-    def _placed(self, placements: Any) -> Layout:
+    def _with_placements(self, placements: Any) -> Layout:
         """Return the layout of the same tensor under other placements. A small cache of each layout serves frequent requests."""
         key = tuple(placements) if isinstance(placements, (list, tuple)) else placements
         memo: BoundedDict[Any, Layout] | None = self.__dict__.get("_memo")
@@ -220,11 +220,11 @@ class Layout:
         """Return the global index of the first element of the local tensor at a mesh coordinate."""
         return tuple(
             0 if split is None else starts[self.mesh.index_over(split.mesh_dims, coordinate)]
-            for split, starts in zip(self.splits, self._starts, strict=True)
+            for split, starts in zip(self.splits, self._block_starts, strict=True)
         )
 
     @cached_property
-    def _starts(self) -> tuple[tuple[int, ...], ...]:
+    def _block_starts(self) -> tuple[tuple[int, ...], ...]:
         """Return the starts of the blocks of each tensor dim. Cached here, because a lookup by sizes would hash all sizes each
         time.
         """
@@ -265,7 +265,7 @@ class Layout:
         """Return True if a size or stride is a symbol of a traced program."""
         return contains_symbols((*self.shape, *self.stride))
 
-    def known(self) -> Layout:
+    def with_known_sizes(self) -> Layout:
         """Return this layout with ints for symbols that can have only one value by now, so that torch does not treat them as
         free.
         """
@@ -309,11 +309,11 @@ class Layout:
         """Return True if every rank has the complete value."""
         return not self.is_partial and all(split is None for split in self.splits)
 
-    def whole(self) -> Layout:
+    def to_replicated(self) -> Layout:
         """Return the layout of the same tensor, replicated on every rank."""
         return Layout.replicated(self.mesh, self.shape, self.stride, self.dtype)
 
-    def along(self, mesh_dim: int) -> int | Placement:
+    def placement_along(self, mesh_dim: int) -> int | Placement:
         """Return the placement along one mesh dim; for a shard, the tensor dim that is sharded."""
         placement = self.placements[mesh_dim]
         return placement.dim if isinstance(placement, Shard) else placement

@@ -25,7 +25,7 @@ class Split(NamedTuple):
         return offsets_of(self.sizes)
 
     @property
-    def even(self) -> bool:
+    def is_even(self) -> bool:
         """Return True if all blocks have one size."""
         return all(size == self.sizes[0] for size in self.sizes)
 

@@ -209,7 +209,7 @@ def _make_option(node: Node, query: RuleQuery, strategies: tuple[Strategy, ...],
 def _place_operand(layout: Layout, where: DimPlacement, mesh_dim: int) -> Layout:
     """Return an operand's layout with a strategy's placement on one mesh dim. Disjoint partial is also ``Partial("sum")``."""
     present = layout.placements[mesh_dim]
-    if layout.along(mesh_dim) == where or (isinstance(present, DisjointPartial) and where == Partial("sum")):
+    if layout.placement_along(mesh_dim) == where or (isinstance(present, DisjointPartial) and where == Partial("sum")):
         return layout
     return with_placement(layout, mesh_dim, Shard(where) if isinstance(where, int) else where)
 

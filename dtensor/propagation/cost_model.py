@@ -54,7 +54,9 @@ def select_free_strategies(
             bound
             for bound in table.free.get(_current_placements(call, mesh_dim), ())
             if all(
-                bound.results[r] == call.operands[i].along(mesh_dim) for r, i in inplace_results.items() if r < len(bound.results)
+                bound.results[r] == call.operands[i].placement_along(mesh_dim)
+                for r, i in inplace_results.items()
+                if r < len(bound.results)
             )
         ]
         if not candidates or ranks == 1:  # on one rank, strategies that redistribute are free too
@@ -91,7 +93,7 @@ def rank_strategies(
     deferred = _deferred_costs(table, factors, call, nbytes, mesh_dim, misaligned)
     device, work = get_device(call.mesh), divide_by_other_mesh_dims(work, call, mesh_dim)
     is_compute_bound = work.flops / device.rate(work.dtype) > work.nbytes / device.memory
-    current = [layout.along(mesh_dim) for layout in call.operands]
+    current = [layout.placement_along(mesh_dim) for layout in call.operands]
     keeps_result_dim = _operands_sharing_result_dims(factors, current)
     gather_latency = get_link(call.mesh, (mesh_dim,)).all_gather.seconds(ranks, 0)
     seconds_of: dict[tuple[int, DimPlacement, float], float] = {}
@@ -253,7 +255,7 @@ def _changes_sharding(
 
 def _current_placements(call: Call, mesh_dim: int) -> tuple[DimPlacement | None, ...]:
     fixed = call.fixed_operands
-    return tuple([None if i in fixed else layout.along(mesh_dim) for i, layout in enumerate(call.operands)])
+    return tuple([None if i in fixed else layout.placement_along(mesh_dim) for i, layout in enumerate(call.operands)])
 
 
 def _is_free_for(current: DimPlacement | None, target: DimPlacement | None) -> bool:
@@ -281,11 +283,13 @@ def _grows_results(factors: Factors, call: Call, mesh_dim: int, nbytes: list[int
     """Return True if results are more than twice as large as all sharded operands, or if an added replicated operand is as large
     as the results."""
     if any(
-        call.operands[i].nbytes >= sum(nbytes) and isinstance(call.operands[i].along(mesh_dim), Replicate)
+        call.operands[i].nbytes >= sum(nbytes) and isinstance(call.operands[i].placement_along(mesh_dim), Replicate)
         for i in factors.additive
     ):
         return True
-    sharded_bytes = [storage_layout(layout).nbytes for layout in call.operands if isinstance(layout.along(mesh_dim), int)]
+    sharded_bytes = [
+        storage_layout(layout).nbytes for layout in call.operands if isinstance(layout.placement_along(mesh_dim), int)
+    ]
     return bool(sharded_bytes) and 2 * sum(sharded_bytes) < sum(nbytes)
 
 

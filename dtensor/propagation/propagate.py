@@ -263,7 +263,7 @@ def _plan_per_element(
     lists = {name: value for name, value in arguments.items() if isinstance(value, (list, tuple))}
     length = max((len(value) for value in lists.values()), default=0)
     operand_layouts: dict[ArgumentSlot, Layout] = {
-        (name, None): value.whole() for name, value in arguments.items() if isinstance(value, Layout)
+        (name, None): value.to_replicated() for name, value in arguments.items() if isinstance(value, Layout)
     }
     results: list[list[Layout | None]] = [[] for _ in metas]
     write_back: list[tuple[ArgumentSlot, RedistributionPlan]] = []
@@ -319,7 +319,9 @@ def _element_of(meta: Any, i: int) -> Meta | None:
 
 def _element_argument(operator: OperatorSchema, name: str, value: Any, i: int) -> Any:
     if isinstance(value, Layout):
-        return value.whole() if not value.shape else None  # a number for all elements, or a tensor with one number for each
+        return (
+            value.to_replicated() if not value.shape else None
+        )  # a number for all elements, or a tensor with one number for each
     if name in operator.tensors and isinstance(value, (list, tuple)):
         return value[i] if i < len(value) else None
     return value[i] if name == "scalars" and isinstance(value, (list, tuple)) else value
@@ -330,7 +332,7 @@ def make_gather_plan(
 ) -> CallPlan:
     """Return the gather fallback, which is always right: operands and results replicated, written values redistributed to their
     layouts."""
-    operands = tuple(layout if i in call.plain else layout.whole() for i, layout in enumerate(call.operands))
+    operands = tuple(layout if i in call.plain else layout.to_replicated() for i, layout in enumerate(call.operands))
     redistributions = _plan_redistributions(slots, call.operands, operands)
     results: tuple[Any, ...] = ()
     if metas is not None:
@@ -344,11 +346,11 @@ def make_gather_plan(
             and slot[0] not in operator.outs
             and (slot[0] not in returned or slot[1] is not None or metas is None)
         ):
-            write_back += ((slot, plan_redistribution(current.whole(), current)),)
+            write_back += ((slot, plan_redistribution(current.to_replicated(), current)),)
     for name in operator.outs if metas is None else ():
         target = call.arguments[name]
         if isinstance(target, Layout):  # data decide the shape, which must be that of the target
-            write_back += (((name, None), plan_redistribution(target.whole(), target)),)
+            write_back += (((name, None), plan_redistribution(target.to_replicated(), target)),)
     return CallPlan(
         "gather",
         call,

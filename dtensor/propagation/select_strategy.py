@@ -122,7 +122,7 @@ def _realignment_seconds(call: Call, strategies: tuple[Strategy, ...], factors: 
     for i, (current, required) in enumerate(zip(call.operands, selection.operands, strict=True)):
         if current is not required and not current.has_same_blocks(required):
             targets = [bind_spec(strategy.operands[i], factors.operands[i]) for strategy in strategies]
-            if all(n == 1 or current.along(mesh_dim) == targets[mesh_dim] for mesh_dim, n in enumerate(ranks)):
+            if all(n == 1 or current.placement_along(mesh_dim) == targets[mesh_dim] for mesh_dim, n in enumerate(ranks)):
                 copies = current.nbytes // max(1, storage_layout(current).nbytes) if 0 in current.stride else 1
                 received.append(missing_numels(current, required) * current.dtype.itemsize // max(1, copies))
                 mesh_dims.update(m for split in (*current.splits, *required.splits) if split is not None for m in split.mesh_dims)
@@ -252,7 +252,7 @@ def _derive_layouts(
             layout = _derive_layout(mesh, factors.operands[i], specs, splits_of("operand", i), factor_sizes, layout, (layout,))
         operands.append(layout)
     for i in _replicated_kernel_operands(active, factors, mesh_dims_of) if kernels else ():
-        operands[i] = operands[i].whole()
+        operands[i] = operands[i].to_replicated()
     results: list[Layout | None] = []
     tensors = iter(range(len(factors.results)))
     for meta in call.results:

@@ -12,7 +12,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
@@ -24,10 +23,9 @@ from ..comm.pack import Box, SendRecvPlan, Transfer
 from ..cost.link import get_link, local_seconds
 from ..errors import MeshError
 from ..layout.layout import Layout
-from ..mesh.coordinate_tables import Table
-from ..placement import Monoid, Partial, Placement, Replicate, Shard
+from ..placement import Monoid, Partial, Replicate, Shard
 from .executor import LocalValue, execute
-from .intervals import block_intervals
+from .intervals import block_intervals, distinct_blocks
 from .planner import plan
 from .step import Plan, layout_text, placements_text
 
@@ -102,14 +100,16 @@ class CrossMeshExchange:
     def _parts(self) -> Iterator[tuple[int, int, Box, Box]]:
         """Yield every transferred part: sender, receiver, its box in the old block and its box in the new block."""
         (lo, size), (new_lo, new_size) = block_intervals(self.before), block_intervals(self.after)
-        members, holders = _distinct_blocks(self.before, self.ranks)
+        blocks, ranks = distinct_blocks(self.before), self.before.mesh.ranks
+        members = np.asarray([holders[0] for holders in blocks.values()], dtype=np.int64)
+        positions = [[self.ranks.index(ranks[member]) for member in holders] for holders in blocks.values()]
         load = [0] * len(self.ranks)
         for member, rank in enumerate(self.after.mesh.ranks):
             receiver = self.ranks.index(rank)
             start = np.maximum(lo[members], new_lo[member])
             length = np.minimum(lo[members] + size[members], new_lo[member] + new_size[member]) - start
             for k in np.flatnonzero((length > 0).all(axis=1)).tolist():
-                sender = receiver if receiver in holders[k] else min(holders[k], key=lambda at: (load[at], at))
+                sender = receiver if receiver in positions[k] else min(positions[k], key=lambda at: (load[at], at))
                 part = tuple(length[k].tolist())
                 if sender != receiver:
                     load[sender] += math.prod(part)
@@ -121,18 +121,6 @@ def _local_shapes(layout: Layout, ranks: tuple[int, ...]) -> list[tuple[int, ...
     sizes = block_intervals(layout)[1].tolist()
     shapes = {rank: tuple(size) for rank, size in zip(layout.mesh.ranks, sizes, strict=True)}
     return [shapes.get(rank, layout.local_shape(None)) for rank in ranks]
-
-
-def _distinct_blocks(layout: Layout, ranks: tuple[int, ...]) -> tuple[Table, list[list[int]]]:
-    """Return one member for each distinct block that is not empty, and the positions of all ranks that have the block."""
-    offsets, sizes = block_intervals(layout)
-    blocks_found: dict[Any, tuple[int, list[int]]] = {}
-    for member, rank in enumerate(layout.mesh.ranks):
-        if (sizes[member] > 0).all():
-            key = (*offsets[member].tolist(), *sizes[member].tolist())
-            blocks_found.setdefault(key, (member, []))[1].append(ranks.index(rank))
-    members = np.asarray([member for member, _ in blocks_found.values()], dtype=np.int64)
-    return members, [positions for _, positions in blocks_found.values()]
 
 
 @dataclass(eq=False)
@@ -180,15 +168,11 @@ def plan_between(src: Layout, dst: Layout) -> Transit:
         a, b = getattr(src.mesh, what), getattr(dst.mesh, what)
         if a != b:
             raise MeshError(f"cannot redistribute {src!r} to {dst.mesh!r}: the {what} differs ({a} and {b})")
-    before, after = _reduced_layout(src), dst.replace(placements=[_reduced_placement(p) for p in dst.placements])
+    before, after = _shard_partial_dims(src), dst.reduced()
     return Transit(src, dst, plan(src, before), CrossMeshExchange(before, after), plan(after, dst))
 
 
-def _reduced_placement(placement: Placement) -> Placement:
-    return Replicate() if isinstance(placement, Partial) else placement
-
-
-def _reduced_layout(layout: Layout) -> Layout:
+def _shard_partial_dims(layout: Layout) -> Layout:
     """Return ``layout`` with partial mesh dims reduced. They shard a free tensor dim if there is one: fewer bytes, and more
     senders.
     """

@@ -143,7 +143,7 @@ def merged_all_reduce(comm: Communicator, mesh_dims: Sequence[int], op: Any, dty
 
 
 def _as_recorded_op(merged: MergedStart, name: str, at_once: bool) -> Callable[..., Merged]:
-    """Wrap ``together`` for separate local values. Results share no memory, because a receiver may write to one.
+    """Wrap ``merged`` for separate local values. Results share no memory, because a receiver may write to one.
 
     Args:
         at_once: as in :class:`..comm.communicator.BoundReduction`.
@@ -215,22 +215,22 @@ def _bind_reduce_scatter(steps: tuple[Any, ...]) -> MergedStart:
     comm, rows = communicator_of(mesh), _flat_rows(steps)
     bound = comm.bind_scatter(steps[0].mesh_dims, lambda member: rows[member].parts(every, 0), steps[0].op, dtype)
 
-    def terms(member: int, *parts: Tensor) -> Tensor:
-        return rows[member].terms(every, parts, dtype, parts[0].device)
+    def pack_addends(member: int, *parts: Tensor) -> Tensor:
+        return rows[member].pack_addends(every, parts, dtype, parts[0].device)
 
     def unpack_rows(member: int, reduced: Tensor) -> list[Tensor]:
         return rows[member].split(every, divide_in_place(reduced, divisor) if divisor > 1 else reduced)[:-1]
 
-    return lambda values, out: bound(comm.map(terms, *values)).then(lambda reduced: comm.map(unpack_rows, reduced))
+    return lambda values, out: bound(comm.map(pack_addends, *values)).then(lambda reduced: comm.map(unpack_rows, reduced))
 
 
 # --- transfers: all tensors in one flat row per rank, as bytes if dtypes differ -------------------------------------------
 def _bind_all_gather(steps: tuple[Any, ...]) -> MergedStart:
     comm, rows = communicator_of(steps[0].before.mesh), _flat_rows(steps)
-    seen = next(iter(rows.values())).seen
-    bound = comm.bind_gather(steps[0].mesh_dims, lambda member: rows[member].lengths, seen)
+    row_dtype = next(iter(rows.values())).row_dtype
+    bound = comm.bind_gather(steps[0].mesh_dims, lambda member: rows[member].lengths, row_dtype)
 
-    def unpacked(member: int, arrived: Tensor, *targets: Tensor | None) -> list[Tensor]:
+    def unpack_gathered(member: int, arrived: Tensor, *targets: Tensor | None) -> list[Tensor]:
         own = rows[member]
         made = [
             arrived.new_empty(shape, dtype=dtype) if target is None else target
@@ -241,9 +241,9 @@ def _bind_all_gather(steps: tuple[Any, ...]) -> MergedStart:
 
     def start(values: list[LocalValue], out: list[LocalValue | None]) -> Merged:
         row = comm.map(lambda member, *parts: rows[member].pack(parts, concat_to_row), *values)
-        return bound(row).then(lambda arrived: settled(comm.map(unpacked, arrived, *out), out))
+        return bound(row).then(lambda arrived: use_targets(comm.map(unpack_gathered, arrived, *out), out))
 
-    def settled(made: list[LocalValue], out: list[LocalValue | None]) -> list[LocalValue]:
+    def use_targets(made: list[LocalValue], out: list[LocalValue | None]) -> list[LocalValue]:
         return [x if target is None else target for x, target in zip(made, out, strict=True)]
 
     return start
@@ -253,7 +253,7 @@ def broadcast_many(comm: Communicator, values: Sequence[LocalValue], mesh_dims: 
     """Broadcast the values of the first group position to all, into new memory: one broadcast of bytes, wider dtypes first."""
     order = sorted(range(len(values)), key=lambda i: -values[i].dtype.itemsize)
 
-    def packed(member: int, *parts: Tensor) -> Tensor:
+    def pack_bytes(member: int, *parts: Tensor) -> Tensor:
         return torch.cat([flatten_to_bytes(x) for x in parts])
 
     def unpack_rows(member: int, row: Tensor, *parts: Tensor) -> list[Tensor]:
@@ -263,7 +263,7 @@ def broadcast_many(comm: Communicator, values: Sequence[LocalValue], mesh_dims: 
         ]
 
     sent = [values[i] for i in order]
-    arrived = comm.map(unpack_rows, comm.broadcast(comm.map(packed, *sent), mesh_dims).wait(), *sent)
+    arrived = comm.map(unpack_rows, comm.broadcast(comm.map(pack_bytes, *sent), mesh_dims).wait(), *sent)
     return [arrived[order.index(i)] for i in range(len(values))]
 
 
@@ -271,9 +271,11 @@ def _flat_rows(steps: tuple[Any, ...]) -> dict[int, FlatRows]:
     """Return the flat rows of gather steps, or (mirrored) of reduction steps, for each member in this process."""
     gathers, mesh, mesh_dims = isinstance(steps[0], AllGather), steps[0].before.mesh, steps[0].mesh_dims
     pairs = [(step.before, step.after) if gathers else (step.after, step.before) for step in steps]
-    dtypes, cut = [step.before.dtype for step in steps], [True] * len(steps)
+    dtypes, sharded = [step.before.dtype for step in steps], [True] * len(steps)
     members = communicator_of(mesh).held
-    return {member: FlatRows.of(pairs, dtypes, cut, member, mesh.members_of(mesh_dims, member)) for member in members}
+    return {
+        member: FlatRows.from_layouts(pairs, dtypes, sharded, member, mesh.members_of(mesh_dims, member)) for member in members
+    }
 
 
 def _bind_exchange(steps: tuple[Any, ...]) -> MergedStart:
@@ -281,34 +283,36 @@ def _bind_exchange(steps: tuple[Any, ...]) -> MergedStart:
     comm, sizes = communicator_of(steps[0].before.mesh), [step.before.dtype.itemsize for step in steps]
 
     @functools.cache
-    def boxes(member: int, side: str) -> list[tuple[Box | None, ...]]:
+    def boxes_of(member: int, side: str) -> list[tuple[Box | None, ...]]:
         return list(zip(*(getattr(route_of_step(step, member), side) for step in steps), strict=True))
 
     @functools.cache
-    def lengths(member: int, side: str) -> list[list[int]]:
-        each = boxes(member, side)
+    def lengths_of(member: int, side: str) -> list[list[int]]:
+        each = boxes_of(member, side)
         return [[0 if box is None else box.numel * size for box, size in zip(own, sizes, strict=True)] for own in each]
 
-    def sent(member: int, *parts: Tensor) -> Tensor:
-        pairs = [pair for own in boxes(member, "sends") for pair in zip(parts, own, strict=True)]
+    def pack_sends(member: int, *parts: Tensor) -> Tensor:
+        pairs = [pair for own in boxes_of(member, "sends") for pair in zip(parts, own, strict=True)]
         row = [flatten_to_bytes(view_region(part, box)) for part, box in pairs if box is not None]
         return torch.cat(row) if row else parts[0].new_empty(0, dtype=torch.uint8)
 
-    def placed(member: int, arrived: Tensor, *parts: Tensor) -> list[Tensor]:
+    def place_received(member: int, arrived: Tensor, *parts: Tensor) -> list[Tensor]:
         results = []
-        pieces = iter(arrived.split([length for own in lengths(member, "receives") for length in own]))
+        pieces = iter(arrived.split([length for own in lengths_of(member, "receives") for length in own]))
         for part, own in zip(parts, (route_of_step(step, member) for step in steps), strict=True):
             results.append(part.new_empty(own.new))
             if own.kept is not None:
                 view_region(results[-1], own.kept[1]).copy_(view_region(part.detach(), own.kept[0]))
-        for each in boxes(member, "receives"):
+        for each in boxes_of(member, "receives"):
             for result, box, piece in zip(results, each, pieces, strict=False):
                 if box is not None:
                     view_region(result, box).copy_(align_bytes(piece, result.itemsize).view(result.dtype).view(box.size))
         return results
 
-    def total(side: str) -> Callable[[int], list[int]]:
-        return lambda member: [sum(own) for own in lengths(member, side)]
+    def row_lengths(side: str) -> Callable[[int], list[int]]:
+        return lambda member: [sum(own) for own in lengths_of(member, side)]
 
-    bound = comm.bind_exchange(steps[0].mesh_dims, total("sends"), total("receives"), torch.uint8)
-    return lambda values, out: bound(comm.map(sent, *values)).then(lambda arrived: comm.map(placed, arrived, *values))
+    bound = comm.bind_exchange(steps[0].mesh_dims, row_lengths("sends"), row_lengths("receives"), torch.uint8)
+    return lambda values, out: bound(comm.map(pack_sends, *values)).then(
+        lambda arrived: comm.map(place_received, arrived, *values)
+    )

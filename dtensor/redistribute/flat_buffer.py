@@ -34,45 +34,45 @@ class FlatRows:
     There is a row for each group position, with the blocks of that position one after the other.
 
     Attributes:
-        cut: for each tensor, True if it is sharded over the group; others are replicated.
-        uncut: indices of the replicated tensors.
+        sharded: for each tensor, True if it is sharded over the group; others are replicated.
+        replicated: indices of the replicated tensors.
         dtypes: dtypes of the gathered tensors.
         shapes: shape of each tensor after the gather, on this member.
         sizes, numels: by position and tensor, the size of its block.
-        narrowed: by position and tensor, the range of its block in the gathered tensor: (tensor dim, start, length) for each
+        ranges: by position and tensor, the range of its block in the gathered tensor: (tensor dim, start, length) for each
             dim of which it is a part.
-        mine: group position of this member.
+        position: group position of this member.
         strides: row-major strides of this member's blocks.
-        seen: dtype of the rows: the dtype of all sharded tensors if it is one, else bytes.
+        row_dtype: dtype of the rows: the dtype of all sharded tensors if it is one, else bytes.
         lengths: length of each row, by position.
-        pieces: lengths of all pieces of all rows in order: each sharded block, and the padding after the blocks of a row.
+        piece_lengths: lengths of all pieces of all rows in order: each sharded block, and the padding after the blocks of a row.
         blocks: the pieces that are blocks: index, size and dtype.
         padding: length of the padding of this member's row.
-        even: if all positions have equal parts of each sharded tensor, in order: the sharded dim of each tensor, or None for a
-            replicated one. One copy then serves all positions. None: parts differ and are copied one by one.
+        even_dims: if all positions have equal parts of each sharded tensor, in order: the sharded dim of each tensor, or None for
+            a replicated one. One copy then serves all positions. None: parts differ and are copied one by one.
     """
 
-    cut: tuple[bool, ...]
-    uncut: tuple[int, ...]
+    sharded: tuple[bool, ...]
+    replicated: tuple[int, ...]
     dtypes: tuple[torch.dtype, ...]
     shapes: tuple[tuple[int, ...], ...]
     sizes: tuple[tuple[tuple[int, ...], ...], ...]
     numels: tuple[tuple[int, ...], ...]
-    narrowed: tuple[tuple[Ranges, ...], ...]
-    mine: int
+    ranges: tuple[tuple[Ranges, ...], ...]
+    position: int
     strides: tuple[tuple[int, ...], ...]
-    seen: torch.dtype
+    row_dtype: torch.dtype
     lengths: tuple[int, ...]
-    pieces: tuple[int, ...]
+    piece_lengths: tuple[int, ...]
     blocks: tuple[tuple[int, tuple[int, ...], torch.dtype], ...]
     padding: int
-    even: tuple[int | None, ...] | None
+    even_dims: tuple[int | None, ...] | None
 
     @staticmethod
-    def of(
+    def from_layouts(
         pairs: Sequence[tuple[Layout, Layout]],
         dtypes: Sequence[torch.dtype],
-        cut: Sequence[bool],
+        sharded: Sequence[bool],
         member: int,
         group: Sequence[int],
         alignment: int = 1,
@@ -80,42 +80,44 @@ class FlatRows:
         """Return the flat rows of tensors by their (sharded, gathered) layouts. Rows are padded to ``alignment`` bytes."""
         shapes = tuple(whole.shape_of(member) for _, whole in pairs)
         boxes = [[box_inside(whole, member, part, other) for part, whole in pairs] for other in group]
-        return FlatRows.of_blocks(shapes, boxes, dtypes, cut, list(group).index(member), alignment)
+        return FlatRows.from_blocks(shapes, boxes, dtypes, sharded, list(group).index(member), alignment)
 
     @staticmethod
-    def of_blocks(
+    def from_blocks(
         shapes: Sequence[tuple[int, ...]],
         boxes: Sequence[Sequence[Box]],
         dtypes: Sequence[torch.dtype],
-        cut: Sequence[bool],
-        mine: int,
+        sharded: Sequence[bool],
+        position: int,
         alignment: int = 1,
     ) -> FlatRows:
         """Return the flat rows of tensors by their gathered shapes and, by position and tensor, the box of each block."""
         shapes = tuple(shapes)
         sizes = tuple(tuple(box.size for box in each) for each in boxes)
         numels = tuple(tuple(box.numel for box in each) for each in boxes)
-        narrowed = tuple(tuple(map(_narrow_ranges, each, shapes)) for each in boxes)
-        kinds = {dtype for dtype, is_cut in zip(dtypes, cut, strict=True) if is_cut}
-        seen = kinds.pop() if len(kinds) == 1 else torch.uint8
+        ranges = tuple(tuple(map(_narrow_ranges, each, shapes)) for each in boxes)
+        kinds = {dtype for dtype, is_sharded in zip(dtypes, sharded, strict=True) if is_sharded}
+        row_dtype = kinds.pop() if len(kinds) == 1 else torch.uint8
         lengths: list[int] = []
-        pieces: list[int] = []
+        piece_lengths: list[int] = []
         blocks: list[tuple[int, tuple[int, ...], torch.dtype]] = []
         for each in sizes:
-            start = len(pieces)
-            for size, dtype, is_cut in zip(each, dtypes, cut, strict=True):
-                if is_cut:
-                    blocks.append((len(pieces), size, dtype))
-                    pieces.append(math.prod(size) * dtype.itemsize // seen.itemsize)
-            unit, used = max(1, alignment // seen.itemsize), sum(pieces[start:])
+            start = len(piece_lengths)
+            for size, dtype, is_sharded in zip(each, dtypes, sharded, strict=True):
+                if is_sharded:
+                    blocks.append((len(piece_lengths), size, dtype))
+                    piece_lengths.append(math.prod(size) * dtype.itemsize // row_dtype.itemsize)
+            unit, used = max(1, alignment // row_dtype.itemsize), sum(piece_lengths[start:])
             lengths.append(-(-used // unit) * unit)
-            pieces.append(lengths[-1] - used)
-        padding = pieces[(mine + 1) * (sum(cut) + 1) - 1]
-        even = _even_dims(narrowed, cut) if len(kinds) == 0 and len(boxes) > 1 else None
-        computed = (tuple(lengths), tuple(pieces), tuple(blocks), padding, even)
-        uncut = tuple(i for i, is_cut in enumerate(cut) if not is_cut)
-        strides = tuple(map(contiguous_stride, sizes[mine]))
-        return FlatRows(tuple(cut), uncut, tuple(dtypes), shapes, sizes, numels, narrowed, mine, strides, seen, *computed)
+            piece_lengths.append(lengths[-1] - used)
+        padding = piece_lengths[(position + 1) * (sum(sharded) + 1) - 1]
+        even_dims = _even_dims(ranges, sharded) if len(kinds) == 0 and len(boxes) > 1 else None
+        computed = (tuple(lengths), tuple(piece_lengths), tuple(blocks), padding, even_dims)
+        replicated = tuple(i for i, is_sharded in enumerate(sharded) if not is_sharded)
+        strides = tuple(map(contiguous_stride, sizes[position]))
+        return FlatRows(
+            tuple(sharded), replicated, tuple(dtypes), shapes, sizes, numels, ranges, position, strides, row_dtype, *computed
+        )
 
     # --- gather ------------------------------------------------------------------------------------------------------
     def pack(self, locals_: Sequence[Tensor], join: Join = torch.cat) -> Tensor:
@@ -127,16 +129,16 @@ class FlatRows:
         it.
         """
         with _below_autograd():
-            pairs = [(x, dtype) for x, cut, dtype in zip(locals_, self.cut, self.dtypes, strict=True) if cut]
+            pairs = [(x, dtype) for x, is_sharded, dtype in zip(locals_, self.sharded, self.dtypes, strict=True) if is_sharded]
             blocks = [x if x.dtype is dtype else x.to(dtype) for x, dtype in pairs]
-            return [x.reshape(-1) if x.dtype is self.seen else flatten_to_row(x).view(self.seen) for x in blocks]
+            return [x.reshape(-1) if x.dtype is self.row_dtype else flatten_to_row(x).view(self.row_dtype) for x in blocks]
 
     def row(self, parts: Sequence[Tensor], device: str | torch.device, join: Join = torch.cat) -> Tensor:
         """Concatenate parts into a row. ``join`` returns memory that is not written to later."""
         if not parts:
-            return torch.zeros(0, dtype=self.seen, device=device)
+            return torch.zeros(0, dtype=self.row_dtype, device=device)
         with _below_autograd():
-            padding = [torch.zeros(self.padding, dtype=self.seen, device=parts[0].device)] if self.padding else []
+            padding = [torch.zeros(self.padding, dtype=self.row_dtype, device=parts[0].device)] if self.padding else []
             return join([*parts, *padding])
 
     def buffer(self, device: str) -> list[Tensor]:
@@ -153,20 +155,25 @@ class FlatRows:
         """Return the regions of gathered tensors that rows are copied to: by position those of sharded tensors, then the
         replicated tensors.
         """
-        if self.even is not None:
+        if self.even_dims is not None:
             count = len(self.lengths)
-            return [x if dim is None else _split_even(x, dim, count) for x, dim in self._replicated_last(full, self.even)]
-        regions = [_narrow(x, where) for each in self.narrowed for x, where, cut in zip(full, each, self.cut, strict=True) if cut]
-        return regions + [x for x, cut in zip(full, self.cut, strict=True) if not cut]
+            return [x if dim is None else _split_even(x, dim, count) for x, dim in self._replicated_last(full, self.even_dims)]
+        regions = [
+            _narrow(x, where)
+            for each in self.ranges
+            for x, where, is_sharded in zip(full, each, self.sharded, strict=True)
+            if is_sharded
+        ]
+        return regions + [x for x, is_sharded in zip(full, self.sharded, strict=True) if not is_sharded]
 
     def unpack(self, row: Tensor | None, locals_: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
         """Copy all rows (concatenated by position) to the regions. Replicated tensors are copied from ``locals_``."""
         with _below_autograd():
-            replicated = [locals_[i].detach() for i in self.uncut] if locals_ else []
-            if self.even is None or row is None:
+            replicated = [locals_[i].detach() for i in self.replicated] if locals_ else []
+            if self.even_dims is None or row is None:
                 torch._foreach_copy_(list(targets), [*self._block_sources(row), *replicated])
                 return
-            *blocks, padding = self.pieces[: len(self.pieces) // len(self.lengths)]
+            *blocks, padding = self.piece_lengths[: len(self.piece_lengths) // len(self.lengths)]
             rows, destinations = row.view(len(self.lengths), -1), list(targets[: len(blocks)])
             if all(x.ndim == 2 for x in destinations):
                 torch.split_with_sizes_copy(rows[:, :-padding] if padding else rows, blocks, 1, out=destinations)
@@ -181,14 +188,14 @@ class FlatRows:
 
     def _block_sources(self, row: Tensor | None) -> list[Tensor]:
         sources: list[Tensor] = []
-        pieces = () if row is None else row.split(self.pieces)
+        pieces = () if row is None else row.split(self.piece_lengths)
         for k, size, dtype in self.blocks:
             piece = pieces[k]
-            sources.append((piece if dtype is self.seen else align_bytes(piece, dtype.itemsize).view(dtype)).view(size))
+            sources.append((piece if dtype is self.row_dtype else align_bytes(piece, dtype.itemsize).view(dtype)).view(size))
         return sources
 
     # --- reduce-scatter ----------------------------------------------------------------------------------------------
-    def terms(
+    def pack_addends(
         self,
         chosen: Sequence[int],
         wholes: Sequence[Tensor | None],
@@ -206,15 +213,15 @@ class FlatRows:
             memory_of: returns memory for a number of elements, or None for new memory.
         """
         with _below_autograd():
-            if self.even is not None:
-                return self._pack_even_addends(self.even, chosen, wholes, dtype, device, behind, memory_of)
+            if self.even_dims is not None:
+                return self._pack_even_addends(self.even_dims, chosen, wholes, dtype, device, behind, memory_of)
             parts: list[Tensor] = []
-            for numels, narrowed in zip(self.numels, self.narrowed, strict=True):
+            for numels, ranges in zip(self.numels, self.ranges, strict=True):
                 for i, whole in zip(chosen, wholes, strict=True):
                     if whole is None:
                         parts.append(torch.zeros(numels[i], dtype=dtype, device=device))
                     else:
-                        part = _narrow(whole, narrowed[i]) if narrowed[i] else whole
+                        part = _narrow(whole, ranges[i]) if ranges[i] else whole
                         parts.append((part if part.dtype is dtype else part.to(dtype)).reshape(-1))
                 parts += behind
             memory = memory_of(sum(part.numel() for part in parts))
@@ -222,7 +229,7 @@ class FlatRows:
 
     def _pack_even_addends(
         self,
-        even: Sequence[int | None],
+        even_dims: Sequence[int | None],
         chosen: Sequence[int],
         wholes: Sequence[Tensor | None],
         dtype: torch.dtype,
@@ -234,7 +241,7 @@ class FlatRows:
         for i, whole in zip(chosen, wholes, strict=True):
             if whole is None:
                 parts.append(torch.zeros((), dtype=dtype, device=device).expand(count, numels[i]))
-            elif (dim := even[i]) is None:
+            elif (dim := even_dims[i]) is None:
                 parts.append(whole.reshape(-1).expand(count, -1))
             else:
                 part = _split_even(whole, dim, count)
@@ -247,17 +254,17 @@ class FlatRows:
         return flat
 
     def parts(self, chosen: Sequence[int], behind: int) -> list[int]:
-        """Return the lengths of the parts of :meth:`terms`, by position."""
+        """Return the lengths of the parts of :meth:`pack_addends`, by position."""
         return [sum(numels[i] for i in chosen) + behind for numels in self.numels]
 
-    def bucket(self, chosen: Sequence[int], dtype: torch.dtype, device: torch.device, behind: int) -> list[Tensor]:
+    def allocate_bucket(self, chosen: Sequence[int], dtype: torch.dtype, device: torch.device, behind: int) -> list[Tensor]:
         """Allocate memory for this member's part. Return it, a view for each tensor, and a view of the ``behind`` elements."""
-        flat = torch.empty(self.parts(chosen, behind)[self.mine], dtype=dtype, device=device)
+        flat = torch.empty(self.parts(chosen, behind)[self.position], dtype=dtype, device=device)
         return [flat, *self.split(chosen, flat)]
 
     def split(self, chosen: Sequence[int], flat: Tensor) -> list[Tensor]:
         """Return this member's reduced part as blocks, and the elements behind them."""
-        sizes, numels = self.sizes[self.mine], [self.numels[self.mine][i] for i in chosen]
+        sizes, numels = self.sizes[self.position], [self.numels[self.position][i] for i in chosen]
         starts = [*itertools.accumulate(numels, initial=int(flat.storage_offset()))]
         behind_numel = flat.numel() - sum(numels)
         with _below_autograd():
@@ -285,17 +292,17 @@ def _narrow_ranges(box: Box, shape: Sequence[int]) -> Ranges:
 
 
 def _even_dims(
-    narrowed: Sequence[Sequence[tuple[tuple[int, int, int], ...]]], cut: Sequence[bool]
+    ranges: Sequence[Sequence[tuple[tuple[int, int, int], ...]]], sharded: Sequence[bool]
 ) -> tuple[int | None, ...] | None:
     """Return for each tensor the dim of which positions have equal parts in order (None for a replicated tensor); None if any
     parts differ.
     """
     dims: list[int | None] = []
-    for i, is_cut in enumerate(cut):
-        first, size = narrowed[0][i][0][::2] if narrowed[0][i] else (None, 0)
-        if is_cut and any(each[i] != ((first, k * size, size),) for k, each in enumerate(narrowed)):
+    for i, is_sharded in enumerate(sharded):
+        first, size = ranges[0][i][0][::2] if ranges[0][i] else (None, 0)
+        if is_sharded and any(each[i] != ((first, k * size, size),) for k, each in enumerate(ranges)):
             return None
-        dims.append(first if is_cut else None)
+        dims.append(first if is_sharded else None)
     return tuple(dims)
 
 

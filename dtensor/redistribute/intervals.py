@@ -36,6 +36,16 @@ def block_intervals(layout: Layout) -> tuple[Table, Table]:
     return offsets, sizes
 
 
+def distinct_blocks(layout: Layout) -> dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]]:
+    """Return each block that is not empty, as (offset, shape), and the members that hold it, in order."""
+    offsets, sizes = block_intervals(layout)
+    members_by_block: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
+    for member, (offset, size) in enumerate(zip(offsets.tolist(), sizes.tolist(), strict=True)):
+        if all(size):
+            members_by_block.setdefault((tuple(offset), tuple(size)), []).append(member)
+    return members_by_block
+
+
 def block_numels(layout: Layout) -> Table:
     """Return the number of elements of every member's block."""
     return _row_products(block_intervals(layout)[1], len(layout.mesh.members))

@@ -72,7 +72,7 @@ def _max_missing(before: Layout, after: Layout, gathers: bool) -> int:
 
 
 def _is_even(layout: Layout) -> bool:
-    return all(split is None or split.even for split in layout.splits)
+    return all(split is None or split.is_even for split in layout.splits)
 
 
 def _transfer_seconds(after: Layout, dims: tuple[int, ...], kind: str, nbytes: int) -> float:

@@ -69,7 +69,7 @@ def gather_traffic(before: Layout, after: Layout, mesh_dims: tuple[int, ...], me
     any other.
     """
     changed = [d for d, (old, new) in enumerate(zip(before.splits, after.splits, strict=True)) if old != new]
-    if len(changed) != 1 or not before.numel or not all(split is None or split.even for split in before.splits):
+    if len(changed) != 1 or not before.numel or not all(split is None or split.is_even for split in before.splits):
         return None
     old, new = before.splits[changed[0]], after.splits[changed[0]]
     if old is None or old.mesh_dims != (*(() if new is None else new.mesh_dims), *mesh_dims):

@@ -112,7 +112,7 @@ class DeclaredFactors(Declaration):
         if self.refuses_nothing and any(factors.sizes[name] == 0 for name in reduced):
             return {}, kernels  # the operator itself refuses the empty operand
         empty = self.refuses_nothing and _has_block(call, lambda split: 0 in split.sizes)
-        uneven = "avg" in reduced.values() and _has_block(call, lambda split: not split.even)
+        uneven = "avg" in reduced.values() and _has_block(call, lambda split: not split.is_even)
         for name, op in tuple(reduced.items()):
             if (empty and not has_zero_identity(op)) or (uneven and op == "avg"):
                 kernels[name] = WEIGHTED_MEANS if op == "avg" else make_identity_kernel(op)

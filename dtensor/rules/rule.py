@@ -222,7 +222,7 @@ class Rule:
         for name, split in choice.splits.items():
             if self.nonempty and 0 in split.sizes and self._needs_elements(name, reduced):
                 return False
-            if reduced.get(name) == "avg" and not split.even:
+            if reduced.get(name) == "avg" and not split.is_even:
                 return False
         return self.when is None or self.when(choice)
 

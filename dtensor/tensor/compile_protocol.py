@@ -160,7 +160,7 @@ def _matches_local_shape(layout: Layout, local_shape: tuple[int, ...]) -> bool:
     For even shards the global size is compared with a multiple of the local size, so that torch derives one symbol from the
     other.
     """
-    member, even = layout.mesh.current_member(), [(d, split) for d, split in enumerate(layout.splits) if split and split.even]
+    member, even = layout.mesh.current_member(), [(d, split) for d, split in enumerate(layout.splits) if split and split.is_even]
     if member is None:
         return True
     is_multiple = all(layout.shape[d] == local_shape[d] * len(split.sizes) for d, split in even)

@@ -76,7 +76,9 @@ def distribute_tensor(
                 f"distribute_tensor: the DTensor is on {layout.mesh!r}, not on {mesh!r}; call x.redistribute(mesh, placements)"
             )
         if not isinstance(tensor, DTensor):
-            return cast(DTensor, redistribute_if_needed(tensor, layout.whole().placements if placements is None else placements))
+            return cast(
+                DTensor, redistribute_if_needed(tensor, layout.to_replicated().placements if placements is None else placements)
+            )
         return tensor.redistribute(placements=placements)
     if functorch_active():
         tensor = unwrap_constant(tensor)

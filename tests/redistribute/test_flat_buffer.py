@@ -26,7 +26,7 @@ def rows_of(ranks: int, mine: int, dtypes: list[torch.dtype], uneven: bool = Fal
                 start[dim] = min(k * each, shape[dim])
                 size[dim] = min(each, shape[dim] - start[dim])
             own.append(Box(tuple(start), tuple(size)))
-    return FlatRows.of_blocks(shapes, boxes, dtypes, [dim is not None for _, dim in TENSORS], mine, 16)
+    return FlatRows.from_blocks(shapes, boxes, dtypes, [dim is not None for _, dim in TENSORS], mine, 16)
 
 
 def numbers(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -40,24 +40,24 @@ FLOATS = [torch.float64] * len(TENSORS)
 @pytest.mark.parametrize("chosen", [range(len(TENSORS)), [3, 0, 2]])
 def test_packing_equal_shards_equals_packing_one_by_one(ranks, chosen):
     rows = rows_of(ranks, 1, FLOATS)
-    assert rows.even == (0, 1, None, 2, 0)
-    one_by_one = dataclasses.replace(rows, even=None)
+    assert rows.even_dims == (0, 1, None, 2, 0)
+    one_by_one = dataclasses.replace(rows, even_dims=None)
     wholes = [
         None if i == 3 else numbers(rows.shapes[i], i, torch.float32).mT.contiguous().mT if i < 2 else numbers(rows.shapes[i], i)
         for i in chosen
     ]
     behind = [torch.tensor([1.0, 2.0], dtype=torch.float64)]
-    got = rows.terms(chosen, wholes, torch.float64, torch.device("cpu"), behind)
-    assert torch.equal(got, one_by_one.terms(chosen, wholes, torch.float64, torch.device("cpu"), behind))
+    got = rows.pack_addends(chosen, wholes, torch.float64, torch.device("cpu"), behind)
+    assert torch.equal(got, one_by_one.pack_addends(chosen, wholes, torch.float64, torch.device("cpu"), behind))
     memory = torch.empty_like(got)
-    assert rows.terms(chosen, wholes, torch.float64, torch.device("cpu"), behind, lambda numel: memory) is memory
+    assert rows.pack_addends(chosen, wholes, torch.float64, torch.device("cpu"), behind, lambda numel: memory) is memory
     assert torch.equal(got, memory)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_unpacking_equal_shards_equals_unpacking_one_by_one(ranks):
     rows = rows_of(ranks, 0, FLOATS)
-    one_by_one = dataclasses.replace(rows, even=None)
+    one_by_one = dataclasses.replace(rows, even_dims=None)
     row, locals_ = numbers((sum(rows.lengths),), 5), [numbers(size, i) for i, size in enumerate(rows.sizes[0])]
     found = []
     for way in (rows, one_by_one):
@@ -68,8 +68,8 @@ def test_unpacking_equal_shards_equals_unpacking_one_by_one(ranks):
 
 
 def test_uneven_shards_and_mixed_dtypes_are_not_batched():
-    assert rows_of(4, 0, FLOATS, uneven=True).even is None
-    assert rows_of(2, 0, [torch.float64, *[torch.float32] * (len(TENSORS) - 1)]).even is None
+    assert rows_of(4, 0, FLOATS, uneven=True).even_dims is None
+    assert rows_of(2, 0, [torch.float64, *[torch.float32] * (len(TENSORS) - 1)]).even_dims is None
 
 
 def test_number_of_copies_does_not_grow_with_the_ranks():
@@ -87,7 +87,7 @@ def test_number_of_copies_does_not_grow_with_the_ranks():
         targets = rows.targets(wholes)
         row, locals_ = numbers((sum(rows.lengths),), 5), [numbers(size, i) for i, size in enumerate(rows.sizes[0])]
         with Count() as count:
-            rows.terms(range(len(TENSORS)), wholes, torch.float64, torch.device("cpu"))
+            rows.pack_addends(range(len(TENSORS)), wholes, torch.float64, torch.device("cpu"))
             rows.unpack(row, locals_, targets)
         found.add(count.calls)
     assert len(found) == 1

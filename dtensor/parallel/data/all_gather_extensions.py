@@ -156,7 +156,7 @@ class AllGatherExtensions:
         boxes = [[each[position] for _, each in entry_boxes] for position in range(len(group))]
         is_sharded = [self._fsdp_params[i].shard_dim is not None for i, _ in self._order]
         dtypes = [self._entry_dtype(i, k) for i, k in self._order]
-        return FlatRows.of_blocks(
+        return FlatRows.from_blocks(
             [shape for shape, _ in entry_boxes], boxes, dtypes, is_sharded, list(group).index(member), alignment
         )
 

@@ -104,11 +104,11 @@ class GradReduction:
                     for k, grad in enumerate(grads):
                         if grad is None:
                             flags[k] = 0
-                return group.param_rows(member).terms(self.indices, grads, dtype, device, [flags], get_send_buffer)
+                return group.param_rows(member).pack_addends(self.indices, grads, dtype, device, [flags], get_send_buffer)
             bucket = self._buckets.get(member)
             if bucket is None:
                 rows = group.param_rows(member)
-                bucket = self._buckets[member] = rows.bucket(self.indices, dtype, device, len(grads))
+                bucket = self._buckets[member] = rows.allocate_bucket(self.indices, dtype, device, len(grads))
             return _fill_bucket(bucket, grads)
 
         packed = comm.map(pack)

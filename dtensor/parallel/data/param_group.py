@@ -268,7 +268,7 @@ class ParamGroup:
 
     def _bind_all_gather(self) -> BoundCollective:
         """Return a function that gathers the rows of all members of a rank's group."""
-        custom, receive_dtype = self.settings.all_gather, self._gathered_rows(self.comm.held[0]).seen
+        custom, receive_dtype = self.settings.all_gather, self._gathered_rows(self.comm.held[0]).row_dtype
         if custom is not None:
             return functools.partial(gather_rows, self.axes, custom, lambda member: self._gathered_rows(member).lengths)
         return self.comm.bind_gather(
@@ -416,5 +416,5 @@ class ParamGroup:
             group = self.axes.mesh.members_of(self.axes.shard, member)
             layouts = [(x.stored_layout, x.unsharded_layout) for x in self.fsdp_params]
             is_sharded = [x.shard_dim is not None for x in self.fsdp_params]
-            self._param_rows[member] = FlatRows.of(layouts, self.dtypes, is_sharded, member, group, _ALIGNMENT)
+            self._param_rows[member] = FlatRows.from_layouts(layouts, self.dtypes, is_sharded, member, group, _ALIGNMENT)
         return self._param_rows[member]

@@ -12,7 +12,7 @@ import torch
 from ...comm import PerRank, communicator_of, shards_of
 from ...errors import CheckpointError
 from ...layout.layout import Layout
-from ...redistribute.intervals import block_intervals
+from ...redistribute.intervals import distinct_blocks
 from ..dtensor import DTensor
 from .flattened_sharded_dims import find_flattened_dim
 
@@ -78,19 +78,6 @@ def stack_of(x: Any) -> tuple[DTensor, StackedLayout] | None:
     if flattened is None or len(flattened[1]) != 2 or flattened[2][0] is not None or type(stack := x._origin.base) is not DTensor:
         return None
     return stack, StackedLayout(stack._layout, flattened[0])
-
-
-def distinct_blocks(layout: Layout) -> dict[tuple[Offset, Shape], list[int]]:
-    """Return each block that is not empty, as (offset, shape), and the members that hold it, in order.
-
-    All ranks of the root mesh count.
-    """
-    offsets, sizes = block_intervals(layout.reduced())
-    members_by_block: dict[tuple[Offset, Shape], list[int]] = {}
-    for member, (offset, size) in enumerate(zip(offsets.tolist(), sizes.tolist(), strict=True)):
-        if all(size):
-            members_by_block.setdefault((tuple(offset), tuple(size)), []).append(member)
-    return members_by_block
 
 
 def members_here(layout: Layout) -> list[int]:

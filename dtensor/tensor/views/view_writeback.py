@@ -249,7 +249,7 @@ def _write_gathered(links: list[tuple[Origin, int]], base: DTensor, assign: Writ
     """
     layout = base._layout
     value_changes = [origin for origin, _ in links if origin.shows == "mirror"]
-    replicated = layout.whole()
+    replicated = layout.to_replicated()
     gathered = wrap(redistribute_local(base._local, layout, replicated), replicated)
     dense_value = dense_copy(reduce(_apply_mirror, value_changes, gathered))
     links = [link for link in links if link[0] not in value_changes]
