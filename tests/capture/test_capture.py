@@ -1,4 +1,4 @@
-"""A captured function gives, bit for bit, what the function gives: results, gradients, buffers, random numbers, communication."""
+"""Capture: results, gradients, buffers, random numbers and communication of a replay equal those of the function, bit for bit."""
 
 from __future__ import annotations
 

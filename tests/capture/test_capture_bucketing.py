@@ -1,4 +1,4 @@
-"""Captured programs move several values in one collective, with the bits of the program that moves each by itself."""
+"""Bucketing: a captured program that joins collectives gives the bits of the program that does not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training whose state is changed between the calls of a captured step: bit for bit what the same changes give uncaptured."""
+"""Changed training: state that changes between calls of a captured step has the effect that it has uncaptured, bit for bit."""
 
 from __future__ import annotations
 

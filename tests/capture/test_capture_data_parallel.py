@@ -1,4 +1,4 @@
-"""Steps of data parallelism, captured: bit for bit, with no more memory or waiting; and what is left of a refused one."""
+"""Data parallelism: captured steps are equal bit for bit and use no more memory or waiting; refused steps leave units usable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever a captured function can read is guarded: after a change a call gives what the function gives, or is refused."""
+"""Guards: after a change of state that a captured function reads, a call gives what the function gives, or raises."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectives are issued early and waited for late, and nobody can tell, whenever what is sent is read."""
+"""Overlap: collectives are issued early and waited for late, and results are equal whenever the sent memory is read."""
 
 from __future__ import annotations
 

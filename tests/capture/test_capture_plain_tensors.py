@@ -1,4 +1,4 @@
-"""Plain tensors that a captured function is given or reads: their sizes may change on one rank alone, and then all record."""
+"""Plain tensors: if sizes of arguments or variables change on one rank alone, all ranks record."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random programs, captured: bit for bit what they give on DTensors, over several calls, or an error that says why not."""
+"""Programs: random captured programs give what they give uncaptured, bit for bit, or raise an error with the reason."""
 
 from __future__ import annotations
 

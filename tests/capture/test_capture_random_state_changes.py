@@ -1,4 +1,4 @@
-"""Programs that read state in random ways while it changes between calls: a replay never gives what was."""
+"""Random state changes: programs read state in random ways while it changes between calls, and no replay is stale."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What compiled code gives that no guard can compare is refused by name."""
+"""Refused objects: reads of compiled code that no guard can compare raise an error that names them."""
 
 from __future__ import annotations
 

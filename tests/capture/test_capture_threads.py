@@ -1,4 +1,4 @@
-"""Recording is safe in threads: each records what it runs itself, and torch is left as it was found."""
+"""Threads: each thread records its own operations, and torch is unpatched afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A whole training step captured: forward, backward, clipping, optimizer, gradients cleared; bit for bit what the step does."""
+"""Training steps: a captured step with backward pass, clipping, optimizer and cleared gradients equals the step, bit for bit."""
 
 from __future__ import annotations
 

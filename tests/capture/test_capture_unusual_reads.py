@@ -1,6 +1,6 @@
-"""What is read in ways that no walk over attributes finds: things put on tensors, settings, computed names, compiled state.
+"""Unusual reads: attributes of tensors, settings, computed names and contents of buffers are guarded.
 
-After a change a call gives what the function gives, or is refused by name; a replay is never stale.
+After a change a call gives what the function gives, or raises. No replay is stale.
 """
 
 from __future__ import annotations
