@@ -43,14 +43,14 @@ class ByHand(Plain):
         return megatron_gpt._Copy.apply(x, dist.group.WORLD)
 
 
-class Alone(Plain):
+class WithoutCommunication(Plain):
     """Local tensors without communication."""
 
     def reduce(self, x: Tensor) -> Tensor:
         return x
 
 
-def _same(x: Any) -> Any:
+def _identity(x: Any) -> Any:
     return x
 
 
@@ -68,7 +68,7 @@ def mlp(side: Any, around: Callable[[Any], Any]) -> Run:
 
 def block(side: Any, around: Callable[[Any], Any]) -> Run:
     module = block_of(side)
-    module.enter = getattr(side, "enter", _same)
+    module.enter = getattr(side, "enter", _identity)
     x = side.replicate(1, SEQUENCE, WIDTH)
     loss = around(lambda x: module(x).sum())
 
@@ -88,7 +88,7 @@ def adamw(side: Any, around: Callable[[Any], Any]) -> Run:
 def block_step(side: Any, around: Callable[[Any], Any]) -> Run:
     """Capture forward, backward, AdamW and clearing the gradients as one function."""
     module = block_of(side)
-    module.enter = getattr(side, "enter", _same)
+    module.enter = getattr(side, "enter", _identity)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, fused=True)
     x = side.replicate(1, SEQUENCE, WIDTH)
 
@@ -112,10 +112,10 @@ def measure(effort: timing.Effort, names: Sequence[str], backend: str | None) ->
     for name in names:
         case = CASES[name]
         functions = {
-            "plain": case(Alone(), _same),
-            "by hand": case(ByHand(), _same),
-            "peer": case(sides["peer"], _same),
-            "ours": case(sides["ours"], _same),
+            "plain": case(WithoutCommunication(), _identity),
+            "by hand": case(ByHand(), _identity),
+            "peer": case(sides["peer"], _identity),
+            "ours": case(sides["ours"], _identity),
             "captured": case(sides["ours"], dt.capture),
         }
         if backend is not None:

@@ -62,7 +62,7 @@ def run(rank: int, size: int, rounds: int, folder: str) -> None:
                 if name == "operations" and level == "watch":
                     print(f"{size} ranks  an operation takes {(host - host_off) / OPERATIONS * 1e6:.2f} us more", flush=True)
     if rank == 0:
-        print(f"{size} ranks  besides a collective {alone(mesh) * 1e6:.2f} us", flush=True)
+        print(f"{size} ranks  besides a collective {seconds_of_checks(mesh) * 1e6:.2f} us", flush=True)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -117,7 +117,7 @@ def training_step(mesh: dt.DeviceMesh) -> Callable[[], None]:
     return step
 
 
-def alone(mesh: dt.DeviceMesh) -> float:
+def seconds_of_checks(mesh: dt.DeviceMesh) -> float:
     """Return the seconds that level "watch" takes to log, compare and announce one collective."""
     group = communicator_of(mesh)._group((0,))
     chain = get_or_make_log(ranks_of(group), group.handle, group.backend)

@@ -7,15 +7,11 @@
     python benchmarks/program_cost.py --cluster          # two layers as large as Llama-70B's, on a dry run of 512 x 8 ranks
     python benchmarks/program_cost.py --xla [--jax-python /path/to/python]      # the same Llama by XLA's partitioner
 
-Only parameters are placed, as ``FAMILIES`` says (``styles``: by
-a plan of ``parallelize_module``); then one forward and backward
-runs with all ranks in this process. *Bytes* are those that one
-rank receives, relative to the hand-written program
-(``costing/families.py`` has the formulas); *FLOPs* are those of
-the matrix products of all ranks together, relative to one
-device; *collectives* are shown beside those of the hand-written
-program. *Way*: ``eager`` is the step as it runs, ``captured`` a replay of
-``dt.capture(step)``, ``planned`` one of ``dt.capture(step, plan="program")``.
+Only parameters are placed, as ``FAMILIES`` says (``styles``: by a plan of ``parallelize_module``); then one forward and backward
+runs with all ranks in this process. *Bytes* are those that one rank receives, relative to the hand-written program
+(``costing/families.py`` has the formulas); *FLOPs* are those of the matrix products of all ranks together, relative to one
+device; *collectives* are shown beside those of the hand-written program. *Way*: ``eager`` is the step as it runs, ``captured`` a
+replay of ``dt.capture(step)``, ``planned`` one of ``dt.capture(step, plan="program")``.
 
 Needs the extra ``hf``, ``planned`` also ``plan``.
 """

@@ -1,4 +1,4 @@
-"""One thread per process: the tests run on few cores, and reductions then have one order."""
+"""Setup of all tests: one thread per process, hypothesis profiles, reported bytes compared with received bytes, garbage."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import hypothesis
 import pytest
 import torch
 
-torch.set_num_threads(1)
-os.environ["DTENSOR_PROFILE"] = "off"  # plans as the built-in constants make them, whatever was measured here
+torch.set_num_threads(1)  # the tests run on few cores, and reductions then have one order
+os.environ["DTENSOR_PROFILE"] = "off"  # plans depend on the built-in constants only
 
-# Under CI a failure must repeat: the examples are a function of the test alone. Elsewhere each run explores anew.
+# Under CI the examples depend on the test only, so that a failure repeats. Elsewhere each run draws new examples.
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.register_profile("local", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
@@ -24,7 +24,7 @@ check_reported_bytes.count()
 
 
 @pytest.fixture(autouse=True)
-def _what_arrives_is_what_is_reported(request: pytest.FixtureRequest) -> Iterator[None]:
+def _compare_reported_bytes(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.node.get_closest_marker("own_collectives"):
         yield
         return
@@ -33,16 +33,16 @@ def _what_arrives_is_what_is_reported(request: pytest.FixtureRequest) -> Iterato
 
 
 def pytest_collection_finish() -> None:
-    settle()
+    freeze_garbage()
 
 
 @pytest.fixture(scope="module")
-def little_to_collect() -> None:
-    """For tests that collect garbage often: they need not walk through what tests before them left."""
-    settle()
+def frozen_garbage() -> None:
+    """Freeze the objects of earlier tests, so that garbage collections of this module skip them."""
+    freeze_garbage()
 
 
-def settle() -> None:
-    """What stands by now stays: collections of garbage, which tests ask for, need not walk through it."""
+def freeze_garbage() -> None:
+    """Collect garbage, and exclude all remaining objects from later collections."""
     gc.collect()
     gc.freeze()

@@ -35,7 +35,7 @@ def on_tiles(op: Callable[..., object], *, operands: int = 1) -> Case:
     return case
 
 
-def there_and_back(op: Callable[..., Any], *, operands: int = 1) -> Case:
+def forward_and_backward(op: Callable[..., Any], *, operands: int = 1) -> Case:
     """Run ``op`` and compute the gradients of all operands."""
 
     def case(side: Any) -> Run:
@@ -214,7 +214,7 @@ def partial_to_replicate(side: Any) -> Run:
     return lambda: side.reduce(x)
 
 
-def nothing_to_move(side: Any) -> Run:
+def redistribute_to_present_placements(side: Any) -> Run:
     """Redistribute to the present placements; plain torch has no work here."""
     x = side.shard(0, N, N)
     return (lambda: x) if side.ranks == 1 else (lambda: side.to_shard(x))
@@ -338,7 +338,7 @@ CASES: dict[str, Case] = {
     "add, no_grad": without_grad(on_shards(torch.add, operands=2)),
     "add, inference mode": in_inference_mode(on_shards(torch.add, operands=2)),
     "add, 2-D mesh": on_tiles(torch.add, operands=2),
-    "mul, fwd + bwd": there_and_back(torch.mul, operands=2),
+    "mul, fwd + bwd": forward_and_backward(torch.mul, operands=2),
     "mul scalar": on_shards(lambda x: x * 1.5),
     "mm": mm,
     f"mm, {GRID[0]} x {GRID[1]} mesh": mm_2d,
@@ -353,7 +353,7 @@ CASES: dict[str, Case] = {
     "clone": on_shards(torch.clone),
     "zeros_like": on_shards(torch.zeros_like),
     "softmax": on_shards(lambda x: torch.softmax(x, -1)),
-    "softmax, fwd + bwd": there_and_back(lambda x: torch.softmax(x, -1)),
+    "softmax, fwd + bwd": forward_and_backward(lambda x: torch.softmax(x, -1)),
     "layer_norm": layer_norm,
     "rms_norm": rms_norm,
     "view": view,
@@ -382,7 +382,7 @@ CASES: dict[str, Case] = {
     "from_local, shape=": from_local_of_shape,
     "to_local": to_local,
     "to_local, recorded": to_local_recorded,
-    "redistribute, same": nothing_to_move,
+    "redistribute, same": redistribute_to_present_placements,
     "redistribute S -> R": shard_to_replicate,
     "redistribute R -> S": replicate_to_shard,
     "redistribute P -> R": partial_to_replicate,

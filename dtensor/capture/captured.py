@@ -276,7 +276,7 @@ class Captured(Generic[P, T]):
 
         This is for calls for which ranks could choose differently, because sizes of plain tensors may change on one rank. If all
         ranks can replay a recording, ``sources`` is not None. Otherwise ``entry`` waits to be confirmed, or is None, and
-        ``has_room`` tells whether all ranks can keep a new recording.
+        ``has_room`` is True if all ranks can keep a new recording.
         """
         serving = [
             (entry, sources)

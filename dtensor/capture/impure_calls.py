@@ -46,7 +46,7 @@ _PURE_MODULES = frozenset({
     "sre", "statistics", "string", "struct", "sys", "thread", "threading", "tracemalloc", "types", "typing", "warnings",
     "weakref", "zlib", "torch", "numpy", "dtensor",
 })
-# Impure functions of these modules: they tell of the process, of memory, of references to an object, of generators' states.
+# Impure functions of these modules. They report facts of the process, memory, references to an object, states of generators.
 _IMPURE_FUNCTIONS = frozenset({
     "open", "input", "breakpoint", "fromfile", "lookup", "lookup_error", "getweakrefcount", "getweakrefs", "__subclasses__",
     "get_state", "getstate", "initial_seed", "_ncallbacks",

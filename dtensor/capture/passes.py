@@ -327,7 +327,7 @@ def _agree_on_windows(same_kind: Sequence[_Collective]) -> None:
 
 
 def _make_buckets(same_kind: Sequence[_Collective], max_bytes: int) -> Iterator[tuple[list[_Collective], int]]:
-    """Yield ``(collectives, number)``: collectives to be joined, and the number of the one at whose place they are issued.
+    """Yield ``(collectives, number)``: collectives to be joined, and the number of the collective that gives the place of issue.
 
     The first collective that is not joined yet chooses the number in its window that is in the most other windows.
     """

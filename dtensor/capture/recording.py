@@ -271,8 +271,11 @@ class Recording:
                 )
 
     def _check_mutated(self, ref: InputRef) -> None:
-        x = self.user_tensors[ref]
-        if any(not _are_disjoint(self.user_tensors[other], x) for other in self._sharing_inputs(ref)):
+        """Raise if the run has written to an input that a replay cannot write to."""
+        x, own = self.user_tensors[ref], self._storages_of(ref)
+        # All inputs in the same memory but one were replaced by copies.
+        sharing = [other for other in self.user_tensors if other != ref and not own.isdisjoint(self._storages_of(other))]
+        if any(not _are_disjoint(self.user_tensors[other], x) for other in sharing):
             raise CaptureError(
                 f"capture: the function writes to {self._describe_input(ref)}, which shares its memory with another input; "
                 "pass copies"
@@ -282,11 +285,6 @@ class Recording:
                 f"capture: the function writes to {self._describe_input(ref)}, a view with elements on other ranks than "
                 "those of its base; write to the base"
             )
-
-    def _sharing_inputs(self, ref: InputRef) -> Iterator[InputRef]:
-        """Yield the other inputs in the same memory. All of them but one were replaced by copies."""
-        own = self._storages_of(ref)
-        yield from (other for other in self.user_tensors if other != ref and not own.isdisjoint(self._storages_of(other)))
 
     def _storages_of(self, ref: InputRef) -> set[int]:
         return self.copied.get(ref, set()) | {var.storage for var in self.vars[ref]}

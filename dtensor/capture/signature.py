@@ -53,7 +53,7 @@ def make_signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
     """Return the signature of a call with these arguments."""
     only_distinct_dtensors = not kwargs and {*map(type, args)} <= _ONLY_DTENSOR and len({*map(id, args)}) == len(args)
     if only_distinct_dtensors and have_no_user_attributes(args):  # the fast path
-        return Signature((*map(_DTENSOR_KEY, args),), args, _rebuild_positional)
+        return Signature((*map(_DTENSOR_KEY, args),), args, lambda tensors: (tuple(tensors), {}))
     leaves, tree = pytree.tree_flatten((args, kwargs))
     key: list[Any] = [tree]
     tensors: list[Any] = []
@@ -81,10 +81,6 @@ def make_signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
 def may_differ_across_ranks(x: torch.Tensor) -> bool:
     """Return True if the sizes of a tensor may differ between ranks: it is a plain tensor with at least one dim."""
     return not (isinstance(x, (DTensor, PerRank)) or x.ndim == 0 or MODES.implicit_replication)
-
-
-def _rebuild_positional(replacements: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return tuple(replacements), {}
 
 
 def _attributes_key(x: torch.Tensor) -> tuple[Any, ...]:
@@ -136,7 +132,8 @@ class TensorCheck:
     __slots__ = ("_describe", "_expected", "_matches_at_once")
 
     def __init__(self, describe: Callable[[Sequence[Any]], Any], expected: Any) -> None:
-        self._describe, self._expected, self._matches_at_once = describe, expected, _never_matches
+        self._describe, self._expected = describe, expected
+        self._matches_at_once: Callable[..., bool] = lambda *_: False  # before the first comparison
 
     def __call__(self, tensors: Sequence[Any]) -> bool:
         if self._matches_at_once(*tensors):
@@ -146,10 +143,6 @@ class TensorCheck:
         if tensors:
             self._matches_at_once = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
         return True
-
-
-def _never_matches(*_: Any) -> bool:
-    return False
 
 
 def strides_of(tensors: Sequence[torch.Tensor]) -> list[Any]:

@@ -71,13 +71,13 @@ class Staging:
         self.buffers: dict[Any, torch.Tensor] = {}
         self.pending_copies: list[torch.Event] = []
 
-    def copies(self, pieces: Mapping[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:
+    def copies(self, shards: Mapping[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:
         """Return row-major copies on the CPU, complete after :meth:`wait`. They overwrite the copies of the last call."""
         self.buffers = {
-            key: self._get_or_allocate(self.buffers.get(key), piece).copy_(piece, non_blocking=True)
-            for key, piece in pieces.items()
+            key: self._get_or_allocate(self.buffers.get(key), shard).copy_(shard, non_blocking=True)
+            for key, shard in shards.items()
         }
-        for device in {piece.device for piece in pieces.values() if piece.device.type != "cpu"}:
+        for device in {shard.device for shard in shards.values() if shard.device.type != "cpu"}:
             with torch.accelerator.device_index(device.index):
                 event = torch.Event(device)
                 event.record()
@@ -85,10 +85,10 @@ class Staging:
         return self.buffers
 
     @staticmethod
-    def _get_or_allocate(buffer: torch.Tensor | None, piece: torch.Tensor) -> torch.Tensor:
-        if buffer is not None and buffer.shape == piece.shape and buffer.dtype == piece.dtype:
+    def _get_or_allocate(buffer: torch.Tensor | None, shard: torch.Tensor) -> torch.Tensor:
+        if buffer is not None and buffer.shape == shard.shape and buffer.dtype == shard.dtype:
             return buffer
-        return torch.empty(piece.shape, dtype=piece.dtype, pin_memory=piece.device.type == "cuda", device="cpu")
+        return torch.empty(shard.shape, dtype=shard.dtype, pin_memory=shard.device.type == "cuda", device="cpu")
 
     def wait(self) -> None:
         """Wait until the copies are complete."""

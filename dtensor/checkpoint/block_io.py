@@ -118,13 +118,13 @@ class CommonBox(NamedTuple):
     here: tuple[int, ...]
     there: tuple[int, ...]
 
-    def source(self, width: int) -> tuple[int, list[int], int]:
+    def file_range(self, width: int) -> tuple[int, list[int], int]:
         """Return position and strides of the box in its file, and the length from first to last element, in bytes."""
         stride = [step * width for step in self.block.stride or contiguous_stride(self.block.shape)]
         begin = self.block.at + sum(a * b for a, b in zip(self.there, stride, strict=True))
         return begin, stride, sum((count - 1) * step for count, step in zip(self.size, stride, strict=True)) + width
 
-    def target(self, out: torch.Tensor) -> tuple[int, list[int]]:
+    def memory_range(self, out: torch.Tensor) -> tuple[int, list[int]]:
         """Return the position and strides of the box in ``out``, a row-major tensor, in bytes."""
         stride = [step * out.element_size() for step in contiguous_stride(tuple(out.shape))]
         return sum(a * b for a, b in zip(self.here, stride, strict=True)), stride
@@ -159,8 +159,8 @@ class CheckpointFiles:
         """
         width, size, file = out.element_size(), box.size, box.block.file
         target = flatten_to_bytes(out).numpy()
-        source, source_stride, length = box.source(width)
-        begin, target_stride = box.target(out)
+        source, source_stride, length = box.file_range(width)
+        begin, target_stride = box.memory_range(out)
         outer, run = _contiguous_runs(size, source_stride, target_stride, width)
         self.bytes_read += run * math.prod(size[:outer])
         handle, _ = self._get_or_open(file)
@@ -186,7 +186,7 @@ class CheckpointFiles:
         None if its elements are not aligned in the file.
         """
         width, file = dtype.itemsize, box.block.file
-        source, stride, length = box.source(width)
+        source, stride, length = box.file_range(width)
         handle, _ = self._get_or_open(file)
         if source % width or os.fstat(handle).st_size < source + length:
             return None
@@ -225,7 +225,7 @@ class RemoteCheckpointFiles(CheckpointFiles):
 
     def read_box(self, out: torch.Tensor, box: CommonBox) -> None:
         width, path = out.element_size(), self.folder / box.block.file
-        (source, theirs, length), (begin, ours) = box.source(width), box.target(out)
+        (source, theirs, length), (begin, ours) = box.file_range(width), box.memory_range(out)
         assert isinstance(path, RemotePath)
         data = path.read(source, source + length)
         self.bytes_read += len(data)

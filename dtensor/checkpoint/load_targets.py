@@ -65,7 +65,7 @@ class Target(Stored):
         """Return the layout of the filled tensor, or None for a plain tensor."""
         return self.like.layout if isinstance(self.like, StackedLayout) else self.like if isinstance(self.like, Layout) else None
 
-    def buffers(self, dtype: torch.dtype) -> dict[int | None, torch.Tensor]:
+    def allocate_buffers(self, dtype: torch.dtype) -> dict[int | None, torch.Tensor]:
         """Allocate CPU memory of ``dtype`` for the local tensors of this process, by member (None for a plain tensor)."""
         if self.layout is None:
             return {None: torch.empty(self.shape, dtype=dtype, device="cpu")}
@@ -73,7 +73,7 @@ class Target(Stored):
         coordinates = layout.mesh.coordinates
         return {m: torch.empty(layout.local_shape(coordinates[m]), dtype=dtype, device="cpu") for m in members_here(layout)}
 
-    def block(self, buffers: dict[int | None, torch.Tensor], held: LocalBlock) -> torch.Tensor:
+    def block_buffer(self, buffers: dict[int | None, torch.Tensor], held: LocalBlock) -> torch.Tensor:
         """Return the memory of one block among the buffers."""
         own = buffers[held.member]
         return own.select(self.like.dim, held.part) if isinstance(self.like, StackedLayout) and held.part is not None else own
@@ -90,7 +90,7 @@ class Target(Stored):
             return "has elements that share memory here, as expanded tensors have: load it into x.contiguous()"
         return None
 
-    def finish(self, read: dict[int | None, torch.Tensor]) -> None:
+    def write_values(self, read: dict[int | None, torch.Tensor]) -> None:
         """Write the values into the memory of the requested tensor, or make a new tensor."""
         value = self.assemble_result(read, self.device)
         if self.requested is None or self.requested.is_meta:
@@ -102,9 +102,9 @@ class Target(Stored):
                 self.requested.copy_(value)
             return
         with torch.no_grad(), torch.inference_mode() if self.requested.is_inference() else contextlib.nullcontext():
-            for old, piece in zip(local_tensors_of(self.requested), local_tensors_of(value), strict=True):
-                if piece.numel():
-                    old.detach().copy_(piece)
+            for old, shard in zip(local_tensors_of(self.requested), local_tensors_of(value), strict=True):
+                if shard.numel():
+                    old.detach().copy_(shard)
         if isinstance(self.requested, DTensor) and not self.requested.is_inference():
             torch.autograd.graph.increment_version(self.requested)
 
@@ -122,12 +122,12 @@ class Target(Stored):
             return wrap(local if reduced is layout else redistribute_local(local, reduced, layout), layout)
 
 
-def _with_layout_strides(piece: torch.Tensor, layout: Layout, member: int | None, device: torch.device) -> torch.Tensor:
-    """Return a piece that was read, on ``device``, with the strides of the member's local tensor."""
+def _with_layout_strides(shard: torch.Tensor, layout: Layout, member: int | None, device: torch.device) -> torch.Tensor:
+    """Return a shard that was read, on ``device``, with the strides of the member's local tensor."""
     stride = layout.local_stride(layout.mesh.coordinates[member or 0])
-    if piece.stride() == stride or piece.numel() < 2:
-        return piece.to(device)
-    return torch.empty_strided(piece.shape, stride, dtype=piece.dtype, device=device).copy_(piece)
+    if shard.stride() == stride or shard.numel() < 2:
+        return shard.to(device)
+    return torch.empty_strided(shard.shape, stride, dtype=shard.dtype, device=device).copy_(shard)
 
 
 def _has_internal_overlap(x: torch.Tensor) -> bool:
@@ -192,7 +192,7 @@ def finish_targets(targets: Iterable[Target], read: dict[str, dict[int | None, t
         first = first_targets.setdefault(_meta_identity(target), target)
         values = read.pop(target.name)
         if first is target:
-            target.finish(values)
+            target.write_values(values)
         else:
             target.result = first.result
 
@@ -201,25 +201,25 @@ def _meta_identity(target: Target) -> object:
     x = target.requested
     if x is None or not x.is_meta:
         return target
-    return target.like, x.dtype, tuple((_memory_position(piece), piece.shape, piece.stride()) for piece in local_tensors_of(x))
+    return target.like, x.dtype, tuple((_memory_position(shard), shard.shape, shard.stride()) for shard in local_tensors_of(x))
 
 
-def _memory_position(piece: torch.Tensor) -> tuple[tuple[object, ...], int]:
+def _memory_position(shard: torch.Tensor) -> tuple[tuple[object, ...], int]:
     """Return the address space of a local tensor and its first byte in it. On meta every storage is an address space."""
-    if piece.is_meta:
-        return ("meta", piece.untyped_storage()._cdata), int(piece.storage_offset()) * piece.element_size()
-    return (piece.device,), piece.data_ptr()
+    if shard.is_meta:
+        return ("meta", shard.untyped_storage()._cdata), int(shard.storage_offset()) * shard.element_size()
+    return (shard.device,), shard.data_ptr()
 
 
 def _overlapping_spans(targets: Iterable[Target]) -> Iterator[list[_MemorySpan]]:
     """Yield groups of spans that overlap others."""
     spans: dict[tuple[object, ...], list[_MemorySpan]] = {}
     for target in targets:
-        for number, piece in enumerate(local_tensors_of(target.requested) if target.requested is not None else ()):
-            if piece.numel():
-                space, begin = _memory_position(piece)
-                last = sum((n - 1) * step for n, step in zip(piece.shape, piece.stride(), strict=True))
-                span = _MemorySpan(space, begin, begin + (last + 1) * piece.element_size(), target, number)
+        for number, shard in enumerate(local_tensors_of(target.requested) if target.requested is not None else ()):
+            if shard.numel():
+                space, begin = _memory_position(shard)
+                last = sum((n - 1) * step for n, step in zip(shard.shape, shard.stride(), strict=True))
+                span = _MemorySpan(space, begin, begin + (last + 1) * shard.element_size(), target, number)
                 spans.setdefault(space, []).append(span)
     for space_spans in spans.values():
         group: list[_MemorySpan] = []
@@ -241,10 +241,10 @@ def _have_consistent_values(group: list[_MemorySpan], values: list[torch.Tensor]
     )
     views = []
     for span, value in zip(group, values, strict=True):
-        piece = local_tensors_of(span.target.requested)[span.number]
-        at = (span.begin - start) // piece.element_size()
-        view = torch.empty(0, dtype=piece.dtype, device="cpu").set_(memory.untyped_storage(), at, piece.shape, piece.stride())
-        stored = value.conj().resolve_conj() if piece.is_conj() else value
-        view.copy_(-stored if piece.is_neg() else stored)
+        shard = local_tensors_of(span.target.requested)[span.number]
+        at = (span.begin - start) // shard.element_size()
+        view = torch.empty(0, dtype=shard.dtype, device="cpu").set_(memory.untyped_storage(), at, shard.shape, shard.stride())
+        stored = value.conj().resolve_conj() if shard.is_conj() else value
+        view.copy_(-stored if shard.is_neg() else stored)
         views.append((view, stored))
     return all(torch.equal(flatten_to_bytes(view.contiguous()), flatten_to_bytes(stored.contiguous())) for view, stored in views)

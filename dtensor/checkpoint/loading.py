@@ -213,45 +213,45 @@ def _read_targets(
     sums: Sums = {}
     for name, held in blocks_here({name: target.like for name, target in targets.items()}, ranks.rank, ranks.participants):
         target, entry = targets[name], manifest.tensors[name]
-        own, known = target.buffers(entry.torch_dtype), dict[Any, LocalBlock]()
-        for piece in sorted(held, key=lambda piece: not piece.answers):
-            first = known.setdefault((piece.offset, piece.shape), piece)
-            block = target.block(own, piece)
-            if first is not piece:  # in one process replicas are read once and copied
-                block.copy_(target.block(own, first))
+        own, known = target.allocate_buffers(entry.torch_dtype), dict[Any, LocalBlock]()
+        for local_block in sorted(held, key=lambda local_block: not local_block.answers):
+            first = known.setdefault((local_block.offset, local_block.shape), local_block)
+            block = target.block_buffer(own, local_block)
+            if first is not local_block:  # in one process replicas are read once and copied
+                block.copy_(target.block_buffer(own, first))
                 continue
-            boxes = list(_common_boxes(piece, entry))
-            mapped = _map_block(target, piece, boxes, entry, files)
+            boxes = list(_common_boxes(local_block, entry))
+            mapped = _map_block(target, local_block, boxes, entry, files)
             if mapped is None:
                 _read_block(block, boxes, name, files)
             else:
-                own[piece.member] = block = mapped
-            _add_digests(block, piece, boxes, name, files, sums)
+                own[local_block.member] = block = mapped
+            _add_digests(block, local_block, boxes, name, files, sums)
         buffers[name] = {member: read.to(target.dtype) for member, read in own.items()}
     check_shared_memory(targets.values(), buffers)
     return sums
 
 
-def _common_boxes(piece: LocalBlock, entry: StoredTensor) -> Iterator[CommonBox]:
+def _common_boxes(local_block: LocalBlock, entry: StoredTensor) -> Iterator[CommonBox]:
     for number, block in enumerate(entry.blocks):
-        start = tuple(max(a, b) for a, b in zip(piece.offset, block.offset, strict=True))
-        ends = zip(piece.offset, piece.shape, block.offset, block.shape, strict=True)
+        start = tuple(max(a, b) for a, b in zip(local_block.offset, block.offset, strict=True))
+        ends = zip(local_block.offset, local_block.shape, block.offset, block.shape, strict=True)
         size = tuple(min(a + n, b + m) - s for (a, n, b, m), s in zip(ends, start, strict=True))
         if all(length > 0 for length in size):
-            here, there = (tuple(a - b for a, b in zip(start, whole.offset, strict=True)) for whole in (piece, block))
+            here, there = (tuple(a - b for a, b in zip(start, outer.offset, strict=True)) for outer in (local_block, block))
             yield CommonBox(number, block, start, size, here, there)
 
 
 def _map_block(
-    target: Target, piece: LocalBlock, boxes: list[CommonBox], entry: StoredTensor, files: CheckpointFiles
+    target: Target, local_block: LocalBlock, boxes: list[CommonBox], entry: StoredTensor, files: CheckpointFiles
 ) -> torch.Tensor | None:
     """Return a block as a view of mapped memory. None unless it is one stored block, to be copied into a requested tensor."""
     if (
         target.requested is None
         or target.requested.is_meta
-        or piece.part is not None
+        or local_block.part is not None
         or len(boxes) != 1
-        or boxes[0].size != tuple(piece.shape)
+        or boxes[0].size != tuple(local_block.shape)
     ):
         return None
     return files.mapped_box(entry.torch_dtype, boxes[0])
@@ -270,7 +270,7 @@ def _read_block(out: torch.Tensor, boxes: list[CommonBox], name: str, files: Che
 
 
 def _add_digests(
-    read: torch.Tensor, piece: LocalBlock, boxes: list[CommonBox], name: str, files: CheckpointFiles, sums: Sums
+    read: torch.Tensor, local_block: LocalBlock, boxes: list[CommonBox], name: str, files: CheckpointFiles, sums: Sums
 ) -> None:
     """Verify stored blocks that were read completely. Of others, add the digest of the read part, once for all replicas."""
     for box in boxes:
@@ -281,7 +281,7 @@ def _add_digests(
         if box.size == box.block.shape:
             if part_digest != box.block.digest:
                 raise _corrupted_error(name, files.folder, box.block)
-        elif piece.answers:
+        elif local_block.answers:
             sums[name, box.number] = (sums.get((name, box.number), 0) + part_digest) & MASK
 
 

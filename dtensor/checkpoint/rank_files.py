@@ -39,31 +39,31 @@ def merge_rank_files(paths: Sequence[str | os.PathLike[str]], *, weights_only: b
         raise CheckpointError("merge_rank_files takes a file of each rank, got none")
     with load_as_rank_shards():
         states = [torch.load(path, map_location="cpu", weights_only=weights_only) for path in paths]
-    pieces_of: dict[TreePath, list[RankShards]] = {}
+    shards_by_path: dict[TreePath, list[RankShards]] = {}
     for state in states:
         map_leaves(
-            lambda leaf, path: pieces_of.setdefault(path, []).append(leaf) if isinstance(leaf, RankShards) else None, state
+            lambda leaf, path: shards_by_path.setdefault(path, []).append(leaf) if isinstance(leaf, RankShards) else None, state
         )
 
     def merged(leaf: Any, path: TreePath) -> Any:
-        return _merge_tensor(name_of(path), pieces_of[path]) if isinstance(leaf, RankShards) else leaf
+        return _merge_tensor(name_of(path), shards_by_path[path]) if isinstance(leaf, RankShards) else leaf
 
     result = map_leaves(merged, states[0])
-    incomplete = sorted({name_of(path) for path, pieces in pieces_of.items() if len(pieces) < len(states)})
+    incomplete = sorted({name_of(path) for path, rank_shards in shards_by_path.items() if len(rank_shards) < len(states)})
     if incomplete:
         raise CheckpointError(f"{incomplete[:4]} are distributed in some of the files only: give files of one save")
     return result
 
 
-def _merge_tensor(name: str, pieces: list[RankShards]) -> torch.Tensor:
-    layout = pieces[0].layout
-    if any(piece.layout != layout for piece in pieces):
+def _merge_tensor(name: str, rank_shards: list[RankShards]) -> torch.Tensor:
+    layout = rank_shards[0].layout
+    if any(part.layout != layout for part in rank_shards):
         raise CheckpointError(
-            f"{name!r} is laid out as {sorted({repr(p.layout) for p in pieces})} in the files: give files of one save"
+            f"{name!r} is laid out as {sorted({repr(p.layout) for p in rank_shards})} in the files: give files of one save"
         )
     if layout.is_partial:
         raise CheckpointError(f"{name!r} is partial, {layout!r}: call x.redistribute(placements=...) before torch.save")
-    locals_ = {member: local for piece in pieces for member, local in piece.locals}
+    locals_ = {member: local for part in rank_shards for member, local in part.locals}
     result = torch.empty(layout.shape, dtype=layout.dtype, device="cpu")
     for (offset, shape), holders in distinct_blocks(layout).items():
         local = next((locals_[member] for member in holders if member in locals_), None)

@@ -80,7 +80,7 @@ class HeaderEntry(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
 
-    def entry(self, file: str, start: int, found: int | None) -> StoredTensor:
+    def to_stored_tensor(self, file: str, start: int, found: int | None) -> StoredTensor:
         """Return the stored tensor in a file with a header of ``start`` bytes, with its digest."""
         block = StoredBlock((0,) * len(self.shape), self.shape, file, start + self.first, found)
         return StoredTensor(self.shape, str(self.dtype).removeprefix("torch."), (block,) if self.last > self.first else ())
@@ -125,7 +125,7 @@ def read_header(path: StoragePath) -> tuple[dict[str, StoredTensor], int]:
         raise damage_error(
             f"{path} is damaged or truncated: its header cannot be read ({type(error).__name__}: {error})"
         ) from error
-    return {place.name: place.entry(path.name, 8 + length, digests.get(place.name)) for place in places}, size
+    return {place.name: place.to_stored_tensor(path.name, 8 + length, digests.get(place.name)) for place in places}, size
 
 
 def _parse_place(name: str, description: Mapping[str, Any]) -> HeaderEntry:
@@ -377,9 +377,9 @@ def _write_blocks(
             with open(part, "r+b") as out:
                 for place in file.places:
                     for held in blocks[place.name]:
-                        piece = to_row_major_cpu(block_tensor(tensors[place.name], held).detach())
-                        write_box(piece, out, file.header + place.first, place.shape, held.offset)
-                        sums[place.name] = (sums.get(place.name, 0) + block_digest(piece, held.offset)) & MASK
+                        shard = to_row_major_cpu(block_tensor(tensors[place.name], held).detach())
+                        write_box(shard, out, file.header + place.first, place.shape, held.offset)
+                        sums[place.name] = (sums.get(place.name, 0) + block_digest(shard, held.offset)) & MASK
                 out.flush()
                 os.fsync(out.fileno())
     return sums

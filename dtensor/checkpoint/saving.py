@@ -128,13 +128,13 @@ def _prepare_job(state: Any, folder: StoragePath, ranks: RankGroup, staging: Sta
     except Exception as error:  # also errors of the user's state_dict methods
         return error
     tensors = reduce_partials(tensors, parts, ranks, f"saving to {folder}")
-    pieces = {
+    shards = {
         (name, held.offset): block_tensor(tensors[name], held).detach()
         for name, blocks in blocks_here(tensors, ranks.rank, ranks.participants)
         for held in blocks
         if held.answers
     }
-    writes = staging.copies(pieces) if staging is not None else {key: to_row_major_cpu(piece) for key, piece in pieces.items()}
+    writes = staging.copies(shards) if staging is not None else {key: to_row_major_cpu(shard) for key, shard in shards.items()}
     return _SaveJob(encoded, _without_tensors(tree), entries, writes, parts)
 
 
@@ -169,9 +169,9 @@ def reduce_partials(tensors: dict[str, torch.Tensor], parts: StateParts, ranks: 
     return tensors | {name: x.redistribute(placements=x._layout.reduced().placements) for name, x in partials.items()}
 
 
-def to_row_major_cpu(piece: torch.Tensor) -> torch.Tensor:
+def to_row_major_cpu(shard: torch.Tensor) -> torch.Tensor:
     """Return the values on the CPU, as they are written."""
-    return piece.cpu().resolve_conj().resolve_neg().contiguous()
+    return shard.cpu().resolve_conj().resolve_neg().contiguous()
 
 
 def _without_tensors(tree: Any) -> Any:

@@ -124,10 +124,10 @@ def dry_step(part: str, model: Transformer, mesh: DeviceMesh, sequence: int, mic
     state = sum(
         x.numel() * x.element_size() for x in map(to_local_tensor, tensor_leaves(list(optimizer.state.values()))) if x.ndim
     )
-    return _summarize(observer.bytes_over_time(), positions, passes[1][0].add_scaled(passes[1][1]), once, state, boundary)
+    return _make_dry_step(observer.bytes_over_time(), positions, passes[1][0].add_scaled(passes[1][1]), once, state, boundary)
 
 
-def _summarize(
+def _make_dry_step(
     bytes_held: Sequence[int], positions: Sequence[int], micro: Work, once: Work, state: float, boundary: float
 ) -> DryStep:
     """Return the result.
@@ -169,7 +169,8 @@ class _StepObserver:
     def _record_event(self, event: Event) -> None:
         mesh = event.mesh
         assert mesh is not None
-        dim = "dp" if event.over in ("spread", "others") else MESH_DIMS[min(mesh.group_id(event.mesh_dims))]  # the outermost dim
+        outermost_dim = MESH_DIMS[min(mesh.group_id(event.mesh_dims))]
+        dim = "dp" if event.dims_text in ("spread", "others") else outermost_dim
         self._barriers.append(time.perf_counter_ns())
         self._work.nbytes[dim] += event.bytes
         self._work.seconds[dim] += collective_seconds(mesh, event.mesh_dims, event.kind, event.bytes)

@@ -94,7 +94,7 @@ def estimate(
     if batch // degrees.dp % micro:
         raise PlanError(f"micro batches of {micro} do not divide the {batch // degrees.dp} sequences of a rank; pass a divisor")
     request = _StepRequest(model, cluster, degrees, sequence, batch, micro, chunks)
-    return _estimate_least_recomputation(request, request.parts(degrees), RECOMPUTATIONS if again is None else (again,))
+    return _estimate_least_recomputation(request, request.dry_runs_of(degrees), RECOMPUTATIONS if again is None else (again,))
 
 
 DryRunOf = Callable[[str, str], DryStep]  # (part, what it recomputes) -> its dry run
@@ -112,7 +112,7 @@ class _StepRequest:
     micro: int = 1
     chunks: int | None = None
 
-    def parts(self, degrees: Degrees) -> DryRunOf:
+    def dry_runs_of(self, degrees: Degrees) -> DryRunOf:
         """Return a function that returns the dry runs of the model's parts with other degrees."""
         return lambda part, again: _cached_dry_step(part, again, self.model, self.cluster, degrees, self.sequence, self.micro)
 
@@ -194,14 +194,14 @@ def best(model: Transformer, cluster: Cluster, ranks: int, sequence: int, batch:
     queue: list[tuple[float, int, int, Estimate]] = []  # (lower bound of seconds, number, certainty, estimate)
     numbers = count()
 
-    def push(certainty: int, one: Estimate) -> None:
+    def push_estimate(certainty: int, one: Estimate) -> None:
         heappush(queue, (one.step_seconds, next(numbers), certainty, one))
 
     for family in families.values():
         for degrees in family:
             request = _StepRequest(model, cluster, degrees, sequence, batch)
-            parts = _without_data_parallel(request.parts(_cheapest_degrees(family)))
-            push(0, _compose_estimate(request, parts, RECOMPUTATIONS[0]))
+            parts = _without_data_parallel(request.dry_runs_of(_cheapest_degrees(family)))
+            push_estimate(0, _compose_estimate(request, parts, RECOMPUTATIONS[0]))
     results: list[Estimate] = []
     while queue and len(results) < most:
         _, _, certainty, one = heappop(queue)
@@ -209,10 +209,10 @@ def best(model: Transformer, cluster: Cluster, ranks: int, sequence: int, batch:
         if certainty == 2:
             results.append(one)
             continue
-        exact = request.parts(one.degrees) if certainty else None
-        parts = exact or _without_data_parallel(request.parts(_cheapest_degrees(family)))
+        exact = request.dry_runs_of(one.degrees) if certainty else None
+        parts = exact or _without_data_parallel(request.dry_runs_of(_cheapest_degrees(family)))
         if (refined := _estimate_least_recomputation(request, parts)).fits:
-            push(certainty + 1, refined)
+            push_estimate(certainty + 1, refined)
     if not results:
         raise PlanError(
             f"no layout tp x cp x pp x dp of {ranks} ranks with {batch} sequences of {sequence} tokens fits "
@@ -233,11 +233,11 @@ def _cheapest_degrees(family: list[Degrees]) -> Degrees:
 def _without_data_parallel(parts: DryRunOf) -> DryRunOf:
     """Return the dry runs without parts that are sharded over ``dp``. Parameters need half as many bytes as their gradients."""
 
-    def of(part: str, again: str) -> DryStep:
+    def run_part(part: str, again: str) -> DryStep:
         step = parts(part, again)
         gradients = step.memory["gradients"]
         return replace(
             step, once=Work(), memory={"parameters": gradients / 2, "gradients": gradients, "optimizer": 0.0}, most=0.0
         )
 
-    return of
+    return run_part

@@ -55,10 +55,10 @@ class Event:
     groups: tuple[tuple[int, ...], ...] = field(default=(), compare=False)
 
     def __str__(self) -> str:
-        return f"{self.kind} over {self.over or 'a group'}, {self.group_size} ranks, {bytes_text(self.bytes)}"
+        return f"{self.kind} over {self.dims_text or 'a group'}, {self.group_size} ranks, {bytes_text(self.bytes)}"
 
     @property
-    def over(self) -> str:
+    def dims_text(self) -> str:
         """Return the names of the mesh dims."""
         return "+".join(map(str, self.mesh_dims if self.mesh is None else self.mesh.named(self.mesh_dims)))
 

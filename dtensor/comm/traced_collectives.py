@@ -52,9 +52,9 @@ from .communicator import BoundCollective, BoundReduction
 from .events import Event, all_reduce_bytes, listeners, report_events
 from .flat_rows import chunk_lengths, view_as_row
 from .local_reduce import Op, fold, row_major_copy
-from .pack import Packing, Scatter, Traffic, Transfer
+from .pack import Packing, Scatter, Transfer
 from .pending import Pending
-from .transfer import Issue, make_gather_packing, make_packings
+from .transfer import Issue, is_native_gather, make_gather_packing, make_packings
 
 _ROW_COLLECTIVES = ("gather", "reduce", "reduce_scatter")
 _SCHEMAS = {
@@ -307,7 +307,7 @@ def _without_sizes(description: str) -> str:
 def bind_traced_transfer(group: Group, transfer: Transfer) -> BoundCollective:
     """Bind a transfer for traced local values."""
     route = transfer.route_of(group.members[group.position])
-    if transfer.kind == "all_gather" and traits_of(group).reduces and Traffic.of_gather(route).alike:
+    if is_native_gather(group, transfer, route):
         return _bind_gather(group, route, _without_sizes(transfer.description))
     send_packing, recv_packing = make_packings(group, route)
     description = f"{transfer.kind} {_without_sizes(transfer.description)}"

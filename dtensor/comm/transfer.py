@@ -57,7 +57,7 @@ def bind_transfer(group: Group, transfer: Transfer) -> Issue:
         return _bind_broadcast(group, route)
     if transfer.blocking and _is_relayed(group, route, transfer.dtype):
         return _bind_relayed(group, route)
-    if _is_native_gather(group, transfer, route):
+    if is_native_gather(group, transfer, route):
         return _bind_native_gather(group, route)
     return (bind_direct if _is_direct(group, transfer, route) else _bind_packed)(group, route)
 
@@ -67,7 +67,7 @@ def is_packed(group: Group, transfer: Transfer) -> bool:
     if transfer.kind == "broadcast" or _concat_layout(group, transfer) is not None:
         return False
     route = transfer.route_of(group.members[group.position])
-    return not (_is_native_gather(group, transfer, route) or _is_direct(group, transfer, route))
+    return not (is_native_gather(group, transfer, route) or _is_direct(group, transfer, route))
 
 
 def _find_traffic(group: Group, transfer: Transfer) -> Traffic | None:
@@ -88,7 +88,7 @@ def _concat_layout(group: Group, transfer: Transfer) -> tuple[tuple[int, ...], i
     return None if traffic is None else traffic.joined
 
 
-def _is_native_gather(group: Group, transfer: Transfer, route: SendRecvPlan) -> bool:
+def is_native_gather(group: Group, transfer: Transfer, route: SendRecvPlan) -> bool:
     """Return True if the transfer is a gather of equal blocks, and the backend has one."""
     return transfer.kind == "all_gather" and traits_of(group).reduces and Traffic.of_gather(route).alike
 

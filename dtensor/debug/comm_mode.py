@@ -145,7 +145,7 @@ class CommDebugMode:
         """Return a table with one line for each kind, mesh dims and group size, in order of first use."""
         rows: dict[tuple[str, str, str], list[int]] = {}
         for event in self.events:
-            over = "direct" if event.direct else event.over
+            over = "direct" if event.direct else event.dims_text
             row = rows.setdefault((event.kind, over, str(event.group_size)), [0, 0])
             row[0] += 1
             row[1] += event.bytes

@@ -37,7 +37,7 @@ def reason_lines(cause: Cause, can_be_written: bool = True) -> list[str]:
 
 def _redistribution_lines(cause: Cause) -> Iterator[str]:
     """Yield lines about the redistributions of one operator call, and about communication inside its kernel."""
-    for (name, index), plan in cause.plan.moves:
+    for (name, index), plan in cause.plan.redistributions:
         if plan.communicates:
             operand = name if index is None else f"{name}[{index}]"
             yield f"redistributed: {operand} {plan.src!r} -> {placements_text(plan.dst)}"
@@ -47,7 +47,7 @@ def _redistribution_lines(cause: Cause) -> Iterator[str]:
         if plan.communicates:
             change = f"{placements_text(plan.src)} -> {placements_text(plan.dst)}"
             yield f"redistributed back: {name} {change}, as the tensor that is written to"
-    kernel = None if cause.plan.chosen is None else cause.plan.chosen.kernel_row
+    kernel = None if cause.plan.chosen is None else cause.plan.chosen.kernel_strategy
     if kernel is not None and kernel.kernel is not None and kernel.kernel.collectives:
         yield f"the kernel of this strategy (factor {kernel.factor!r} is sharded) communicates on its own"
 
@@ -62,15 +62,15 @@ def _considered_query(cause: Cause) -> list[RuleQuery]:
     if cause.plan.how != "rule" or call.mesh.size() == 1:
         return []
     recorder, (_, slots) = RuleQueryRecorder(), make_call(cause.operator, call.mesh, call.arguments)
-    facts = {slot: fact for slot, fact in zip(slots, call.known, strict=False) if fact is not None}
+    facts = {slot: fact for slot, fact in zip(slots, call.operand_facts, strict=False) if fact is not None}
     propagate_sharding(cause.operator, call.mesh, call.arguments, frozenset(slots[i] for i in call.plain), recorder, facts)
     return [query for query in recorder.queries if query.chosen is not None][:1]  # of a list: the first element
 
 
 def _alternative_lines(cause: Cause, query: RuleQuery) -> Iterator[str]:
     """Yield a line about an operand that avoids the redistribution if it is made with other placements."""
-    plans = [(slot, plan) for slot, plan in cause.plan.moves if plan.communicates]
-    if len(plans) != 1 or len(cause.plan.moves) != 1:
+    plans = [(slot, plan) for slot, plan in cause.plan.redistributions if plan.communicates]
+    if len(plans) != 1 or len(cause.plan.redistributions) != 1:
         return
     (moved_slot, plan), (_, slots) = plans[0], make_call(cause.operator, query.call.mesh, cause.plan.call.arguments)
     changed_dims = [dim for dim, (a, b) in enumerate(zip(plan.src.placements, plan.dst.placements, strict=True)) if a != b]
@@ -94,7 +94,7 @@ def _alternative_lines(cause: Cause, query: RuleQuery) -> Iterator[str]:
 
 def _strategy_lines(query: RuleQuery) -> Iterator[str]:
     assert query.chosen is not None
-    for mesh_dim, chosen in enumerate(query.chosen.choice.rows):
+    for mesh_dim, chosen in enumerate(query.chosen.choice.strategies):
         priced = _strategies_by_cost(query, mesh_dim)
         shown = [item for k, item in enumerate(priced) if k < SHOWN_STRATEGIES or item[1] == chosen]
         (name,) = query.call.mesh.named((mesh_dim,))

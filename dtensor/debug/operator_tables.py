@@ -290,7 +290,7 @@ def rename_factors(factors: Factors) -> Factors:
         whole=frozenset(letters.get(name, name) for name in factors.whole),
         reduced=rename_keys(factors.reduced),
         kernels=rename_keys(factors.kernels),
-        rows=tuple(map(rename_strategy, factors.rows)),
+        listed_strategies=tuple(map(rename_strategy, factors.listed_strategies)),
     )
 
 

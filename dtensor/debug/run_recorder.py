@@ -101,7 +101,7 @@ class RecordedCollective:
     @property
     def collective_text(self) -> str:
         """The kind, mesh dims, group size and bytes of the collective."""
-        over = "direct" if self.event.direct else f"over {self.event.over}" if self.event.over else "between meshes"
+        over = "direct" if self.event.direct else f"over {self.event.dims_text}" if self.event.dims_text else "between meshes"
         return f"{self.event.kind} {over}, {self.event.group_size} ranks, {bytes_text(self.bytes)}"
 
     def __str__(self) -> str:

@@ -28,10 +28,10 @@ class Cause:
 
 def warn_of_gather(plan: CallPlan, name: str) -> None:
     """Warn, once for each operator, that it gathers: with its layouts and the bytes received per rank."""
-    if name in _WARNED or not plan.moves:
+    if name in _WARNED or not plan.redistributions:
         return
     _WARNED.add(name)
-    received = sum(move.bytes for _, move in plan.moves)
+    received = sum(redistribution.bytes for _, redistribution in plan.redistributions)
     layouts = ", ".join(map(repr, plan.call.operands))
     warnings.warn(
         f"{name} has no sharding rule for {layouts}: every rank all-gathers the operands "
@@ -52,9 +52,12 @@ def _stack_level_of_user() -> int:
 
 def describe_plan(plan: CallPlan) -> str:
     """Return the plan as text: what is redistributed, what runs, what is written back."""
-    lines = [f"  {slot[0]}{'' if slot[1] is None else f'[{slot[1]}]'}: {move}" for slot, move in plan.moves]
-    lines += [f"  write {slot[0]} back: {move}" for slot, move in plan.write_back]
-    strategy = None if plan.chosen is None else plan.chosen.kernel_row
+    lines = [
+        f"  {slot[0]}{'' if slot[1] is None else f'[{slot[1]}]'}: {redistribution}"
+        for slot, redistribution in plan.redistributions
+    ]
+    lines += [f"  write {slot[0]} back: {redistribution}" for slot, redistribution in plan.write_back]
+    strategy = None if plan.chosen is None else plan.chosen.kernel_strategy
     if strategy is not None and (kernel := strategy.kernel) is not None:
         lines.append(f"  a kernel with the sharded factor {strategy.factor!r}: {kernel.collectives} collectives of its own")
     if plan.how == "gather":

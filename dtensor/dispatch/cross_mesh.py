@@ -20,7 +20,7 @@ numbers alone is on the mesh with the most ranks, so that numbers of submeshes a
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -39,9 +39,8 @@ from ..mesh.device_mesh import DeviceMesh
 from ..propagation.op_schema import OperatorSchema
 from ..redistribute import execute
 from ..redistribute import plan as plan_redistribution
+from .frame import Runner
 from .wrap import wrap_local
-
-Runner = Callable[..., Any]
 
 
 def meshes_of(values: Any) -> dict[DeviceMesh, None]:
@@ -65,7 +64,7 @@ def make_cross_mesh_runner(operator: OperatorSchema, bound: dict[str, Any]) -> R
     Raises:
         MeshError: no case of the module's docstring serves the call.
     """
-    groups = _group_by_mesh(operator, bound) if operator.facts.per_element else ()
+    groups = _group_by_mesh(operator, bound) if operator.traits.per_element else ()
     if len(groups) > 1:
         return lambda args, kwargs, *_: _run_mesh_by_mesh(operator, operator.bind(args, kwargs), groups)
     if _writes_plain_tensors(operator, bound):
@@ -212,7 +211,9 @@ def _copy_to_mesh(values: Sequence[Any], home: DeviceMesh, name: str) -> dict[in
     for layout, group in by_layout.items():
         first, *others = group.values()
         stacked = torch.ops.aten.stack.default([first, *others]) if others else first
-        local = _order_by_member(home, layout.mesh, _reduce_value(stacked, name))
+        local = _reduce_value(stacked, name)
+        if layout.mesh.ranks != home.ranks:  # in process, shards are in the order of the members
+            local = reordered(local, [layout.mesh.ranks.index(rank) for rank in home.ranks])
         local = _agree_between_copies(local, layout.mesh, home, name)
         target = Layout.replicated(home, layout.shape, layout.stride, layout.dtype)
         parts = local.unbind() if others else [local]
@@ -245,11 +246,6 @@ def _missing_dims(mesh: DeviceMesh, home: DeviceMesh) -> tuple[int, ...]:
         if any(group != row[0] for row in rows for group in row):
             dims.append(d)
     return tuple(dims)
-
-
-def _order_by_member(home: DeviceMesh, mesh: DeviceMesh, local: Any) -> Any:
-    """Return the local value of ``mesh`` with its shards in the order of the members of ``home``, in process."""
-    return local if mesh.ranks == home.ranks else reordered(local, [mesh.ranks.index(rank) for rank in home.ranks])
 
 
 def _agree_between_copies(local: Any, mesh: DeviceMesh, home: DeviceMesh, name: str) -> Any:

@@ -8,7 +8,7 @@ program and cached.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from threading import RLock
 from typing import Any
@@ -157,7 +157,7 @@ def _make_dispatch(entry: Entry) -> Callable[..., Any]:
                 if _in_inference_mode() and not args[0].is_inference():
                     with torch.inference_mode(False):  # a view of a normal tensor shares its version counter
                         return run(cls, func, types, args, kwargs)
-                if args[0]._begins:
+                if args[0]._storage_start:
                     return run_general(args, kwargs or {})
             if not kwargs:
                 kwargs = {}
@@ -247,10 +247,6 @@ def _make_general_dispatch(entry: Entry, find: Callable[..., Any]) -> Callable[.
     return run
 
 
-def _are_replicated(tensors: Sequence[Any]) -> bool:
-    return all(x._layout.is_replicated for x in tensors if hasattr(x, "_layout"))
-
-
 def _broadcast_replicated(args: Any, kwargs: Any, local_args: Any, local_kwargs: Any) -> Any:
     """Broadcast the local tensors of replicated DTensors, which changes no value; they are exposed to user code from now on."""
     local = [x.to_local() if hasattr(x, "_layout") else x for x in args[0]]
@@ -263,7 +259,8 @@ def _miss(entry: Entry, signature: tuple[Any, ...], args: tuple[Any, ...], kwarg
         if args and (announced := announced_call(args[0])) is not None:
             return announced
         wrapper = torch_ddp_hint(sys._getframe())
-        if entry.operator.name == "c10d::broadcast_" and not wrapper and _are_replicated(args[0]):
+        is_broadcast = entry.operator.name == "c10d::broadcast_" and not wrapper
+        if is_broadcast and all(x._layout.is_replicated for x in args[0] if hasattr(x, "_layout")):
             return _broadcast_replicated
         raise UnsupportedOperationError(
             f"{entry.operator.name} got a DTensor, but collectives of torch.distributed take local tensors; "

@@ -1,6 +1,7 @@
-"""Facts: disjoint rows, local indices and preferred layouts of tensors, and the passes that attach them to results.
+"""Facts: what is known of an operand in addition to its layout, and the passes that attach facts to tensors.
 
-There are three facts. Each is an attribute of the tensor, and strategies are chosen with it:
+There are five facts (:class:`~dtensor.rules.disjoint_partial.OperandFacts`). Strategies are chosen with them. Each is derived
+from an attribute of the tensor:
 
 - **disjoint rows** (:class:`DisjointRows`): a ``Partial("sum")`` tensor in which each row is non-zero on one rank only. A grouped
   matrix product with sharded groups makes it: the rows of a group belong to the rank that has the group.
@@ -9,8 +10,13 @@ There are three facts. Each is an attribute of the tensor, and strategies are ch
 - **preferred layout** (:class:`~.redistribution_cache.PreferredLayout`): consumers redistributed the tensor to this layout. An
   operator that extends the tensor (``cat``) writes its result in that layout. Otherwise a KV cache that is sharded by channel
   would be gathered completely for each generated token.
+- **deferred reductions** (:class:`DeferredReductions`): an earlier operator left this partial tensor unreduced. A reduction of it
+  is estimated at half of its cost, because a later operator may need it too.
+- **cached reductions** (:func:`~.redistribution_cache.cached_reductions`): the redistribution cache has a reduced copy of this
+  partial tensor.
 
-A fact is valid for the tensor as it was made. A write to the tensor ends it, and where torch counts no writes there is none.
+Disjoint rows and local indices hold for the values that the tensor had: a write to it ends them, and where torch counts no
+writes there are none.
 Dropping a fact is always safe. All of this follows from the program, so ranks agree.
 """
 
@@ -33,11 +39,11 @@ from ..propagation.owner_strategies import SUM
 from ..propagation.propagate import CallPlan
 from ..rules.disjoint_partial import DisjointResult, DisjointSplit, OperandFacts
 from . import wrap
-from .frame import Args, Frame, Keywords, Step
+from .frame import Args, Frame, Keywords, Pass, Step
 from .redistribution_cache import (
-    FORMS,
+    CACHED_COPIES,
     IN_DECOMPOSITION,
-    WANTED,
+    PREFERRED_LAYOUT,
     PreferredLayout,
     active_recorder,
     cached_reductions,
@@ -45,10 +51,10 @@ from .redistribution_cache import (
 )
 from .version_counters import counted_versions, is_unwritten, is_written_once
 
-_DISJOINT_ROWS = "_parted"  # the attribute of a tensor with its DisjointRows
+_DISJOINT_ROWS = "_disjoint_rows"  # the attribute of a tensor with its DisjointRows
 _OWNERSHIPS = "_ownerships"  # the attribute of a tensor of group ends with the RowOwnerships made of it
-_DEFERRED = "_passed"  # the attribute of a partial tensor with its DeferredReductions
-_LOCAL_INDICES = "_names"  # the attribute of an index tensor with its LocalIndices
+_DEFERRED = "_deferred_reductions"  # the attribute of a partial tensor with its DeferredReductions
+_LOCAL_INDICES = "_local_indices"  # the attribute of an index tensor with its LocalIndices
 
 
 # --- disjoint rows ------------------------------------------------------------------------------------------------------
@@ -138,25 +144,25 @@ def find_disjoint_rows(x: Any) -> DisjointRows | None:
     return fact if type(fact) is DisjointRows and fact.is_valid(counted_versions(x)) else None
 
 
-def _get_or_make_ownership(ends: Any, left: DisjointResult, layout: Layout) -> RowOwnership:
+def _get_or_make_ownership(ends: Any, disjoint: DisjointResult, layout: Layout) -> RowOwnership:
     """Return the row ownership of a product of groups, one for all products of the same groups."""
     ownerships = ends.__dict__.get(_OWNERSHIPS)
     if type(ownerships) is not RowOwnerships:
         ownerships = ends.__dict__[_OWNERSHIPS] = RowOwnerships()
-    assert left.split is not None
-    key = left.split, layout.mesh, layout.splits[left.dim], layout.shape[left.dim], current_recorder()
+    assert disjoint.split is not None
+    key = disjoint.split, layout.mesh, layout.splits[disjoint.dim], layout.shape[disjoint.dim], current_recorder()
     ownership: RowOwnership | None = ownerships.get(key)
     if ownership is None or not ownership.is_valid():
-        ownership = ownerships[key] = RowOwnership(ends, left.split, layout, left.dim)
+        ownership = ownerships[key] = RowOwnership(ends, disjoint.split, layout, disjoint.dim)
     return ownership
 
 
-def read_row_ownership(plan: CallPlan, operator: OperatorSchema, form: CallSignature) -> Step | None:
+def read_row_ownership(plan: CallPlan, operator: OperatorSchema, signature: CallSignature) -> Step | None:
     """Read, before the call writes to anything, the row ownership of operands that results inherit."""
-    if plan.chosen is None or not plan.chosen.left:
+    if plan.chosen is None or not plan.chosen.disjoint_results:
         return None
     slots = [(name, plan.call.names[:i].count(name)) for i, name in enumerate(plan.call.names)]  # name, and index in its list
-    inherited = [None if left.operand is None else slots[left.operand] for left in plan.chosen.left]
+    inherited = [None if disjoint.operand is None else slots[disjoint.operand] for disjoint in plan.chosen.disjoint_results]
 
     def find_inherited(bound: Mapping[str, Any], name: str, index: int) -> DisjointRows | None:
         value = bound[name]
@@ -169,33 +175,33 @@ def read_row_ownership(plan: CallPlan, operator: OperatorSchema, form: CallSigna
     return step
 
 
-def attach_row_ownership(plan: CallPlan, operator: OperatorSchema, form: CallSignature) -> Step | None:
+def attach_row_ownership(plan: CallPlan, operator: OperatorSchema, signature: CallSignature) -> Step | None:
     """Attach to each result that the plan predicts to have disjoint rows which rank owns each row.
 
     Where the plan asks for it, the rows of other ranks are set to zero.
     """
-    if plan.chosen is None or not plan.chosen.left:
+    if plan.chosen is None or not plan.chosen.disjoint_results:
         return None
-    lefts, layouts = plan.chosen.left, [layout for layout in plan.chosen.results if layout is not None]
+    disjoint_results, layouts = plan.chosen.disjoint_results, [layout for layout in plan.chosen.results if layout is not None]
     is_written = bool(operator.mutated)
 
     def step(frame: Frame) -> None:
         bound = operator.bind(frame.args, frame.kwargs)
         results = [x for x in tree_leaves(frame.output) if isinstance(x, torch.Tensor)]
-        for left, inherited in zip(lefts, frame.ownerships, strict=True):
-            x: Any = results[left.result]
+        for disjoint, inherited in zip(disjoint_results, frame.ownerships, strict=True):
+            x: Any = results[disjoint.result]
             if inherited is not None:
                 ownership, versions = inherited.ownership, inherited.versions if operator.is_view else counted_versions(x)
             else:
-                assert left.operand is None  # the plan was made with the operand's fact, which is still valid
-                ownership = _get_or_make_ownership(bound[left.source], left, layouts[left.result])
+                assert disjoint.operand is None  # the plan was made with the operand's fact, which is still valid
+                ownership = _get_or_make_ownership(bound[disjoint.source], disjoint, layouts[disjoint.result])
                 versions = counted_versions(x)
-            if left.masked:
+            if disjoint.masked:
                 shape = [1] * x.ndim
-                shape[left.dim] = -1
+                shape[disjoint.dim] = -1
                 x._local.masked_fill_(ownership.foreign_rows().view(shape), 0)
             versions = None if is_written and IN_DECOMPOSITION.depth else versions
-            x.__dict__[_DISJOINT_ROWS] = DisjointRows(ownership, left.dim, versions, is_written)
+            x.__dict__[_DISJOINT_ROWS] = DisjointRows(ownership, disjoint.dim, versions, is_written)
 
     return step
 
@@ -207,11 +213,11 @@ class DeferredReductions(frozenset[int]):
     __slots__ = ()
 
 
-def mark_deferred_reductions(plan: CallPlan, operator: OperatorSchema, form: CallSignature) -> Step | None:
+def mark_deferred_reductions(plan: CallPlan, operator: OperatorSchema, signature: CallSignature) -> Step | None:
     """Mark partial operands that this operator left unreduced; the cost model expects a later reduction of the result."""
     if plan.chosen is None or operator.is_view or operator.mutated:
         return None
-    marks = [(place, dims) for name, dims in _deferred_reductions(plan) if (place := form.given(name)) is not None]
+    marks = [(place, dims) for name, dims in _deferred_reductions(plan) if (place := signature.given(name)) is not None]
     if not marks:
         return None
     tensor = wrap.TENSOR
@@ -230,13 +236,13 @@ def _deferred_reductions(plan: CallPlan) -> Iterator[tuple[str, DeferredReductio
     Operands with disjoint rows are left out: the owners of the rows go on with them.
     """
     assert plan.chosen is not None
-    parted = plan.call.parted
+    disjoint_splits = plan.call.disjoint_splits
     for i, (name, layout) in enumerate(zip(plan.call.names, plan.call.operands, strict=True)):
-        if not layout.is_partial or (parted and parted[i] is not None):
+        if not layout.is_partial or (disjoint_splits and disjoint_splits[i] is not None):
             continue
         dims = DeferredReductions(
             mesh_dim
-            for mesh_dim, strategy in enumerate(plan.chosen.choice.rows)
+            for mesh_dim, strategy in enumerate(plan.chosen.choice.strategies)
             if layout.partials[mesh_dim] == "sum" and strategy.operands[i] == SUM and SUM in strategy.results
         )
         if dims:
@@ -275,9 +281,9 @@ def note_local_indices(x: Any, columns: tuple[Split | None, ...]) -> None:
         x.__dict__[_LOCAL_INDICES] = LocalIndices(columns, counted_versions(x))
 
 
-def propagate_local_indices(plan: CallPlan, operator: OperatorSchema, form: CallSignature) -> Step | None:
+def propagate_local_indices(plan: CallPlan, operator: OperatorSchema, signature: CallSignature) -> Step | None:
     """Pass on to views, column by column, that an index tensor refers to this rank's own shard only."""
-    if not operator.is_view or plan.how != "rule" or not plan.starts or plan.moves or plan.communicates:
+    if not operator.is_view or plan.how != "rule" or not plan.starts or plan.redistributions or plan.communicates:
         return None
     first = plan.call.operands[0]
     if first.dtype is not torch.int64 or not first.splits or first.splits[0] is None:
@@ -319,8 +325,8 @@ def _is_most_of(x: Any, joined: Any) -> bool:
 
 def _find_preferred_layout(x: Any) -> Layout | None:
     """Return the layout that an operator needed ``x`` in, or the base of which ``x`` is a slice along an unsharded dim."""
-    base = None if WANTED in x.__dict__ else x._base
-    fact = (x if base is None else base).__dict__.get(WANTED)
+    base = None if PREFERRED_LAYOUT in x.__dict__ else x._base
+    fact = (x if base is None else base).__dict__.get(PREFERRED_LAYOUT)
     if type(fact) is not PreferredLayout or not is_recorded_by(fact.recorder, active_recorder()):
         return None
     own, preferred = x._layout, fact.layout
@@ -334,9 +340,11 @@ def _find_preferred_layout(x: Any) -> Layout | None:
     return Layout.from_splits(own.mesh, preferred.splits, preferred.partials, own.shape, own.stride, own.dtype)
 
 
-def propagate_preferred_layout(plan: CallPlan, operator: OperatorSchema, form: CallSignature) -> Step | None:
+def propagate_preferred_layout(plan: CallPlan, operator: OperatorSchema, signature: CallSignature) -> Step | None:
     """Note that the result has the layout that operators preferred for the operand that it extends."""
-    if plan.chosen is None or not any(known is not None and known.wanted is not None for known in plan.call.known):
+    if plan.chosen is None or not any(
+        known is not None and known.preferred_layout is not None for known in plan.call.operand_facts
+    ):
         return None
 
     def step(frame: Frame) -> None:
@@ -344,6 +352,14 @@ def propagate_preferred_layout(plan: CallPlan, operator: OperatorSchema, form: C
             note_preferred_layout(result, result._layout)
 
     return step
+
+
+FACT_PASSES: tuple[Pass, ...] = (
+    propagate_local_indices,
+    attach_row_ownership,
+    mark_deferred_reductions,
+    propagate_preferred_layout,
+)
 
 
 # --- facts of a call ----------------------------------------------------------------------------------------------------
@@ -356,19 +372,25 @@ def facts_of_call(operator: OperatorSchema, bound: Mapping[str, Any]) -> dict[Ar
         is_list = isinstance(value, (list, tuple))
         for index, x in enumerate(value) if is_list else ((None, value),):  # type: ignore[arg-type]
             may_reduce = type(x) is wrap.TENSOR and not operator.is_view  # a view shows the memory as it is
-            sums = cached_reductions(x) if may_reduce else frozenset()
+            reductions = cached_reductions(x) if may_reduce else frozenset()
             deferred = x.__dict__.get(_DEFERRED) if may_reduce else None
-            parted = None
+            disjoint_rows = None
             if (rows := find_disjoint_rows(x)) is not None:
                 ownership = rows.ownership
                 source = next((other for other, y in bound.items() if y is ownership.ends), None)
-                parted = DisjointSplit(rows.dim, numbers.setdefault(id(ownership), len(numbers)), ownership.split, source)
-            preferred = _find_preferred_layout(x) if operator.facts.joins and _is_most_of(x, value) else None
+                disjoint_rows = DisjointSplit(rows.dim, numbers.setdefault(id(ownership), len(numbers)), ownership.split, source)
+            preferred = _find_preferred_layout(x) if operator.traits.joins and _is_most_of(x, value) else None
             indices = find_local_indices(x)
             column = indices.columns[0] if indices is not None and len(indices.columns) == 1 else None
-            passed: frozenset[int] = deferred if type(deferred) is DeferredReductions else frozenset()
-            if parted is not None or sums or type(deferred) is DeferredReductions or column is not None or preferred is not None:
-                facts[name, index] = OperandFacts(parted, sums, passed, column, preferred)
+            deferred_dims: frozenset[int] = deferred if type(deferred) is DeferredReductions else frozenset()
+            if (
+                disjoint_rows is not None
+                or reductions
+                or type(deferred) is DeferredReductions
+                or column is not None
+                or preferred is not None
+            ):
+                facts[name, index] = OperandFacts(disjoint_rows, reductions, deferred_dims, column, preferred)
     return facts
 
 
@@ -376,8 +398,10 @@ def depends_on_facts(plan: CallPlan, operator: OperatorSchema) -> bool:
     """Return True if other facts of the operands may give another plan."""
     if plan.chosen is None:
         return False
-    joins = operator.facts.joins
-    has_kernels = any(strategy.kernel is not None for strategy in plan.chosen.choice.factors.rows)  # some need no exchange
+    joins = operator.traits.joins
+    has_kernels = any(
+        strategy.kernel is not None for strategy in plan.chosen.choice.factors.listed_strategies
+    )  # some need no exchange
     return has_kernels or any("sum" in x.partials or (joins and any(x.splits)) for x in plan.call.operands)
 
 
@@ -386,8 +410,10 @@ def make_quick_facts(operator: OperatorSchema) -> Callable[[Args, Keywords], tup
 
     A view whose base was redistributed has facts without an attribute that says so: :func:`all_facts` finds these, too.
     """
-    tensor, joins = wrap.TENSOR, operator.facts.joins
-    attributes = frozenset((_DISJOINT_ROWS,) if operator.is_view else (_DISJOINT_ROWS, FORMS, _DEFERRED, _LOCAL_INDICES, WANTED))
+    tensor, joins = wrap.TENSOR, operator.traits.joins
+    attributes = frozenset(
+        (_DISJOINT_ROWS,) if operator.is_view else (_DISJOINT_ROWS, CACHED_COPIES, _DEFERRED, _LOCAL_INDICES, PREFERRED_LAYOUT)
+    )
 
     def quick_facts(args: Args, kwargs: Keywords) -> tuple[Any, ...]:
         for value in (*args, *kwargs.values()) if kwargs else args:

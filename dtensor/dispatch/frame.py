@@ -1,9 +1,8 @@
 """Frame: one operator call while the steps of its program run, and the types of steps and runners.
 
 Calls that share a plan share their signature (:class:`~dtensor.propagation.op_schema.CallSignature`): the same number of
-positional
-arguments and the same keywords. So a step knows the :data:`ArgumentPosition` of each argument, its position or keyword, when
-the program is bound. A default is a constant.
+positional arguments and the same keywords. So a step knows the :data:`ArgumentPosition` of each argument, its position or
+keyword, when the program is bound. A default is a constant.
 """
 
 from __future__ import annotations
@@ -11,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..propagation.op_schema import ArgumentPosition, OperatorSchema
+from ..propagation.op_schema import ArgumentPosition, CallSignature, OperatorSchema
+from ..propagation.propagate import CallPlan
 
 Args = tuple[Any, ...]
 Keywords = dict[str, Any]
@@ -53,7 +53,10 @@ class Frame:
             self.local_kwargs[place] = value
 
 
-Step = Callable[[Frame], Any]  # returns True if the frame's output is complete and no later step runs
+# Reads and changes the frame. A step before the local call (a pass in ``BEFORE``) ends the call if it returns True: the frame's
+# output is complete then. What later steps return is ignored.
+Step = Callable[[Frame], Any]
+Pass = Callable[[CallPlan, OperatorSchema, CallSignature], Step | None]  # makes the step of one program
 
 
 def argument_at(place: ArgumentPosition, args: Args, kwargs: Keywords) -> Any:

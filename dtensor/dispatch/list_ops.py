@@ -16,9 +16,9 @@ from ..base.tracing import is_traced
 from ..propagation.op_schema import OperatorSchema
 from ..propagation.propagate import CallPlan
 from ..ranks.per_rank import shards_of
-from ..ranks.shared_tensors import write_value
 from .frame import Args, Keywords
 from .version_counters import memory_state_of
+from .wrap import write_value
 
 _SCALAR_DTYPES = (torch.float32, torch.float64)  # kernels in half precision compute with the scalar in single precision
 
@@ -31,7 +31,7 @@ def convert_scalars_once(plan: CallPlan, operator: OperatorSchema, func: Callabl
     tensor gives the same bits in a third of the time, and an optimizer step has several such operators. Other devices do a whole
     list at once, so ``func`` itself is returned for them.
     """
-    if not operator.facts.takes_tensors or plan.call.mesh.device_type != "cpu":
+    if not operator.traits.takes_tensors or plan.call.mesh.device_type != "cpu":
         return func
     scalars = plan.call.arguments[operator.names[1]]
     dtypes = {layout.dtype for layout in plan.call.operands if layout is not None}

@@ -59,29 +59,33 @@ class LocalCall:
         frame.local_result = self.func(*local_args, **local_kwargs)
 
 
-def call_local_function(plan: CallPlan, operator: OperatorSchema, form: CallSignature) -> LocalCall:
+def call_local_function(plan: CallPlan, operator: OperatorSchema, signature: CallSignature) -> LocalCall:
     """Call the local function on the local tensors that this process holds."""
     rule = plan.rule
-    if operator.facts.flat:
+    if operator.traits.flat:
         return LocalCall(match_list_strides(operator))
     if plan.how == "gather":
         return LocalCall(_draw_on_gathered(plan, operator) if operator.seeded else operator.func)
     if is_kernel(plan):
-        defaults = [(slice(form.count, form.count), form.tail)] if form.tail else []
+        defaults = (
+            [(slice(signature.count, signature.count), signature.omitted_positional)] if signature.omitted_positional else []
+        )
         kernel = bind_kernel(plan)
-        empty = find_empty_ranks(plan, operator) if _is_plain_kernel(plan) else None
-        lacking = {name: value for name, value in form.lacking.items() if name not in operator.outs}
+        strategy = None if plan.chosen is None else plan.chosen.kernel_strategy
+        runs_operator = strategy is not None and strategy.kernel is not None and strategy.kernel.run is run_operator
+        empty = find_empty_ranks(plan, operator) if runs_operator else None  # without collectives, these ranks may skip it
+        lacking = {name: value for name, value in signature.omitted_by_name.items() if name not in operator.outs}
         return LocalCall(partial(empty.skip(kernel) if empty else kernel, **lacking), defaults)
     rule_function = None if rule is None or rule.local is None else _function_for_ranks_here(plan, rule.local)
     by_member = _rank_constants(plan)
     if by_member:
-        return _call_with_rank_constants(plan, operator, form, by_member)
+        return _call_with_rank_constants(plan, operator, signature, by_member)
     if rule_function:
         empty = find_empty_ranks(plan, operator)
         one_rank_function = getattr(rule_function, "of_one_rank", rule_function)
         return LocalCall(rule_function if empty is None else empty.skip(one_rank_function))
     func = convert_scalars_once(plan, operator, local_function(operator.func))
-    if operator.mutated and not operator.outs and not operator.facts.per_element and _may_refuse_shared_memory(plan):
+    if operator.mutated and not operator.outs and not operator.traits.per_element and _may_refuse_shared_memory(plan):
         return LocalCall(_clone_if_refused(plan, func))
     return LocalCall(with_uniform_errors(plan, operator, func))
 
@@ -112,7 +116,7 @@ def _function_for_ranks_here(plan: CallPlan, function: Callable[..., Any]) -> Ca
 def is_kernel(plan: CallPlan) -> bool:
     """Return True if a kernel of the rule, which may communicate and knows its rank, runs in place of the operator."""
     return (plan.rule is not None and plan.rule.run is not None) or (
-        plan.chosen is not None and plan.chosen.kernel_row is not None
+        plan.chosen is not None and plan.chosen.kernel_strategy is not None
     )
 
 
@@ -121,16 +125,10 @@ def has_own_function(plan: CallPlan) -> bool:
     return is_kernel(plan) or (plan.rule is not None and plan.rule.local is not None)
 
 
-def _is_plain_kernel(plan: CallPlan) -> bool:
-    """Return True if the kernel is the operator itself, without collectives: ranks with nothing to compute may skip it."""
-    strategy = None if plan.chosen is None else plan.chosen.kernel_row
-    return strategy is not None and strategy.kernel is not None and strategy.kernel.run is run_operator
-
-
 def bind_kernel(plan: CallPlan) -> Callable[..., Any]:
     """Return the kernel of a plan with its context bound."""
     assert plan.rule is not None
-    chosen, strategy = plan.chosen, None if plan.chosen is None else plan.chosen.kernel_row
+    chosen, strategy = plan.chosen, None if plan.chosen is None else plan.chosen.kernel_strategy
     assert chosen is not None
     if strategy is None or strategy.kernel is None:
         assert plan.rule.run is not None
@@ -161,16 +159,16 @@ def _rank_constants(plan: CallPlan) -> dict[int, Constants]:
 
 
 def _call_with_rank_constants(
-    plan: CallPlan, operator: OperatorSchema, form: CallSignature, by_member: dict[int, Constants]
+    plan: CallPlan, operator: OperatorSchema, signature: CallSignature, by_member: dict[int, Constants]
 ) -> LocalCall:
     rule_function = None if plan.rule is None or plan.rule.local is None else _function_for_ranks_here(plan, plan.rule.local)
     accepted = {*operator.names}
     if rule_function is not None:
         accepted.update(name for values in by_member.values() for name in values)
     positional, func = operator.names[: operator.positional], rule_function or local_function(operator.func)
-    if plan.moves and operator.facts.needs_strides:
+    if plan.redistributions and operator.traits.needs_strides:
         func = _make_contiguous_if_refused(func)
-    by_position = {member: _fill_positions(form, values) for member, values in by_member.items()}
+    by_position = {member: _fill_positions(signature, values) for member, values in by_member.items()}
     by_name = {
         member: {name: value for name, value in values.items() if name in accepted and name not in positional}
         for member, values in by_member.items()
@@ -201,13 +199,16 @@ def _make_contiguous_if_refused(func: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _fill_positions(form: CallSignature, values: Constants) -> Filled:
+def _fill_positions(signature: CallSignature, values: Constants) -> Filled:
     """Return positions and values for ``values``; arguments that the call left out get their defaults as far as needed."""
-    names = form.operator.names[: form.operator.positional]
+    names = signature.operator.names[: signature.operator.positional]
     last = max((k for k, name in enumerate(names) if name in values), default=-1)
-    appended = [values.get(name, default) for name, default in zip(names[form.count : last + 1], form.tail, strict=False)]
-    filled: list[tuple[Any, Any]] = [(k, values[name]) for k, name in enumerate(names[: form.count]) if name in values]
-    return [*filled, (slice(form.count, form.count), appended)] if appended else filled
+    appended = [
+        values.get(name, default)
+        for name, default in zip(names[signature.count : last + 1], signature.omitted_positional, strict=False)
+    ]
+    filled: list[tuple[Any, Any]] = [(k, values[name]) for k, name in enumerate(names[: signature.count]) if name in values]
+    return [*filled, (slice(signature.count, signature.count), appended)] if appended else filled
 
 
 # --- operands that share memory with the one written to --------------------------------------------------------------------

@@ -38,7 +38,7 @@ _REPR_TYPES = str | bool | int | float | complex | None | torch.dtype | torch.la
 
 def record_calls(operator: OperatorSchema, run: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``run``, the dispatch of an operator, with each call recorded (``"strict"``)."""
-    stores, unordered = operator.facts.stores or operator.is_view, operator.facts.accumulates
+    stores, unordered = operator.traits.stores or operator.is_view, operator.traits.accumulates
 
     def run_recorded(cls: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         if stores and isinstance(autograd_node(), AccumulateGrad):
@@ -67,7 +67,7 @@ def record_error(operator: OperatorSchema, error: Exception, args: tuple[Any, ..
     All errors of one type are equal: their messages may be about a rank's own data.
     """
     note_error(error)
-    if operator.facts.stores and isinstance(autograd_node(), AccumulateGrad):
+    if operator.traits.stores and isinstance(autograd_node(), AccumulateGrad):
         return
     layouts, text = list(_layouts_of(args, kwargs)), f"{operator.name}, which raised {type(error).__name__}"
     if not _is_recording():
@@ -101,7 +101,12 @@ class PlanFingerprints:
     """
 
     def __init__(self, operator: OperatorSchema, plans: dict[Any, Any]) -> None:
-        self._operator, stores, unordered, many = operator, operator.facts.stores, operator.facts.accumulates, OperationHash.MANY
+        self._operator, stores, unordered, many = (
+            operator,
+            operator.traits.stores,
+            operator.traits.accumulates,
+            OperationHash.MANY,
+        )
         special = stores or unordered
         get, thread, main, modes = plans.get, threading.get_ident, threading.main_thread().ident, count_dispatch_modes
 
@@ -134,7 +139,7 @@ class PlanFingerprints:
     def _fingerprint_of(self, signature: tuple[Any, ...]) -> tuple[OperationHash | None, int, str]:
         """Return the trail, the fingerprint and the text of calls with this cache key; no trail if they are not recorded."""
         trail = None
-        if not self._operator.is_view and self._operator.facts.touches != "nothing":
+        if not self._operator.is_view and self._operator.traits.touches != "nothing":
             trail = operation_hash_of(list(_layouts(signature)))
         if trail is None:
             return None, 0, ""

@@ -47,11 +47,11 @@ from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
 from ..propagation.op_schema import OperatorSchema
 from ..propagation.propagate import CallPlan
-from ..ranks.shared_tensors import write_value
 from ..rules.registry import lookup
-from .cross_mesh import Runner, meshes_of
+from .cross_mesh import meshes_of
+from .frame import Runner
 from .functorch import layout_of
-from .wrap import wrap_local
+from .wrap import wrap_local, write_value
 
 try:
     from ..base.torch_internals import said_alike
@@ -125,7 +125,7 @@ def check_plain_argument(value: torch.Tensor, name: str, position: int | None, o
     """
     allows_all = MODES.implicit_replication or made_by_torch()
     # step counts of optimizers are equal on all ranks; so is what a list operator writes next to its lists (``found_inf``)
-    is_count = operator.facts.per_element and (value.ndim == 0 or (position is None and value.numel() == 1))
+    is_count = operator.traits.per_element and (value.ndim == 0 or (position is None and value.numel() == 1))
     # under the mode, out= tensors take the full value
     if name in operator.mutated and not (is_count or (allows_all and name in operator.outs)):
         raise MixedTensorError(
@@ -197,7 +197,7 @@ def make_plain_write_runner(operator: OperatorSchema, bound: dict[str, Any]) -> 
 def _needs_copy(operator: OperatorSchema, value: Any) -> bool:
     """Return True for a plain tensor, but for the step counts of optimizers."""
     is_plain = isinstance(value, torch.Tensor) and not hasattr(value, "_layout")
-    return is_plain and not (operator.facts.per_element and value.ndim == 0)
+    return is_plain and not (operator.traits.per_element and value.ndim == 0)
 
 
 def _run_on_copies(

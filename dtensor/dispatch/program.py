@@ -1,8 +1,8 @@
 """Program: what runs one planned operator call, as ordered steps.
 
-:data:`PASSES` is the one table of what may happen around the local call, in order. Each pass is a function of the plan, the
-operator and the signature of the call. It returns a step, or None if it has nothing to do. A program is the steps that remain.
-It is bound once, at the cache miss, and every later call with the same cache key runs the same steps.
+:data:`~dtensor.dispatch.steps.PASSES` is the one table of what may happen around the local call, in order. Each pass is a
+function of the plan, the operator and the signature of the call. It returns a step, or None if it has nothing to do. A program
+is the steps that remain. It is bound once, at the cache miss, and every later call with the same cache key runs the same steps.
 
 If the local operator and one wrapper are all that is left, the program is the layout of the result, and dispatch runs it without
 a function of its own.
@@ -19,59 +19,12 @@ from ..layout.layout import Layout
 from ..propagation.op_schema import CallSignature, OperatorSchema
 from ..propagation.propagate import CallPlan
 from .comm_report import Cause
-from .facts import (
-    attach_row_ownership,
-    mark_deferred_reductions,
-    propagate_local_indices,
-    propagate_preferred_layout,
-    read_row_ownership,
-)
-from .frame import Args, Frame, Keywords, Runner, Step
-from .local_call import LocalCall, call_local_function, is_kernel
+from .frame import Args, Frame, Keywords, Pass, Runner, Step
+from .local_call import LocalCall, is_kernel
 from .local_op import has_complex, local_function, resolve_conjugation
-from .steps import (
-    WrapOutputs,
-    allocate_outputs,
-    bump_versions,
-    check_explicit,
-    copy_aliased_results,
-    order_arguments,
-    order_inputs_in_memory,
-    redistribute_inputs,
-    split_aliased_lists,
-    wrap_outputs,
-    write_back,
-    write_into_locals,
-)
+from .steps import AFTER, BEFORE, LOCAL, WrapOutputs
 from .whole_calls import decompose, give_answer, run_outside_mesh, run_whole
 from .wrap import wrap_local, wrap_view
-
-Pass = Callable[[CallPlan, OperatorSchema, CallSignature], Step | None]
-
-BEFORE: tuple[Pass, ...] = (
-    order_arguments,  # moves arguments given by keyword to their positions
-    split_aliased_lists,  # runs a list operator element by element if elements share memory; ends the call
-    read_row_ownership,  # reads facts of operands before anything is written
-)
-LOCAL: tuple[Pass, ...] = (
-    check_explicit,  # raises under explicit(); warns before an operator gathers
-    redistribute_inputs,  # issues the collectives that operands need
-    order_inputs_in_memory,  # copies operands for operators that read strides
-    allocate_outputs,  # makes local tensors for out= results
-    call_local_function,  # calls the operator, a function of its rule, or a kernel with collectives of its own
-    copy_aliased_results,  # copies results that share memory with a redistributed operand, which may be cached
-    write_into_locals,  # writes the results of a kernel into the local tensors of arguments written in place
-    write_back,  # copies what was written into the user's tensors, in their layouts
-    bump_versions,  # counts writes to elements of lists
-    wrap_outputs,  # makes DTensors of the local results
-)
-AFTER: tuple[Pass, ...] = (  # these attach facts to the results: see facts.py
-    propagate_local_indices,
-    attach_row_ownership,
-    mark_deferred_reductions,
-    propagate_preferred_layout,
-)
-PASSES = BEFORE + LOCAL + AFTER
 
 # Runners that replace the passes in LOCAL; the first that applies.
 WHOLE: tuple[Callable[[CallPlan, OperatorSchema, CallSignature], Runner | None], ...] = (give_answer, decompose, run_outside_mesh)
@@ -96,17 +49,17 @@ def bind_program(
     Returns:
         The layout of the result if the program is the local operator and one wrapper; else the function that runs the program.
     """
-    form = CallSignature.of(operator, args, kwargs)
+    signature = CallSignature.of(operator, args, kwargs)
     if whole is None:
-        whole = next((runner for make in WHOLE if (runner := make(plan, operator, form)) is not None), None)
+        whole = next((runner for make in WHOLE if (runner := make(plan, operator, signature)) is not None), None)
         communicates = whole is None and (plan.communicates or is_kernel(plan))
     else:
         communicates = False
-    before, behind = _bind_steps(BEFORE, plan, operator, form), _bind_steps(after, plan, operator, form)
+    before, behind = _bind_steps(BEFORE, plan, operator, signature), _bind_steps(after, plan, operator, signature)
     if whole is not None:
         run = _make_runner([*before, run_whole(whole), *behind]) if before or behind else whole
     else:
-        local = _bind_steps(LOCAL, plan, operator, form)
+        local = _bind_steps(LOCAL, plan, operator, signature)
         call, wrap = next(x for x in local if isinstance(x, LocalCall)), local[-1]
         assert isinstance(wrap, WrapOutputs)
         if len(local) > 2 or before or behind:
@@ -131,8 +84,8 @@ def runner_of(program: Layout | Runner, operator: OperatorSchema) -> Runner:
     return _make_short_runner(LocalCall(local_function(operator.func)), wrap)
 
 
-def _bind_steps(passes: Sequence[Pass], plan: CallPlan, operator: OperatorSchema, form: CallSignature) -> list[Step]:
-    return [step for make in passes if (step := make(plan, operator, form)) is not None]
+def _bind_steps(passes: Sequence[Pass], plan: CallPlan, operator: OperatorSchema, signature: CallSignature) -> list[Step]:
+    return [step for make in passes if (step := make(plan, operator, signature)) is not None]
 
 
 def _make_runner(steps: Sequence[Step]) -> Runner:

@@ -46,15 +46,15 @@ from ..errors import ArgumentError
 from ..layout.layout import Layout
 from ..placement import Replicate
 from ..redistribute import Exchange, Plan, execute, execute_many
-from ..redistribute import plan as plan_move
+from ..redistribute import plan as plan_redistribution
 from . import wrap
 from .grad_redistribute import register_grad_redistribute
 from .version_counters import cache_owner, counted_versions, version_owner
 
 FRESH_CACHE: ModeStack[object] = ModeStack("afresh")  # inside, copies that were made before are not used
-WANTED = "_wanted"  # the attribute of a tensor with its PreferredLayout
-FORMS = "_forms"  # the attribute of a tensor with the CachedCopies of all of its memory
-PARTS = "_parts"  # the attribute of a base with the CachedCopies of parts of its memory, which views are
+PREFERRED_LAYOUT = "_preferred_layout"  # the attribute of a tensor with its PreferredLayout
+CACHED_COPIES = "_cached_copies"  # the attribute of a tensor with the CachedCopies of all of its memory
+CACHED_PARTS = "_cached_parts"  # the attribute of a base with the CachedCopies of parts of its memory, which views are
 BUDGET_VARIABLE = "DTENSOR_CACHED_COPIES_BYTES"
 _LEAF_COPY_LIMIT = 4  # cached copies on one mesh, of tensors that may live long
 _COPY_NUMBERS = count()
@@ -226,17 +226,19 @@ def get_or_make_copies(owner: Any, part: Any, recorder: Any, versions: Any) -> C
     if cached is None:
         cached = CachedCopies(recorder, versions)
         if part is None:
-            owner.__dict__[FORMS] = cached
+            owner.__dict__[CACHED_COPIES] = cached
         else:
-            parts = owner.__dict__.get(PARTS) or {}
+            parts = owner.__dict__.get(CACHED_PARTS) or {}
             valid = {key: other for key, other in parts.items() if other.versions == versions and other.copies}
-            owner.__dict__[PARTS] = {**valid, part: cached}
+            owner.__dict__[CACHED_PARTS] = {**valid, part: cached}
     return cached
 
 
 def find_copies(owner: Any, part: Any, recorder: Any, versions: Any) -> CachedCopies | None:
     """Return the cached copies that this recorder may use and that have these versions; None if there are none."""
-    cached: CachedCopies | None = owner.__dict__.get(FORMS) if part is None else (owner.__dict__.get(PARTS) or {}).get(part)
+    cached: CachedCopies | None = (
+        owner.__dict__.get(CACHED_COPIES) if part is None else (owner.__dict__.get(CACHED_PARTS) or {}).get(part)
+    )
     if cached is None or cached.versions != versions or not is_recorded_by(cached.recorder, recorder):
         return None
     return cached
@@ -254,7 +256,7 @@ class PreferredLayout:
 def note_preferred_layout(x: Any, layout: Layout) -> None:
     """Remember that an operator needed ``x`` in ``layout``. For partial values :func:`cached_reductions` says it."""
     if not (x._layout.is_partial or layout.is_partial):
-        x.__dict__[WANTED] = PreferredLayout(layout, active_recorder())
+        x.__dict__[PREFERRED_LAYOUT] = PreferredLayout(layout, active_recorder())
 
 
 # --- redistribution through the cache -----------------------------------------------------------------------------------
@@ -275,7 +277,9 @@ def redistribute_cached_many(requests: Sequence[Request]) -> list[Any]:
     A recording gets them one by one, since its passes batch the collectives of more than one call; it does not batch exchanges.
     """
     if is_tracing() or (
-        ACTIVE_RECORDERS and current_recorder() is not None and not all(_is_exchange(plan) for _, plan, _ in requests)
+        ACTIVE_RECORDERS
+        and current_recorder() is not None
+        and any(type(step) is not Exchange for _, plan, _ in requests if plan.communicates for step in plan.steps)
     ):
         return redistribute_cached_each(requests)
     found = [_lookup_or_plan(x, plan, local) for x, plan, local in requests]
@@ -295,10 +299,6 @@ def redistribute_cached_many(requests: Sequence[Request]) -> list[Any]:
 def redistribute_cached_each(requests: Sequence[Request]) -> list[Any]:
     """Redistribute operands one after the other."""
     return [redistribute_cached(x, plan, local) for x, plan, local in requests]
-
-
-def _is_exchange(plan: Plan) -> bool:
-    return not plan.communicates or all(type(step) is Exchange for step in plan.steps)
 
 
 def _in_memory_order(plan: Plan, local: Any) -> tuple[Plan, Any, tuple[int, ...]]:
@@ -376,7 +376,7 @@ def _lookup_or_plan(x: Any, plan: Plan, local: Any) -> tuple[Plan | None, Any, _
     redistributes = part is not None and cached.redistributes_grad
     cached.redistributes_grad = redistributes or register_grad_redistribute(owner if is_all else x, not is_all)
     if part is not None:
-        x.__dict__[FORMS] = cached  # the quick check for facts of operands looks at the view itself
+        x.__dict__[CACHED_COPIES] = cached  # the quick check for facts of operands looks at the view itself
     targets = cached.copies.setdefault(ends.source_key, {})
     copy = targets.get(ends.target_key)
     if copy is None:
@@ -399,7 +399,7 @@ def cached_reductions(x: Any) -> frozenset[tuple[int, int | None]]:
     if not partial_dims or IN_DECOMPOSITION.depth:
         return frozenset()
     owner = version_owner(x)
-    may_be_part = x is owner or not owner.__dict__.keys().isdisjoint((PARTS, FORMS))  # finding the part takes long
+    may_be_part = x is owner or not owner.__dict__.keys().isdisjoint((CACHED_PARTS, CACHED_COPIES))  # finding the part takes long
     keeper, part = cache_owner(x, owner) if may_be_part else (x, None)
     cached = find_copies(keeper, part, active_recorder(), _cacheable_versions(x))
     if cached is None:
@@ -435,7 +435,7 @@ def _may_cache_leaf(leaf: Any, recorder: Any, versions: Any) -> bool:
 def _cheapest_start(copies: dict[Layout, Any], ends: _StoredEnds, local: Any) -> tuple[Plan, Any]:
     """Return the cheapest redistribution to the target, from ``local`` or from a cached copy, and the value to start from."""
     reshaped = [_reshape_copy(layout, copy, ends.source) for layout, copy in tuple(copies.items())]  # other threads add copies
-    starts = [(ends.plan, local), *[(plan_move(layout, ends.target), copy) for layout, copy in filter(None, reshaped)]]
+    starts = [(ends.plan, local), *[(plan_redistribution(layout, ends.target), copy) for layout, copy in filter(None, reshaped)]]
     return min(starts, key=lambda start: start[0].cost)
 
 
@@ -443,7 +443,7 @@ def _cheapest_start(copies: dict[Layout, Any], ends: _StoredEnds, local: Any) ->
 def _stored_ends(source: Layout, target: Layout) -> _StoredEnds:
     order, back = _memory_order_of(source)
     turned_source, turned_target = _permute_layout(source, order), _permute_layout(target, order)
-    plan = plan_move(turned_source, turned_target)
+    plan = plan_redistribution(turned_source, turned_target)
     is_reduced = all(op is None for op in source.partials)
     return _StoredEnds(
         order, back, turned_source, turned_target, _stored_key(source), _flatten_unsharded(turned_target), plan, is_reduced

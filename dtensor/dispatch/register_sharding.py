@@ -13,9 +13,9 @@ from ..placement import REDUCE_OPS
 from ..propagation.op_schema import arguments_without_out, operator_schema_of, resolve_overload
 from ..rules.call import Call
 from ..rules.declare import by_pattern
+from ..rules.declared_factors import by
 from ..rules.folds import Fold
 from ..rules.notation import EACH, Pattern, is_selected, parse_notation
-from ..rules.notation_rules import by
 from ..rules.partial_rules import CombinedPartials, combine_partials, linear, one_of
 from ..rules.registry import overload_without_out, register, rules, unregister
 from ..rules.rule import Factors, Kernel, LocalView, Rule, StrategyChoice, parse_labels, parse_partial

@@ -1,7 +1,7 @@
 """Steps: the passes that prepare the arguments of a local call, write results back, and wrap them.
 
-Each function here is a pass of :data:`dtensor.dispatch.program.PASSES`: from the plan, the operator and the signature of the call
-it makes one step, or None where nothing has to be done.
+A pass makes from the plan, the operator and the signature of a call one step, or None if it has nothing to do. :data:`PASSES`, at
+the end of this module, is the table of all passes in order.
 """
 
 from __future__ import annotations
@@ -23,26 +23,25 @@ from ..layout.layout import Layout
 from ..propagation.op_schema import ArgumentPosition, CallSignature, OperatorSchema
 from ..propagation.propagate import CallPlan
 from ..ranks.per_rank import shards_of
-from ..ranks.shared_tensors import write_value
 from ..redistribute import Plan as RedistributionPlan
 from ..redistribute import execute, execute_many
 from ..redistribute import plan as plan_redistribution
 from ..rules.kernel_context import DataDependentResult
 from .comm_report import describe_plan, warn_of_gather
-from .facts import note_local_indices
-from .frame import Args, Frame, Keywords, Step, argument_at, results_of
+from .facts import FACT_PASSES, note_local_indices, read_row_ownership
+from .frame import Args, Frame, Keywords, Pass, Step, argument_at, results_of
 from .list_ops import has_aliased_elements, run_per_element
-from .local_call import has_own_function, is_kernel
+from .local_call import call_local_function, has_own_function, is_kernel
 from .output_aliasing import clone_if_aliased, storage_addresses
 from .redistribution_cache import Request, redistribute_cached, redistribute_cached_each, redistribute_cached_many
 from .version_counters import share_versions
-from .wrap import wrap_local, wrap_view
+from .wrap import wrap_local, wrap_view, write_value
 
 
 # --- before the call ----------------------------------------------------------------------------------------------------
-def order_arguments(plan: CallPlan, operator: OperatorSchema, form: CallSignature) -> Step | None:
+def order_arguments(plan: CallPlan, operator: OperatorSchema, signature: CallSignature) -> Step | None:
     """Move arguments that were given by keyword, and have a position, to their positions."""
-    if not form.reordered:
+    if not signature.reordered:
         return None
 
     def step(frame: Frame) -> None:
@@ -53,7 +52,7 @@ def order_arguments(plan: CallPlan, operator: OperatorSchema, form: CallSignatur
     return step
 
 
-def check_explicit(plan: CallPlan, operator: OperatorSchema, form: CallSignature) -> Step | None:
+def check_explicit(plan: CallPlan, operator: OperatorSchema, signature: CallSignature) -> Step | None:
     """Raise under ``explicit()`` if the plan communicates; warn, once for each operator, if it gathers all operands."""
     if not plan.communicates:
         return None
@@ -67,10 +66,10 @@ def check_explicit(plan: CallPlan, operator: OperatorSchema, form: CallSignature
     return step
 
 
-def split_aliased_lists(plan: CallPlan, operator: OperatorSchema, form: CallSignature) -> Step | None:
+def split_aliased_lists(plan: CallPlan, operator: OperatorSchema, signature: CallSignature) -> Step | None:
     """Run a list operator one element at a time if elements share memory: an element must not be redistributed before an earlier
     element was written to it."""
-    if not operator.mutated or all(index is None for (_, index), _ in plan.moves):
+    if not operator.mutated or all(index is None for (_, index), _ in plan.redistributions):
         return None
 
     def step(frame: Frame) -> bool:
@@ -82,31 +81,35 @@ def split_aliased_lists(plan: CallPlan, operator: OperatorSchema, form: CallSign
     return step
 
 
-def redistribute_inputs(plan: CallPlan, operator: OperatorSchema, form: CallSignature) -> Step | None:
+def redistribute_inputs(plan: CallPlan, operator: OperatorSchema, signature: CallSignature) -> Step | None:
     """Redistribute operands to the layouts of the plan, several operands together.
 
     An operand that is written to, or that a view is taken of, is redistributed for this call alone; others through the cache.
     """
-    if not plan.moves:
+    if not plan.redistributions:
         return None
-    places = [(form.place(name), index, move) for (name, index), move in plan.moves]
+    places = [(signature.place(name), index, redistribution) for (name, index), redistribution in plan.redistributions]
     written = operator.mutated.union(name for (name, _), _ in plan.write_back)
-    uncached = {form.place(name) for (name, index), _ in plan.moves if index is not None or operator.is_view or name in written}
+    uncached = {
+        signature.place(name)
+        for (name, index), _ in plan.redistributions
+        if index is not None or operator.is_view or name in written
+    }
     if len(places) == 1 and isinstance(only := places[0][0], int) and places[0][1] is None:
         return _redistribute_one(only, places[0][2], cached=not uncached)
     if sum(index is not None for _, index, _ in places) > 1:
         redistribute_all: Callable[..., list[Any]] = _redistribute_elements
-    elif sum(move.communicates for *_, move in places) > 1:
+    elif sum(redistribution.communicates for *_, redistribution in places) > 1:
         redistribute_all = redistribute_cached_many
     else:
         redistribute_all = redistribute_cached_each
 
     def step(frame: Frame) -> None:
         requests: list[Request] = []
-        for place, index, move in places:
+        for place, index, redistribution in places:
             local = frame.local(place)
             x = None if place in uncached else frame.given(place)
-            requests.append((x, move, local if index is None else local[index]))
+            requests.append((x, redistribution, local if index is None else local[index]))
         for (place, index, _), value in zip(places, redistribute_all(requests), strict=True):
             if index is None:
                 frame.put_local(place, value)
@@ -116,22 +119,22 @@ def redistribute_inputs(plan: CallPlan, operator: OperatorSchema, form: CallSign
     return step
 
 
-def _redistribute_one(place: int, move: RedistributionPlan, cached: bool) -> Step:
+def _redistribute_one(place: int, redistribution: RedistributionPlan, cached: bool) -> Step:
     """Make the step for the usual case: one positional operand."""
 
     def step(frame: Frame) -> None:
         local_args = frame.local_args
-        local_args[place] = redistribute_cached(frame.args[place] if cached else None, move, local_args[place])
+        local_args[place] = redistribute_cached(frame.args[place] if cached else None, redistribution, local_args[place])
 
     return step
 
 
 def _redistribute_elements(requests: Sequence[Request]) -> list[Any]:
     """Redistribute elements of lists, as foreach operators take them, in few collectives."""
-    return execute_many([move for _, move, _ in requests], [local for *_, local in requests]).wait()
+    return execute_many([redistribution for _, redistribution, _ in requests], [local for *_, local in requests]).wait()
 
 
-def order_inputs_in_memory(plan: CallPlan, operator: OperatorSchema, form: CallSignature) -> Step | None:
+def order_inputs_in_memory(plan: CallPlan, operator: OperatorSchema, signature: CallSignature) -> Step | None:
     """Copy local operands with another memory order than their layouts, if the rule asks for it (``Rule.as_laid_out``).
 
     The strides of a DTensor are those of the global tensor, but a local tensor may have others (``from_local``, results of local
@@ -140,10 +143,10 @@ def order_inputs_in_memory(plan: CallPlan, operator: OperatorSchema, form: CallS
     """
     if plan.rule is None or not plan.rule.as_laid_out:
         return None
-    redistributed = {slot for slot, _ in plan.moves}
+    redistributed = {slot for slot, _ in plan.redistributions}
     layouts = {name: x for name, x in plan.call.arguments.items() if isinstance(x, Layout) and name not in operator.mutated}
     layouts |= {name: x for name, x in zip(plan.call.names, plan.operands, strict=True) if (name, None) in redistributed}
-    places = [(form.place(name), _local_strides(layout)) for name, layout in layouts.items() if layout.ndim > 1]
+    places = [(signature.place(name), _local_strides(layout)) for name, layout in layouts.items() if layout.ndim > 1]
     if not places:
         return None
 
@@ -183,7 +186,7 @@ def _copy_to_strides(x: torch.Tensor, stride: Stride) -> torch.Tensor:
     return torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device).copy_(x)
 
 
-def allocate_outputs(plan: CallPlan, operator: OperatorSchema, form: CallSignature) -> Step | None:
+def allocate_outputs(plan: CallPlan, operator: OperatorSchema, signature: CallSignature) -> Step | None:
     """Allocate local tensors for ``out=`` results; a later step copies them to the user's tensors, in their layouts.
 
     Kernels and functions of rules return new tensors: for them the ``out=`` arguments are dropped.
@@ -223,9 +226,11 @@ def _allocate_output(layout: Layout | None, like: Any, seeded: bool) -> Any:
 
 
 # --- after the call -----------------------------------------------------------------------------------------------------
-def copy_aliased_results(plan: CallPlan, operator: OperatorSchema, form: CallSignature) -> Step | None:
+def copy_aliased_results(plan: CallPlan, operator: OperatorSchema, signature: CallSignature) -> Step | None:
     """Copy results that share memory with a redistributed operand: that copy may be cached, and users write to results."""
-    redistributed = [(form.place(name), index) for (name, index), move in plan.moves if move.communicates]
+    redistributed = [
+        (signature.place(name), index) for (name, index), redistribution in plan.redistributions if redistribution.communicates
+    ]
     if not redistributed or operator.is_view or operator.mutated:
         return None
 
@@ -244,11 +249,13 @@ def copy_aliased_results(plan: CallPlan, operator: OperatorSchema, form: CallSig
     return step
 
 
-def write_into_locals(plan: CallPlan, operator: OperatorSchema, form: CallSignature) -> Step | None:
+def write_into_locals(plan: CallPlan, operator: OperatorSchema, signature: CallSignature) -> Step | None:
     """Write what a kernel returned for arguments that are written in place into their local tensors."""
-    if not is_kernel(plan) or operator.facts.flat or not operator.mutated.difference(operator.outs):
+    if not is_kernel(plan) or operator.traits.flat or not operator.mutated.difference(operator.outs):
         return None
-    places = [(k, form.place(name)) for k, name in enumerate(operator.returns) if name is not None and name not in operator.outs]
+    places = [
+        (k, signature.place(name)) for k, name in enumerate(operator.returns) if name is not None and name not in operator.outs
+    ]
 
     def step(frame: Frame) -> None:
         results = results_of(frame.local_result, operator)
@@ -258,7 +265,7 @@ def write_into_locals(plan: CallPlan, operator: OperatorSchema, form: CallSignat
     return step
 
 
-def write_back(plan: CallPlan, operator: OperatorSchema, form: CallSignature) -> Step | None:
+def write_back(plan: CallPlan, operator: OperatorSchema, signature: CallSignature) -> Step | None:
     """Redistribute what was written to the layouts of the user's tensors, and copy it into them.
 
     The value is a result where the operator returns what it writes to, and a kernel has not written it into the local tensor;
@@ -266,30 +273,32 @@ def write_back(plan: CallPlan, operator: OperatorSchema, form: CallSignature) ->
     """
     if not plan.write_back:
         return None
-    kernel = is_kernel(plan) and not operator.facts.flat
+    kernel = is_kernel(plan) and not operator.traits.flat
     places = []
-    for (name, index), move in plan.write_back:
+    for (name, index), redistribution in plan.write_back:
         is_returned = index is None and name in operator.returns and not (kernel and name not in operator.outs)
         result_index = operator.returns.index(name) if is_returned else None
-        places.append((form.place(name), index, result_index, not plan.results and name in operator.outs, move))
+        places.append((signature.place(name), index, result_index, not plan.results and name in operator.outs, redistribution))
 
     def step(frame: Frame) -> None:
         results = results_of(frame.local_result, operator)
-        for place, index, k, shape_is_data, move in places:
+        for place, index, k, shape_is_data, redistribution in places:
             target, local = frame.given(place), frame.local(place) if k is None else results[k]
             if index is not None:
                 target, local = target[index], local[index]
             if not shape_is_data or local.shape == target.shape:  # else wrap_outputs gives the target the result's shape
-                write_value(target, execute(move, local.to(move.src.dtype)))  # a rule's function may return another dtype
+                write_value(
+                    target, execute(redistribution, local.to(redistribution.src.dtype))
+                )  # a rule's function may return another dtype
 
     return step
 
 
-def bump_versions(plan: CallPlan, operator: OperatorSchema, form: CallSignature) -> Step | None:
+def bump_versions(plan: CallPlan, operator: OperatorSchema, signature: CallSignature) -> Step | None:
     """Count writes to the elements of lists: torch bumps version counters in the operators that it runs on each element."""
-    if not (operator.facts.per_element and operator.mutated):
+    if not (operator.traits.per_element and operator.mutated):
         return None
-    places = [place for name in sorted(operator.mutated) if (place := form.given(name)) is not None]
+    places = [place for name in sorted(operator.mutated) if (place := signature.given(name)) is not None]
 
     def step(frame: Frame) -> None:
         for place in places:
@@ -355,21 +364,22 @@ def is_unrecorded_alias(operator: OperatorSchema) -> bool:
     return operator.func in _UNRECORDED_ALIASES
 
 
-def wrap_outputs(plan: CallPlan, operator: OperatorSchema, form: CallSignature) -> WrapOutputs:
+def wrap_outputs(plan: CallPlan, operator: OperatorSchema, signature: CallSignature) -> WrapOutputs:
     """Wrap local results as DTensors, return written arguments, resize ``out=`` tensors."""
     shares = is_unrecorded_alias(operator)
     if plan.starts and plan.how == "rule":
         layouts = plan.results[0]
         if isinstance(layouts, Layout):
             return WrapOutputs.of_view(layouts, plan.starts[0], shares)
-        return WrapOutputs(_wrap_views(layouts, plan.starts))
-    output = _make_output(plan, operator, form)
+        starts = plan.starts
+        return WrapOutputs(lambda args, kwargs, result: list(map(wrap_view, result, layouts, repeat(args[0]), starts)))
+    output = _make_output(plan, operator, signature)
     if isinstance(output, Layout):
         return WrapOutputs.of_view(output, 0, shares) if shares else WrapOutputs.of_one(output)
     return WrapOutputs(output or (lambda args, kwargs, result: args[0]))
 
 
-def _make_output(plan: CallPlan, operator: OperatorSchema, form: CallSignature) -> Layout | MakeOutput | None:
+def _make_output(plan: CallPlan, operator: OperatorSchema, signature: CallSignature) -> Layout | MakeOutput | None:
     """Return the layout of the only new result, or a function that makes the output; None if that is the first argument."""
     returns = operator.returns
     if not returns:
@@ -379,31 +389,22 @@ def _make_output(plan: CallPlan, operator: OperatorSchema, form: CallSignature) 
         return layouts[0]
     if plan.how == "rule" and not any(returns) and all(isinstance(x, Layout) for x in layouts):
         return lambda args, kwargs, result: tuple(map(wrap_local, result, layouts))
-    if len(returns) == 1 and returns[0] not in (None, *operator.outs) and form.place(str(returns[0])) == 0:
+    if len(returns) == 1 and returns[0] not in (None, *operator.outs) and signature.place(str(returns[0])) == 0:
         return None
-    parts = [_make_output_part(plan, operator, form, owner, layout) for owner, layout in zip(returns, layouts, strict=True)]
+    parts = [_make_output_part(plan, operator, signature, owner, layout) for owner, layout in zip(returns, layouts, strict=True)]
     if len(parts) == 1:
         return parts[0]
     return lambda args, kwargs, result: tuple([part(args, kwargs, value) for part, value in zip(parts, result, strict=True)])
 
 
-def _wrap_views(layouts: list[Layout], starts: tuple[int, ...]) -> MakeOutput:
-    """Return the function that wraps views of the first argument.
-
-    Args:
-        starts: bytes from the argument's first element to the first element of each view.
-    """
-    return lambda args, kwargs, result: list(map(wrap_view, result, layouts, repeat(args[0]), starts))
-
-
 def _make_output_part(
-    plan: CallPlan, operator: OperatorSchema, form: CallSignature, owner: str | None, layout: Any
+    plan: CallPlan, operator: OperatorSchema, signature: CallSignature, owner: str | None, layout: Any
 ) -> MakeOutput:
     """Return the function that makes one return value; ``owner`` names the argument that it is, None for a new tensor."""
     if owner in operator.outs:
-        return _return_out_argument(plan, form.place(owner), layout)
+        return _return_out_argument(plan, signature.place(owner), layout)
     if owner is not None:
-        place = form.place(owner)
+        place = signature.place(owner)
         return lambda args, kwargs, value: argument_at(place, args, kwargs)
     if plan.how == "rule" and isinstance(layout, list) and all(isinstance(item, Layout) for item in layout):
         return lambda args, kwargs, value: list(map(wrap_local, value, layout))
@@ -478,3 +479,25 @@ def _return_out_argument(plan: CallPlan, place: ArgumentPosition, layout: Layout
         return write_value(target.resize_(own.shape), execute(plan_redistribution(own, full), value))
 
     return output
+
+
+# --- the table of passes ------------------------------------------------------------------------------------------------
+BEFORE: tuple[Pass, ...] = (  # a step of these ends the call if it returns True
+    order_arguments,  # moves arguments given by keyword to their positions
+    split_aliased_lists,  # runs a list operator element by element if elements share memory
+    read_row_ownership,  # reads facts of operands before anything is written
+)
+LOCAL: tuple[Pass, ...] = (
+    check_explicit,  # raises under explicit(); warns before an operator gathers
+    redistribute_inputs,  # issues the collectives that operands need
+    order_inputs_in_memory,  # copies operands for operators that read strides
+    allocate_outputs,  # makes local tensors for out= results
+    call_local_function,  # calls the operator, a function of its rule, or a kernel with collectives of its own
+    copy_aliased_results,  # copies results that share memory with a redistributed operand, which may be cached
+    write_into_locals,  # writes the results of a kernel into the local tensors of arguments written in place
+    write_back,  # copies what was written into the user's tensors, in their layouts
+    bump_versions,  # counts writes to elements of lists
+    wrap_outputs,  # makes DTensors of the local results
+)
+AFTER: tuple[Pass, ...] = FACT_PASSES  # attach facts to the results
+PASSES = BEFORE + LOCAL + AFTER

@@ -35,7 +35,7 @@ _PENDING, _WRITEBACK, _UNIT = "tensor/async_tensor", "tensor/views/view_writebac
 
 ATTRIBUTES: dict[str, TensorAttribute] = {
     # --- identity: what the tensor is; the other attributes may be dropped at the cost of time or memory
-    "_begins": TensorAttribute(
+    "_storage_start": TensorAttribute(
         "storage offset of a view, in elements; 0 for other tensors",
         ("dispatch/wrap", _CLASS),
         ("dispatch/wrap", "dispatch/dispatcher", _LAZY),
@@ -72,33 +72,35 @@ ATTRIBUTES: dict[str, TensorAttribute] = {
         refers_to_tensors=True,
     ),
     # --- versions of the memory
-    "_shared": TensorAttribute(
+    "_memory_state": TensorAttribute(
         "MemoryState: version counters, and whether user code holds the local tensors", (_STATE, _PENDING), (_STATE,)
     ),
-    "_counted": TensorAttribute(
+    "_version_owner": TensorAttribute(
         "tensor with the version counter of this memory, or a weak reference to it, if it is not the tensor itself",
-        (_LAZY, "tensor/views/flattened_sharded_dims", "tensor/views/fused_projection_slices"),
+        (_LAZY, "tensor/views/flattened_sharded_dims"),
         (_STATE,),
         follows_memory=True,
     ),
-    "_apart": TensorAttribute("the tensor that x.data returns", (_CLASS,), (_CLASS,), follows_memory=True),
-    "_left": TensorAttribute(
+    "_data_alias": TensorAttribute("the tensor that x.data returns", (_CLASS,), (_CLASS,), follows_memory=True),
+    "_has_new_memory": TensorAttribute(
         "True if the tensor got other memory (x.data = y): views of it do not share memory with it any more",
         (_CLASS,),
         (_STATE,),
         follows_memory=True,
     ),
     # --- redistribution cache
-    "_forms": TensorAttribute(
+    "_cached_copies": TensorAttribute(
         "CachedCopies of all of the memory; on a view: of its part", (_CACHE,), (_CACHE, _FACTS), follows_memory=True
     ),
-    "_parts": TensorAttribute("CachedCopies of parts of the memory, by part", (_CACHE,), (_CACHE,), follows_memory=True),
-    "_wanted": TensorAttribute("PreferredLayout: the layout that consumers needed", (_CACHE,), (_FACTS,)),
+    "_cached_parts": TensorAttribute("CachedCopies of parts of the memory, by part", (_CACHE,), (_CACHE,), follows_memory=True),
+    "_preferred_layout": TensorAttribute("PreferredLayout: the layout that consumers needed", (_CACHE,), (_FACTS,)),
     # --- facts of operands
-    "_parted": TensorAttribute("DisjointRows: each row is non-zero on one rank only", (_FACTS,), (_FACTS,)),
+    "_disjoint_rows": TensorAttribute("DisjointRows: each row is non-zero on one rank only", (_FACTS,), (_FACTS,)),
     "_ownerships": TensorAttribute("RowOwnerships made of this tensor of group ends", (_FACTS,), (_FACTS,)),
-    "_passed": TensorAttribute("DeferredReductions: an operator left this partial tensor unreduced", (_FACTS,), (_FACTS,)),
-    "_names": TensorAttribute("LocalIndices: each rank has indices into its own shard only", (_FACTS,), (_FACTS,)),
+    "_deferred_reductions": TensorAttribute(
+        "DeferredReductions: an operator left this partial tensor unreduced", (_FACTS,), (_FACTS,)
+    ),
+    "_local_indices": TensorAttribute("LocalIndices: each rank has indices into its own shard only", (_FACTS,), (_FACTS,)),
     # --- gradients and parameters
     "_grad_layout": TensorAttribute(
         "list of the layout of a leaf, to which its gradient is redistributed, and of copies to drop when the gradient arrives",
@@ -106,7 +108,7 @@ ATTRIBUTES: dict[str, TensorAttribute] = {
         (_GRADS, _CACHE, "plan/graph_recorder"),
         follows_memory=True,
     ),
-    "_shown": TensorAttribute(
+    "_batch_tensors": TensorAttribute(
         "weak references to all tensors that wait for one batch of leaf gradients", (_GRADS, _PENDING), (_GRADS, _PENDING)
     ),
     "_own_uses": TensorAttribute(

@@ -45,7 +45,7 @@ def factors_of_table(table: Table, call: Call, outs: Sequence[str] = ()) -> Fact
         specs = [tuple(_make_spec(placement, factor) for placement in side) for side in placed]
         strategies.append(Strategy(specs[0], specs[1], factor))
     operands, results = (tuple(map(tuple, side)) for side in dims)
-    return Factors(operands, results, sizes, rows=tuple(strategies))
+    return Factors(operands, results, sizes, listed_strategies=tuple(strategies))
 
 
 def _call_table(table: Table, call: Call, outs: Sequence[str]) -> list[Any]:

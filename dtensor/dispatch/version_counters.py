@@ -25,7 +25,7 @@ from ..base.torch_internals import CreationMeta, DisableTorchFunctionSubclass, D
 from ..base.tracing import has_no_values, has_symbolic_sizes
 from ..ranks.per_rank import shards_of
 
-SHARED = "_shared"  # the attribute of a tensor with its MemoryState
+MEMORY_STATE = "_memory_state"  # the attribute of a tensor with its MemoryState
 _GROUP_NUMBERS = count()
 _data_ptr, _version = torch.Tensor.data_ptr, attrgetter("_version")
 
@@ -103,9 +103,9 @@ class _AliasGroup:
 
 def memory_state_of(x: Any) -> MemoryState:
     """Return the memory state of ``x``, which is that of its base."""
-    state: MemoryState | None = x.__dict__.get(SHARED)
+    state: MemoryState | None = x.__dict__.get(MEMORY_STATE)
     if state is None:
-        state = x.__dict__[SHARED] = MemoryState() if x._base is None else memory_state_of(x._base)
+        state = x.__dict__[MEMORY_STATE] = MemoryState() if x._base is None else memory_state_of(x._base)
     return state
 
 
@@ -123,7 +123,7 @@ def mark_local_exposed(x: Any) -> Any:
 
 def share_versions(view: Any, base: Any) -> None:
     """Count writes to ``view`` and ``base`` together: ``view`` is the same memory, and autograd does not record it as a view."""
-    view.__dict__[SHARED] = memory_state_of(base)
+    view.__dict__[MEMORY_STATE] = memory_state_of(base)
 
 
 # --- versions -----------------------------------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ def versions_of(x: torch.Tensor) -> tuple[int, ...] | None:
     """Return a value that changes with each write to the memory of ``x``; None if torch counts no writes (inference mode)."""
     base = x._base
     root = x if base is None else base
-    state: MemoryState | None = root.__dict__.get(SHARED)
+    state: MemoryState | None = root.__dict__.get(MEMORY_STATE)
     if state is None or state.group is None:
         try:
             return -1, root._version
@@ -170,7 +170,7 @@ def is_written_once(before: tuple[int, ...] | None, now: tuple[int, ...] | None)
 
 def named_version_owner(x: Any) -> Any:
     """Return the tensor with the version counter for the memory of ``x``: ``x``, or another that was named; None if freed."""
-    owner = x.__dict__.get("_counted", x)
+    owner = x.__dict__.get("_version_owner", x)
     return owner() if isinstance(owner, weakref.ref) else owner
 
 
@@ -251,9 +251,9 @@ def join_alias_groups(x: torch.Tensor, y: torch.Tensor) -> None:
 
 def move_memory_state(x: Any, root: torch.Tensor) -> None:
     """Move the memory state of ``x`` to ``root``, which is now the tensor that ``x`` was."""
-    state: MemoryState | None = x.__dict__.pop(SHARED, None)
+    state: MemoryState | None = x.__dict__.pop(MEMORY_STATE, None)
     if state is not None:
-        root.__dict__[SHARED] = state
+        root.__dict__[MEMORY_STATE] = state
         if state.counter is not None and state.counter.get_tensor() is x:
             state.counter.get_tensor = weakref.ref(root)
 
@@ -330,7 +330,7 @@ def view_in_plain_torch(root: Any, view: Any) -> torch.Tensor | None:
     None if autograd cannot tell: it did not record the view, ``root`` is now seen in another way, or one of the two got other
     memory.
     """
-    if "_left" in root.__dict__ or (
+    if "_has_new_memory" in root.__dict__ or (
         creation_meta(view) == CreationMeta.MULTI_OUTPUT_NODE and has_symbolic_sizes() and has_no_values(root._local)
     ):
         return None  # torch 2.13 has moved the size of a split, if it is a symbol, into the first of its views

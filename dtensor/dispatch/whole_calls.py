@@ -14,12 +14,11 @@ from ..errors import UnsupportedOperationError
 from ..layout.layout import Layout
 from ..propagation.op_schema import CallSignature, OperatorSchema
 from ..propagation.propagate import CallPlan
-from ..ranks.shared_tensors import write_value
 from .frame import Args, Frame, Keywords, Runner, Step, argument_at, results_of
 from .local_call import call_local_function
 from .redistribution_cache import run_in_decomposition
 from .steps import check_explicit, resize_to
-from .wrap import wrap_local
+from .wrap import wrap_local, write_value
 
 
 def run_whole(runner: Runner) -> Step:
@@ -31,14 +30,14 @@ def run_whole(runner: Runner) -> Step:
     return step
 
 
-def give_answer(plan: CallPlan, operator: OperatorSchema, form: CallSignature) -> Runner | None:
+def give_answer(plan: CallPlan, operator: OperatorSchema, signature: CallSignature) -> Runner | None:
     """Return the answer that the rule knows without running anything."""
     answer = plan.answer
     return (lambda args, kwargs, local_args, local_kwargs: answer) if plan.how == "answer" else None
 
 
 # --- decompositions -----------------------------------------------------------------------------------------------------
-def decompose(plan: CallPlan, operator: OperatorSchema, form: CallSignature) -> Runner | None:
+def decompose(plan: CallPlan, operator: OperatorSchema, signature: CallSignature) -> Runner | None:
     """Run the operators that an operator is composed of.
 
     A decomposition of the rule takes no ``out=`` arguments and no plain tensors.
@@ -47,9 +46,9 @@ def decompose(plan: CallPlan, operator: OperatorSchema, form: CallSignature) -> 
         return None
     if plan.rule is None or plan.rule.decompose is None:
         return run_in_decomposition(lambda args, kwargs, local_args, local_kwargs: operator.func.decompose(*args, **kwargs))
-    compose, tail = plan.rule.decompose, form.tail
-    layouts = [plan.call.arguments.get(name) for name in operator.names[: form.count]]
-    lacking = {name: value for name, value in form.lacking.items() if name not in operator.outs}
+    compose, tail = plan.rule.decompose, signature.omitted_positional
+    layouts = [plan.call.arguments.get(name) for name in operator.names[: signature.count]]
+    lacking = {name: value for name, value in signature.omitted_by_name.items() if name not in operator.outs}
 
     def run(args: Args, kwargs: Keywords, local_args: list[Any], local_kwargs: Keywords) -> Any:
         named = {name: value for name, value in kwargs.items() if name not in operator.outs}
@@ -59,17 +58,17 @@ def decompose(plan: CallPlan, operator: OperatorSchema, form: CallSignature) -> 
             **lacking,
             **{name: _distribute_plain(value, plan.call.arguments.get(name)) for name, value in named.items()},
         )
-        return _write_to_arguments(operator, form, args, kwargs, result) if any(operator.returns) else result
+        return _write_to_arguments(operator, signature, args, kwargs, result) if any(operator.returns) else result
 
     return run_in_decomposition(run)
 
 
-def _write_to_arguments(operator: OperatorSchema, form: CallSignature, args: Args, kwargs: Keywords, result: Any) -> Any:
+def _write_to_arguments(operator: OperatorSchema, signature: CallSignature, args: Args, kwargs: Keywords, result: Any) -> Any:
     """Write the results of a decomposition to the arguments that the operator writes to, and return these."""
     outputs = []
     for owner, value in zip(operator.returns, results_of(result, operator), strict=True):
         if owner is not None:
-            target = argument_at(form.place(owner), args, kwargs)
+            target = argument_at(signature.place(owner), args, kwargs)
             if target is not value and operator.reshapes:
                 target.data, value = value.to(target.dtype), target  # it gets the shape and the layout of the result
             elif owner in operator.outs and target.shape != value.shape:
@@ -92,18 +91,18 @@ def _distribute_plain(value: Any, layout: Any) -> Any:
 _DATA_DEPENDENT = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
 
-def run_outside_mesh(plan: CallPlan, operator: OperatorSchema, form: CallSignature) -> Runner | None:
+def run_outside_mesh(plan: CallPlan, operator: OperatorSchema, signature: CallSignature) -> Runner | None:
     """Run a call on a rank outside the mesh, which has no local tensors: results have no elements there.
 
     Operators that draw random numbers run on the empty operands, so that this rank's generator advances as on the other ranks.
     """
     if communicator_of(plan.call.mesh).held:
         return None
-    check = check_explicit(plan, operator, form)
+    check = check_explicit(plan, operator, signature)
     is_random = plan.rule is not None and plan.rule.kind == "random"
-    local_call = call_local_function(plan, operator, form) if is_random else None
+    local_call = call_local_function(plan, operator, signature) if is_random else None
     layouts = plan.results or (None,) * len(operator.returns)
-    owners = [None if owner is None else form.place(owner) for owner in operator.returns]
+    owners = [None if owner is None else signature.place(owner) for owner in operator.returns]
 
     def run(args: Args, kwargs: Keywords, local_args: list[Any], local_kwargs: Keywords) -> Any:
         frame = Frame(args, kwargs, list(local_args), dict(local_kwargs))

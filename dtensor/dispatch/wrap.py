@@ -1,4 +1,6 @@
-"""Wrap: make a DTensor of a local tensor and its layout. Every operator call runs this, so nothing is checked."""
+"""Wrap: make a DTensor of a local tensor and its layout, or write a local value into a tensor. Nothing is checked here, because
+every operator call wraps.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from ..layout.layout import Layout
 
 TENSOR: Any = None  # the DTensor class, installed by tensor/dtensor.py
 _make_pending: Any = None
-SHOWN = "_shown"  # the attribute of a tensor that waits for a batch: weak references to all tensors of the batch
+BATCH_TENSORS = "_batch_tensors"  # the attribute of a tensor that waits for a batch: weak references to all tensors of the batch
 _make_wrapper = make_wrapper_subclass
 _CPU = torch.device("cpu")
 
@@ -50,11 +52,11 @@ def wrap_view(local: Any, layout: Layout, base: Any, start: int = 0) -> Any:
     Args:
         start: bytes from the first element of ``base`` to the first element of the view.
     """
-    if not (start or base._begins):
+    if not (start or base._storage_start):
         return wrap_local(local, layout)
     offset = storage_offset_of_view(base, layout, start)
     x = _make_wrapper(TENSOR, layout.shape, layout.stride, offset, None, layout.dtype, torch.strided, local.device)
-    x._local, x._layout, x._begins = local, layout, offset
+    x._local, x._layout, x._storage_start = local, layout, offset
     if layout.is_complex and local.is_conj():
         set_conj(x, True)
     return x
@@ -62,7 +64,31 @@ def wrap_view(local: Any, layout: Layout, base: Any, start: int = 0) -> Any:
 
 def storage_offset_of_view(base: Any, layout: Layout, start: int) -> int:
     """Return the storage offset of a view of ``base``, in elements of its layout; ``start`` as for :func:`wrap_view`."""
-    return (base._begins * base._layout.dtype.itemsize + start) // layout.dtype.itemsize if start or base._begins else 0
+    return (
+        (base._storage_start * base._layout.dtype.itemsize + start) // layout.dtype.itemsize
+        if start or base._storage_start
+        else 0
+    )
+
+
+def write_value(target: Any, value: Any) -> Any:
+    """Copy ``value`` into ``target``, which has the same shape, and return ``target``.
+
+    Args:
+        target: a DTensor (its local value is written), a local value, or a plain tensor to which all ranks write one value.
+        value: a local value in the layout of ``target``, replicated if ``target`` is plain; or a DTensor, which is
+            redistributed to the layout of ``target``.
+    """
+    if value is target:
+        return target
+    if hasattr(value, "_layout"):
+        return target.copy_(value)
+    destination = target._local if hasattr(target, "_layout") else target
+    if value is not destination:
+        destination.copy_(
+            value if hasattr(destination, "shards") else getattr(value, "shards", (value,))[0]
+        )  # all ranks have the same value
+    return target
 
 
 def wrap_pending(pending: Any, layout: Layout, like: Any) -> Any:

@@ -97,5 +97,5 @@ def list_strategies(query: RuleQuery, operands: Sequence[Layout | None]) -> tupl
     known = operand_facts(query, operands)
     key = "lines", known
     if key not in query.answers:
-        query.answers[key] = bound_strategies_of(query.rule, query.factors, replace(query.call, known=known)).lines
+        query.answers[key] = bound_strategies_of(query.rule, query.factors, replace(query.call, operand_facts=known)).strategies
     return cast("tuple[BoundStrategy, ...]", query.answers[key])

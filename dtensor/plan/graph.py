@@ -60,9 +60,9 @@ class RuleQuery:
     answers: dict[Any, Any] = field(default_factory=dict)
 
     @cached_property
-    def lines(self) -> tuple[BoundStrategy, ...]:
+    def strategies(self) -> tuple[BoundStrategy, ...]:
         """The strategies that the rule has for the call."""
-        return bound_strategies_of(self.rule, self.factors, self.call).lines
+        return bound_strategies_of(self.rule, self.factors, self.call).strategies
 
     @cached_property
     def work(self) -> Work:

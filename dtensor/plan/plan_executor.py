@@ -149,9 +149,11 @@ def _choose_planned(
     texts: Sequence[str], rule: Rule, factors: Factors, call: Call, inplace_results: Mapping[int, int]
 ) -> StrategySelection | None:
     """Return the choice of the planned strategies; the cheapest choice if the present layouts do not allow them."""
-    lines = strategies_by_text(bound_strategies_of(rule, factors, call).lines)
+    lines = strategies_by_text(bound_strategies_of(rule, factors, call).strategies)
     if all(text in lines for text in texts):
-        chosen = realize_selection(rule, tuple([lines[text].row_for(factors) for text in texts]), factors, call, inplace_results)
+        chosen = realize_selection(
+            rule, tuple([lines[text].strategy_for(factors) for text in texts]), factors, call, inplace_results
+        )
         if chosen is not None:
             return chosen
     return select_strategies(rule, factors, call, inplace_results)

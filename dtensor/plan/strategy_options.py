@@ -93,7 +93,7 @@ def _recorded_option(graph: Graph, node: Node, unread: frozenset[int]) -> Option
     chosen = None if node.query is None else node.query.chosen
     results = tuple(None if number is None else graph.values[number].layout for number in node.results)
     if node.is_view and any(number in unread for number in (*node.operands, *node.results)):
-        strategies = () if chosen is None else chosen.choice.rows
+        strategies = () if chosen is None else chosen.choice.strategies
         return Option(strategies, tuple(None if n is None else graph.values[n].layout for n in node.operands), results)
     if chosen is not None and len(chosen.results) == len(results):
         # Use the layouts that the strategies give: a lazy view may have had another layout.
@@ -102,10 +102,10 @@ def _recorded_option(graph: Graph, node: Node, unread: frozenset[int]) -> Option
     operands = tuple(None if number is None else layout for number, layout in pairs)
     if node.query is None or chosen is None:
         return Option((), operands, results)
-    strategies, facts = chosen.choice.rows, node.query.call.parted
+    strategies, facts = chosen.choice.strategies, node.query.call.disjoint_splits
     if facts:
         operands = tuple(layout and mark_disjoint(layout, fact) for layout, fact in zip(operands, facts, strict=True))
-    results = mark_results(results, chosen.left, facts)
+    results = mark_results(results, chosen.disjoint_results, facts)
     return Option(strategies, operands, results, work_seconds(node, strategies, operands, results))
 
 
@@ -164,7 +164,7 @@ def _call_options(own: NodeClass, present: Option, mesh_dim: int, layouts: Value
         for line in list_strategies(query, operands):
             if not line.on(mesh_dim) or not _is_reachable(line, own, mesh_dim, layouts):
                 continue
-            strategies = (*present.strategies[:mesh_dim], line.row_for(query.factors), *present.strategies[mesh_dim + 1 :])
+            strategies = (*present.strategies[:mesh_dim], line.strategy_for(query.factors), *present.strategies[mesh_dim + 1 :])
             sources = tuple(
                 layout if where is None else _place_operand(layout, where, mesh_dim)
                 for layout, where in zip(operands, line.operands, strict=True)
@@ -195,13 +195,13 @@ def _operand_variants(
 
 def _make_option(node: Node, query: RuleQuery, strategies: tuple[Strategy, ...], sources: tuple[Layout, ...]) -> Option | None:
     """Return the option with these strategies for operands in these layouts; None if the rule cannot run so."""
-    call = replace(query.call, operands=tuple(map(without_marks, sources)), known=operand_facts(query, sources))
+    call = replace(query.call, operands=tuple(map(without_marks, sources)), operand_facts=operand_facts(query, sources))
     chosen = realize_selection(query.rule, strategies, query.factors, call, query.inplace_results)
     if chosen is None:
         return None
     layouts = [source if x.has_same_blocks(source) else x for source, x in zip(sources, chosen.operands, strict=True)]
     operands = tuple(None if n is None else x for n, x in zip(node.operands, layouts, strict=True))
-    marked = mark_results(chosen.results, chosen.left, call.parted)
+    marked = mark_results(chosen.results, chosen.disjoint_results, call.disjoint_splits)
     results = tuple(None if n is None else x for n, x in zip(node.results, marked, strict=True))
     return Option(strategies, operands, results, work_seconds(node, strategies, operands, results))
 

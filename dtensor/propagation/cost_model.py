@@ -64,7 +64,7 @@ def select_free_strategies(
             return None
         if len(candidates) > 1:
             candidates.sort(key=lambda bound: (_result_bytes_per_rank(bound, nbytes, 1 / ranks), bound.order))
-        picked.append(candidates[0].row)
+        picked.append(candidates[0].strategy)
     return tuple(picked)
 
 
@@ -96,10 +96,10 @@ def rank_strategies(
     gather_latency = get_link(call.mesh, (mesh_dim,)).all_gather.seconds(ranks, 0)
     seconds_of: dict[tuple[int, DimPlacement, float], float] = {}
     ranked = []
-    for bound in table.lines:
+    for bound in table.strategies:
         if not bound.on(mesh_dim):
             continue
-        strategy = bound.row_for(factors)
+        strategy = bound.strategy_for(factors)
         seconds, gathered_operands, changed_operands = 0.0, 0, 0
         keeps_sharded, introduces_sharding = False, strategy.factor is not None
         fraction = _largest_shard_fraction(bound, call, current, mesh_dim)
@@ -188,13 +188,13 @@ def _deferred_costs(
     if not any(isinstance(where, Partial) for where in current):
         free = [
             bound
-            for bound in table.lines
+            for bound in table.strategies
             if all(map(_is_free_for, current, bound.operands))
-            and _has_local_kernel(bound, factors)
+            and ((kernel := bound.strategy_for(factors).kernel) is None or kernel.collectives == 0)
             and not _shards_single_position(bound, factors, call)
         ]
         has_kernel = any(
-            isinstance(bound.row.kernel, Kernel) for bound in table.lines
+            isinstance(bound.strategy.kernel, Kernel) for bound in table.strategies
         )  # the kernel could send each element from its owner
         grows = all(map(_leaves_partial, free)) and (has_kernel or _grows_results(factors, call, mesh_dim, nbytes))
         if free and not misaligned and not grows:
@@ -208,8 +208,8 @@ def _deferred_costs(
     sizes = [size / max(shard_counts, default=1) for size in nbytes]
     ranks = call.mesh.shape[mesh_dim]
     keeps_sharded = any(
-        isinstance(at, int) and at == to and factors.sizes.get(bound.row.factor or "", ranks) >= ranks
-        for bound in table.lines
+        isinstance(at, int) and at == to and factors.sizes.get(bound.strategy.factor or "", ranks) >= ranks
+        for bound in table.strategies
         for at, to in zip(current, bound.operands, strict=True)
     )
     resharding_latency = link.exchange.seconds(ranks, 0) if keeps_sharded else 0.0
@@ -261,15 +261,9 @@ def _is_free_for(current: DimPlacement | None, target: DimPlacement | None) -> b
     return current == target or (isinstance(current, Replicate) and isinstance(target, Partial))
 
 
-def _has_local_kernel(bound: BoundStrategy, factors: Factors) -> bool:
-    """Return True if the strategy itself issues no collective."""
-    kernel = bound.row_for(factors).kernel
-    return kernel is None or kernel.collectives == 0
-
-
 def _shards_single_position(bound: BoundStrategy, factors: Factors, call: Call) -> bool:
     """Return True if the factor has one position of a larger dim: a convolution with a single group."""
-    name = bound.row.factor
+    name = bound.strategy.factor
     if name is None or factors.sizes.get(name) != 1:
         return False
     return any(
@@ -297,10 +291,12 @@ def _grows_results(factors: Factors, call: Call, mesh_dim: int, nbytes: list[int
 
 def _has_row_owners(bound: BoundStrategy, factors: Factors, call: Call) -> bool:
     """Return True if each row of the results has one owner, which later operators use."""
-    strategy = bound.row
-    if strategy.parted is not None or any(strategy.factor == groups for groups, _ in factors.groups.values()):
+    strategy = bound.strategy
+    if strategy.disjoint_split is not None or any(strategy.factor == groups for groups, _ in factors.groups.values()):
         return True
-    return any(fact is not None and isinstance(where, Partial) for fact, where in zip(call.parted, bound.operands, strict=False))
+    return any(
+        fact is not None and isinstance(where, Partial) for fact, where in zip(call.disjoint_splits, bound.operands, strict=False)
+    )
 
 
 def _result_bytes_per_rank(bound: BoundStrategy, nbytes: list[int], fraction: float) -> float:

@@ -39,7 +39,7 @@ def make_call(
     names = tuple(name for name, _ in slots)
     scalars = operator.scalars.difference(names)
     call = Call(operator.func, mesh, bound, tuple(operands), names, plain=frozenset(plain_positions), scalars=scalars)
-    call.known = tuple(map(facts.get, slots)) if facts else ()
+    call.operand_facts = tuple(map(facts.get, slots)) if facts else ()
     return call, tuple(slots)
 
 

@@ -35,7 +35,7 @@ class OperatorSchema:
             equal cache keys.
         listed: some of the ``keyed`` arguments are lists.
         options: names of arguments of which equal values give equal cache keys at any position: dtypes, devices, flags, strings.
-        facts: the traits that the schema does not state.
+        traits: the traits that the schema does not state.
     """
 
     func: Any
@@ -57,7 +57,7 @@ class OperatorSchema:
     keyed: int
     listed: bool
     options: frozenset[str]
-    facts: OperatorTraits
+    traits: OperatorTraits
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the argument values by name, with defaults filled in."""
@@ -140,13 +140,13 @@ class CallSignature:
         return place
 
     @property
-    def tail(self) -> tuple[Any, ...]:
+    def omitted_positional(self) -> tuple[Any, ...]:
         """The defaults of the omitted arguments that may be passed by position."""
         operator = self.operator
         return tuple([operator.defaults[name] for name in operator.names[self.count : operator.positional]])
 
     @property
-    def lacking(self) -> dict[str, Any]:
+    def omitted_by_name(self) -> dict[str, Any]:
         """The defaults of the omitted arguments that can only be passed by name."""
         operator = self.operator
         names = operator.names[operator.positional :]
@@ -189,7 +189,7 @@ def operator_schema_of(func: Any) -> OperatorSchema:
         gives_tensors=any("Tensor" in str(r.type) for r in schema.returns),
         seeded=torch.Tag.nondeterministic_seeded in func.tags,
         reshapes=torch.Tag.inplace_view in func.tags,
-        facts=traits_of(func),
+        traits=traits_of(func),
         is_view=returns_view(func),
         keyed=len(key_types) + 1,
         listed=any("List" in kind for kind in key_types),

@@ -36,7 +36,7 @@ SUM = Partial("sum")
 
 def disjoint_strategies(rule: Rule, factors: Factors, call: Call, count: int) -> Iterator[BoundStrategy]:
     """Yield the strategies for disjoint partial operands of the call, numbered from ``count``."""
-    distinct = {fact.by: fact for fact in call.parted if fact is not None}
+    distinct = {fact.owner_number: fact for fact in call.disjoint_splits if fact is not None}
     by_factor = strategies_of_factors(factors, ())
     for fact in distinct.values():
         candidate_strategies = [
@@ -62,7 +62,7 @@ def is_elementwise_on_floats(rule: Rule, call: Call) -> bool:
         return False
     if torch.Tag.nondeterministic_seeded in call.func.tags:
         return False
-    dtypes = [call.operands[i].dtype for i, fact in enumerate(call.parted) if fact is not None]
+    dtypes = [call.operands[i].dtype for i, fact in enumerate(call.disjoint_splits) if fact is not None]
     result_dtypes = [meta.dtype for meta in call.results if meta is not None]
     return all(dtype.is_floating_point or dtype is torch.bool for dtype in (*dtypes, *result_dtypes))
 
@@ -82,7 +82,7 @@ def _strategy_by_position(strategy: Strategy, factors: Factors, call: Call, fact
     operands: list[Spec] = [SUM if is_disjoint_along(factors, call, i, fact, name) else R for i in range(len(strategy.operands))]
     if SUM not in operands or any(isinstance(spec, Partial) for spec in strategy.operands):
         return None
-    return Strategy(tuple(operands), (SUM,) * len(strategy.results), parted=fact)
+    return Strategy(tuple(operands), (SUM,) * len(strategy.results), disjoint_split=fact)
 
 
 def _strategy_by_group(strategy: Strategy, factors: Factors, call: Call, fact: DisjointSplit) -> Strategy | None:
@@ -94,13 +94,17 @@ def _strategy_by_group(strategy: Strategy, factors: Factors, call: Call, fact: D
         for i, spec in enumerate(operands):
             if spec == R and is_disjoint_along(factors, call, i, fact, name):
                 operands[i], changed = SUM, True
-    return Strategy(tuple(operands), strategy.results, strategy.factor, strategy.kernel, parted=fact) if changed else None
+    return Strategy(tuple(operands), strategy.results, strategy.factor, strategy.kernel, disjoint_split=fact) if changed else None
 
 
 def is_disjoint_along(factors: Factors, call: Call, i: int, fact: DisjointSplit, name: str) -> bool:
     """Return True if operand ``i`` has the disjoint rows of ``fact`` along a dim that is the factor."""
-    disjoint_rows = call.parted[i]
-    return disjoint_rows is not None and disjoint_rows.by == fact.by and factors.operands[i][disjoint_rows.dim] == (name,)
+    disjoint_rows = call.disjoint_splits[i]
+    return (
+        disjoint_rows is not None
+        and disjoint_rows.owner_number == fact.owner_number
+        and factors.operands[i][disjoint_rows.dim] == (name,)
+    )
 
 
 # --- selected strategies: consistency and disjoint results ------------------------------------------------------------------
@@ -114,10 +118,14 @@ def are_consistent(
     """Return True if the strategies for disjoint operands fit together: they cover all mesh dims of the rows, and these operands
     do not move."""
     for strategy in strategies:
-        fact = strategy.parted
+        fact = strategy.disjoint_split
         if fact is None:
             continue
-        same_rows = {m for m, other in enumerate(strategies) if other.parted is not None and other.parted.by == fact.by}
+        same_rows = {
+            m
+            for m, other in enumerate(strategies)
+            if other.disjoint_split is not None and other.disjoint_split.owner_number == fact.owner_number
+        }
         if same_rows != set(fact.split.mesh_dims):
             return False
         if strategy.factor is not None and splits.get(strategy.factor) != fact.split:
@@ -133,7 +141,7 @@ def find_disjoint_results(
     factors: Factors, call: Call, strategies: Sequence[Strategy], operands: Sequence[Layout], results: Sequence[Layout | None]
 ) -> tuple[DisjointResult, ...]:
     """Return the results that have disjoint rows if these strategies are selected."""
-    if not writes_only_first_operand(call) or not (call.parted or factors.groups):
+    if not writes_only_first_operand(call) or not (call.disjoint_splits or factors.groups):
         return ()
     result_layouts = [layout for layout in results if layout is not None]
     disjoint = {
@@ -164,7 +172,7 @@ def find_disjoint_results(
 def _iter_results_of_owners(
     factors: Factors, call: Call, strategies: Sequence[Strategy], operands: Sequence[Layout], results: Sequence[Layout]
 ) -> Iterator[DisjointResult]:
-    for i, fact in enumerate(call.parted):
+    for i, fact in enumerate(call.disjoint_splits):
         if fact is None:
             continue
         names, mesh_dims = factors.operands[i][fact.dim], set(fact.split.mesh_dims)
@@ -191,7 +199,7 @@ def _iter_results_of_owners(
             for j in partial_operands
         ):
             continue
-        masked = any(strategy.parted is not None for strategy in selected)
+        masked = any(strategy.disjoint_split is not None for strategy in selected)
         for r, dims in enumerate(factors.results):
             d = find_exact_dim(dims, names)
             if d is None or factor_strategy.results[r] != Along(names[0]) or not _is_partial_sum(results[r], mesh_dims):

@@ -17,8 +17,8 @@ from ..base.torch_internals import has_kernel
 from ..errors import LayoutError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
-from ..redistribute import Plan as Move
-from ..redistribute import plan as plan_move
+from ..redistribute import Plan as RedistributionPlan
+from ..redistribute import plan as plan_redistribution
 from ..rules.call import Call, Meta
 from ..rules.disjoint_partial import NO_FACTS, OperandFacts
 from ..rules.op_traits import element_rule_of
@@ -38,7 +38,7 @@ class CallPlan:
     Attributes:
         how: ``"rule"``, ``"answer"`` (the value is known without running), ``"decompose"`` or ``"gather"``.
         call: the global call.
-        moves: the redistributions of operands, by slot.
+        redistributions: the redistributions of operands, by slot.
         operands: layouts of the local operands.
         results: for each return value a layout, a list of layouts, or None.
         write_back: redistributions of written values to the layouts of the arguments that they are written into.
@@ -50,10 +50,10 @@ class CallPlan:
 
     how: Literal["rule", "answer", "decompose", "gather"]
     call: Call
-    moves: tuple[tuple[ArgumentSlot, Move], ...] = ()
+    redistributions: tuple[tuple[ArgumentSlot, RedistributionPlan], ...] = ()
     operands: tuple[Layout, ...] = ()
     results: tuple[Any, ...] = ()
-    write_back: tuple[tuple[ArgumentSlot, Move], ...] = ()
+    write_back: tuple[tuple[ArgumentSlot, RedistributionPlan], ...] = ()
     rule: Rule | None = None
     chosen: StrategySelection | None = None
     answer: Any = None
@@ -63,11 +63,11 @@ class CallPlan:
     @property
     def communicates(self) -> bool:
         """Return True if the plan issues a collective, those of a kernel included."""
-        kernel = None if self.chosen is None else self.chosen.kernel_row
+        kernel = None if self.chosen is None else self.chosen.kernel_strategy
         if self.how == "gather" or (kernel is not None and kernel.kernel is not None and kernel.kernel.collectives > 0):
             return True
-        moves = self.moves + self.write_back
-        return bool(moves) and any(move.communicates for _, move in moves)
+        redistributions = self.redistributions + self.write_back
+        return any(redistribution.communicates for _, redistribution in redistributions)
 
 
 def propagate_sharding(
@@ -86,10 +86,10 @@ def propagate_sharding(
         choose: the function that selects strategies.
         known: facts of operands beside their layouts, by slot.
     """
-    for check in operator.facts.refuses:
+    for check in operator.traits.refuses:
         check(operator.name, bound)
     call, slots = make_call(operator, mesh, bound, plain, known)
-    element_rule = element_rule_of(operator.func) if operator.facts.per_element else None
+    element_rule = element_rule_of(operator.func) if operator.traits.per_element else None
     rule = lookup(operator.func)
     if rule is not None and rule.answer is not None:
         answer = rule.answer(call)
@@ -113,8 +113,8 @@ def propagate_sharding(
         return data_dependent or make_gather_plan(operator, call, slots, None)
     if operator.fills_lists:
         return make_gather_plan(operator, call, slots, metas)
-    call.results = _flatten_metas(metas)
-    if operator.facts.per_element and (rule is not None or element_rule is not None):
+    call.results = tuple(chain.from_iterable([meta if isinstance(meta, list) else (meta,) for meta in metas]))
+    if operator.traits.per_element and (rule is not None or element_rule is not None):
         plan = _plan_per_element(operator, rule or element_rule, call, slots, metas, choose)  # type: ignore[arg-type]  # one of them is a rule
         if plan is not None:
             return plan
@@ -152,7 +152,7 @@ def _plan_by_rule(
     if preferred is not call:
         selection = replace(selection, choice=replace(selection.choice, call=call))
     redistributions = tuple(
-        (slot, plan_move(current, required))
+        (slot, plan_redistribution(current, required))
         for slot, current, required in zip(slots, call.operands, selection.operands, strict=True)
         if current is not required and not current.has_same_blocks(required)
     )
@@ -187,13 +187,13 @@ def _find_inplace_results(operator: OperatorSchema, call: Call, slots: tuple[Arg
 
 def _plan_write_back(
     operator: OperatorSchema, call: Call, results: tuple[Any, ...], redistributed: Collection[str] = (), reshapes: bool = False
-) -> tuple[tuple[ArgumentSlot, Move], ...]:
+) -> tuple[tuple[ArgumentSlot, RedistributionPlan], ...]:
     """Return redistributions from the written results to the layouts of the arguments that they are written into.
 
     ``redistributed``: arguments that the plan redistributes first. ``reshapes``: the operator changes the view of its argument,
     so the argument takes the layout of the result.
     """
-    redistributions: list[tuple[ArgumentSlot, Move]] = []
+    redistributions: list[tuple[ArgumentSlot, RedistributionPlan]] = []
     for owner, result in zip(operator.returns, results, strict=False):
         target = None if owner is None else call.arguments.get(owner)
         if not isinstance(target, Layout) or not isinstance(result, Layout):
@@ -208,13 +208,13 @@ def _plan_write_back(
                 f"{tuple(result.shape)}, which a DTensor cannot do in place; use the out-of-place operator"
             )
         if owner in operator.outs or owner in redistributed or not target.has_same_blocks(result):
-            redistributions.append(((owner, None), plan_move(_with_dtype_and_stride(result, target), target)))  # type: ignore[arg-type]
+            redistributions.append(((owner, None), plan_redistribution(_with_dtype_and_stride(result, target), target)))  # type: ignore[arg-type]
     return tuple(redistributions)
 
 
 def _plan_write_back_of_unreturned(
     operator: OperatorSchema, rule: Rule, call: Call, slots: tuple[ArgumentSlot, ...], operands: tuple[Layout, ...]
-) -> tuple[tuple[ArgumentSlot, Move], ...]:
+) -> tuple[tuple[ArgumentSlot, RedistributionPlan], ...]:
     """Return redistributions of arguments that are written but not returned (running statistics), if they were redistributed
     first."""
     unreturned = _mutated_arguments(operator, rule, call).difference(operator.returns)
@@ -231,10 +231,14 @@ def _plan_write_back_of_unreturned(
 
 def _plan_redistributions(
     slots: Sequence[ArgumentSlot], sources: Sequence[Layout], targets: Sequence[Layout]
-) -> tuple[tuple[ArgumentSlot, Move], ...]:
+) -> tuple[tuple[ArgumentSlot, RedistributionPlan], ...]:
     """Return the redistributions, by slot, of the operands with another layout than needed."""
     return tuple(
-        [(slot, plan_move(x, y)) for slot, x, y in zip(slots, sources, targets, strict=True) if not x.has_same_blocks(y)]
+        [
+            (slot, plan_redistribution(x, y))
+            for slot, x, y in zip(slots, sources, targets, strict=True)
+            if not x.has_same_blocks(y)
+        ]
     )
 
 
@@ -262,7 +266,7 @@ def _plan_per_element(
         (name, None): value.whole() for name, value in arguments.items() if isinstance(value, Layout)
     }
     results: list[list[Layout | None]] = [[] for _ in metas]
-    write_back: list[tuple[ArgumentSlot, Move]] = []
+    write_back: list[tuple[ArgumentSlot, RedistributionPlan]] = []
     by_numbers = False
     for i in range(length):
         bound = {name: _element_argument(operator, name, value, i) for name, value in call.arguments.items()}
@@ -288,7 +292,10 @@ def _plan_per_element(
             written_layout = selection.results[0] if k == mutated[0] else selection.operands[k]
             if written_layout is not None and not written_layout.has_same_blocks(element.operands[k]):
                 write_back.append(
-                    (list_slots[k], plan_move(_with_dtype_and_stride(written_layout, element.operands[k]), element.operands[k]))
+                    (
+                        list_slots[k],
+                        plan_redistribution(_with_dtype_and_stride(written_layout, element.operands[k]), element.operands[k]),
+                    )
                 )
         for layouts, meta, layout in zip(results, metas, selection.results, strict=False):
             if isinstance(meta, list) and i < len(meta):
@@ -337,11 +344,11 @@ def make_gather_plan(
             and slot[0] not in operator.outs
             and (slot[0] not in returned or slot[1] is not None or metas is None)
         ):
-            write_back += ((slot, plan_move(current.whole(), current)),)
+            write_back += ((slot, plan_redistribution(current.whole(), current)),)
     for name in operator.outs if metas is None else ():
         target = call.arguments[name]
         if isinstance(target, Layout):  # data decide the shape, which must be that of the target
-            write_back += (((name, None), plan_move(target.whole(), target)),)
+            write_back += (((name, None), plan_redistribution(target.whole(), target)),)
     return CallPlan(
         "gather",
         call,
@@ -364,10 +371,6 @@ def _map_metas(fn: Callable[[Meta], Layout], value: Any) -> Any:
     if isinstance(value, list):
         return [fn(item) if item is not None else None for item in value]
     return fn(value) if value is not None else None
-
-
-def _flatten_metas(metas: tuple[Any, ...]) -> tuple[Meta | None, ...]:
-    return tuple(chain.from_iterable([meta if isinstance(meta, list) else (meta,) for meta in metas]))
 
 
 def _unflatten_results(metas: tuple[Any, ...], flat: tuple[Layout | None, ...]) -> tuple[Any, ...]:

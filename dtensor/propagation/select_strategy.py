@@ -135,9 +135,9 @@ def bound_strategies_of(rule: Rule, factors: Factors, call: Call) -> StrategyTab
     """Return all strategies that the rule has for this call."""
     partials = tuple(rule.partials(call) if callable(rule.partials) else rule.partials)
     table = get_or_build_table(factors, partials, call)
-    if not call.parted:
+    if not call.disjoint_splits:
         return table
-    return replace(table, lines=(*table.lines, *disjoint_strategies(rule, factors, call, len(table.lines))))
+    return replace(table, strategies=(*table.strategies, *disjoint_strategies(rule, factors, call, len(table.strategies))))
 
 
 def realize_selection(
@@ -166,12 +166,12 @@ def realize_selection(
         return None
     if selection is None:
         return None
-    if not (call.parted or factors.groups):
+    if not (call.disjoint_splits or factors.groups):
         return selection
     disjoint_results = find_disjoint_results(factors, call, strategies, selection.operands, selection.results)
     if not are_consistent(strategies, call, selection.operands, selection.choice.splits, disjoint_results):
         return None
-    return replace(selection, left=disjoint_results) if disjoint_results else selection
+    return replace(selection, disjoint_results=disjoint_results) if disjoint_results else selection
 
 
 def _count_redistributed(call: Call, selection: StrategySelection) -> int:
@@ -263,8 +263,10 @@ def _derive_layouts(
         specs = [strategy.results[r] for strategy in strategies]
         factor_sizes = _local_factor_sizes(factors, "result", r, factors.results[r])
         results.append(_derive_layout(mesh, factors.results[r], specs, splits_of("result", r), factor_sizes, meta, call.operands))
-    kernel_row = next((strategy for _, strategy in active if strategy.kernel is not None and strategy.factor in splits), None)
-    return StrategySelection(StrategyChoice(call, factors, strategies, splits), tuple(operands), tuple(results), kernel_row)
+    kernel_strategy = next(
+        (strategy for _, strategy in active if strategy.kernel is not None and strategy.factor in splits), None
+    )
+    return StrategySelection(StrategyChoice(call, factors, strategies, splits), tuple(operands), tuple(results), kernel_strategy)
 
 
 def _replicated_kernel_operands(

@@ -76,7 +76,7 @@ def _make_cache_entry(metas: tuple[Any, ...], shapes: Shapes) -> CachedResults |
 def _shapes_by_rule(operator: OperatorSchema, rule: Rule, call: Call) -> Any:
     """Return the shapes that the rule states, or None if its shape function does not apply to these operands."""
     assert rule.shapes is not None
-    if operator.facts.per_element or operator.outs or operator.facts.by_device:
+    if operator.traits.per_element or operator.outs or operator.traits.by_device:
         return None
     for layout in call.operands:
         if (
@@ -125,14 +125,14 @@ def infer_from_operator(operator: OperatorSchema, arguments: dict[str, Any]) -> 
         NotInferable: the shape of a result depends on data, or the operator has no meta kernel.
     """
     fake_mode = symbolic_fake_mode(arguments.values())
-    if operator.facts.per_element and not operator.returns:
-        if operator.facts.each is not None and fake_mode is None:  # this only checks that sizes fit
+    if operator.traits.per_element and not operator.returns:
+        if operator.traits.each is not None and fake_mode is None:  # this only checks that sizes fit
             with suppress(ShapeInferenceError):
                 _run_inference(operator, {name: _to_meta_tensors(value) for name, value in arguments.items()}, arguments)
         return ()
     if operator.returns and not operator.gives_tensors:
         return (None,) * len(operator.returns)  # a Python value depends on data
-    if operator.facts.by_device or fake_mode is not None:
+    if operator.traits.by_device or fake_mode is not None:
         with fake_mode or _FAKE_MODES.fake:
             return _run_inference(operator, {name: _to_meta_tensors(value, None) for name, value in arguments.items()}, arguments)
     bound = {name: _to_meta_tensors(value) if name in operator.tensors else value for name, value in arguments.items()}
@@ -326,7 +326,7 @@ def _use_strides_of_new_results(
 
 def _apply_stride_function(operator: OperatorSchema, metas: tuple[Any, ...], arguments: dict[str, Any]) -> tuple[Any, ...]:
     """Return the metas with the strides that the kernel gives to new results."""
-    stride_function = operator.facts.strides
+    stride_function = operator.traits.strides
     if stride_function is None:
         return metas
     owners_and_metas = zip(operator.returns, metas, strict=True)
@@ -339,7 +339,7 @@ def _apply_stride_function(operator: OperatorSchema, metas: tuple[Any, ...], arg
 
 
 def _call_inference_function(operator: OperatorSchema, bound: dict[str, Any], arguments: dict[str, Any]) -> Any:
-    infer = operator.facts.infer
+    infer = operator.traits.infer
     try:
         if infer is None:
             return operator.call(bound)

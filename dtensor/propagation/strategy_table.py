@@ -40,7 +40,7 @@ class BoundStrategy:
     """A strategy bound to tensor dims: placements of operands and results, None for an operand that is never redistributed."""
 
     order: int
-    row: Strategy
+    strategy: Strategy
     operands: tuple[DimPlacement | None, ...]
     results: tuple[DimPlacement, ...]
     kernel: bool  # it runs the kernel of the call's factors, which the table does not store
@@ -48,12 +48,12 @@ class BoundStrategy:
     def __str__(self) -> str:
         """Return the notation of partial rules with the sharded tensor dims: ``S(0),R -> S(0)``, ``sum,R -> sum``."""
         operands = [format_placement(R if where is None else where) for where in self.operands]
-        owners = " by owners" if self.row.parted is not None else ""
+        owners = " by owners" if self.strategy.disjoint_split is not None else ""
         return f"{','.join(operands)} -> {','.join(map(format_placement, self.results))}{owners}"
 
-    def row_for(self, factors: Factors) -> Strategy:
+    def strategy_for(self, factors: Factors) -> Strategy:
         """Return the strategy with the kernel that the call's factors have for it."""
-        strategy = self.row
+        strategy = self.strategy
         return replace(strategy, kernel=factors.kernels[strategy.factor]) if self.kernel and strategy.factor else strategy
 
     @property
@@ -65,7 +65,7 @@ class BoundStrategy:
     def on(self, mesh_dim: int) -> bool:
         """Return True if the strategy applies to the mesh dim. A strategy for disjoint partial operands applies to the mesh dims
         of their rows."""
-        return self.row.parted is None or mesh_dim in self.row.parted.split.mesh_dims
+        return self.strategy.disjoint_split is None or mesh_dim in self.strategy.disjoint_split.split.mesh_dims
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class StrategyTable:
     ``by_numbers``: other kinds of numbers may have other strategies.
     """
 
-    lines: tuple[BoundStrategy, ...]
+    strategies: tuple[BoundStrategy, ...]
     free: Mapping[tuple[DimPlacement | None, ...], tuple[BoundStrategy, ...]]
     by_numbers: bool = False
 
@@ -85,22 +85,22 @@ class StrategySelection:
     """The selected strategies of a call with the layouts that follow from them.
 
     Attributes:
-        kernel_row: the strategy with the kernel that runs (one of them, if a joint kernel has several factors).
+        kernel_strategy: the strategy with the kernel that runs (one of them, if a joint kernel has several factors).
         by_numbers: other kinds of numbers may select other strategies.
-        left: the results that are known to have disjoint rows.
+        disjoint_results: the results that are known to have disjoint rows.
     """
 
     choice: StrategyChoice
     operands: tuple[Layout, ...]
     results: tuple[Layout | None, ...]
-    kernel_row: Strategy | None = None
+    kernel_strategy: Strategy | None = None
     by_numbers: bool = False
-    left: tuple[DisjointResult, ...] = ()
+    disjoint_results: tuple[DisjointResult, ...] = ()
 
     @property
     def kernel_splits(self) -> dict[str, Split]:
         """The splits of the kernel's factors."""
-        names = {row.factor for row in self.choice.rows if row.kernel is not None}
+        names = {row.factor for row in self.choice.strategies if row.kernel is not None}
         return {name: split for name, split in self.choice.splits.items() if name in names}
 
 
@@ -118,7 +118,7 @@ def strategies_by_text(lines: Sequence[BoundStrategy]) -> dict[str, BoundStrateg
 
 def texts_of_strategies(strategies: Sequence[Strategy], lines: Sequence[BoundStrategy], factors: Factors) -> tuple[str, ...]:
     """Return the text of each selected strategy among the bound ones."""
-    names = {line.row_for(factors): text for text, line in strategies_by_text(lines).items()}
+    names = {line.strategy_for(factors): text for text, line in strategies_by_text(lines).items()}
     return tuple([names[strategy] for strategy in strategies])
 
 
@@ -141,7 +141,7 @@ def get_or_build_table(factors: Factors, partials: Partials, call: Call) -> Stra
         frozenset(factors.additive),
         frozenset(factors.reduced.items()),
         tuple([(name, kernel.lacking) for name, kernel in factors.kernels.items()]),
-        factors.rows,
+        factors.listed_strategies,
         partials,
         monoids,
         fixed,
@@ -211,7 +211,8 @@ def _keeps_dtype_algebra(strategy: Strategy, call: Call, results: tuple[torch.dt
             source = call.operands[i].dtype
             if spec.reduce_op == "avg" and not (source.is_floating_point or source.is_complex):
                 return False
-            if not all(dtype == source or _conversion_keeps_reduction(spec.reduce_op, source, dtype) for dtype in dtypes):
+            keeps = _conversion_keeps_order if spec.reduce_op in ("max", "min") else _represents_all_values
+            if not all(dtype == source or keeps(source, dtype) for dtype in dtypes):
                 return False
     return True
 
@@ -242,12 +243,6 @@ def _is_valid_for_numbers(strategy: Strategy, call: Call, results: tuple[torch.d
 
 def _leaves_partial_sum(strategy: Strategy) -> bool:
     return any(isinstance(spec, Partial) and spec.reduce_op in ("sum", "avg") for spec in strategy.results)
-
-
-def _conversion_keeps_reduction(op: Any, source: torch.dtype, target: torch.dtype) -> bool:
-    if op in ("max", "min"):
-        return _conversion_keeps_order(source, target)
-    return _represents_all_values(source, target)
 
 
 def _represents_all_values(source: torch.dtype, target: torch.dtype) -> bool:

@@ -43,7 +43,7 @@ def apply_joint(cls: Any, args: Sequence[Any]) -> Any:
     """Apply the function ``cls`` once to the arguments of all ranks, and return its results."""
     call = _JointCall(cls, args)
     flat_results = _JointFunction.apply(call, *_flatten_tensors(args))
-    return call.results(flat_results if isinstance(flat_results, tuple) else (flat_results,))
+    return call.join_results(flat_results if isinstance(flat_results, tuple) else (flat_results,))
 
 
 class _JointCall:
@@ -68,11 +68,11 @@ class _JointCall:
         self.outputs = [_ValueSpec.of(x) for x in self.outputs]
         return flat_results
 
-    def results(self, flat: Sequence[Any]) -> Any:
+    def join_results(self, flat: Sequence[Any]) -> Any:
         values = _group_by_spec(self.outputs, flat)
         return values[0] if self.single else tuple(values)
 
-    def gradients(self, found: Any) -> tuple[Any, ...]:
+    def split_gradients(self, found: Any) -> tuple[Any, ...]:
         """Return the gradients for the inputs of ``_JointFunction``.
 
         The user's function returned one gradient for each of its arguments; the inputs have one tensor for each rank of an
@@ -91,11 +91,11 @@ class _JointCall:
                 flat_grads.append(sum(rank_grads[1:], rank_grads[0]))
         return tuple(flat_grads)
 
-    def grouped(self, shapes: Sequence[_ValueSpec], grads: Sequence[Any]) -> tuple[Any, ...]:
+    def group_values(self, shapes: Sequence[_ValueSpec], grads: Sequence[Any]) -> tuple[Any, ...]:
         """Return the gradients of arguments or of results, with those of all ranks together."""
         return tuple(_group_by_spec([shape for shape in shapes if shape.count], grads))
 
-    def flatten(self, shapes: Sequence[_ValueSpec], grads: Sequence[Any]) -> tuple[Any, ...]:
+    def flatten_grads(self, shapes: Sequence[_ValueSpec], grads: Sequence[Any]) -> tuple[Any, ...]:
         """Return the gradients as the autograd node has them. A plain gradient is that of each rank."""
         flat_grads: list[Any] = []
         for shape, grad in zip((shape for shape in shapes if shape.count), grads, strict=True):
@@ -139,7 +139,7 @@ class _JointContext:
         self._saved: list[_ValueSpec] = []
 
     @contextmanager
-    def over(self, real: Any) -> Iterator[_JointContext]:
+    def bind_context(self, real: Any) -> Iterator[_JointContext]:
         self._real = real
         try:
             yield self
@@ -183,16 +183,16 @@ class _JointFunction(Function):
     @staticmethod
     def forward(ctx: Any, call: _JointCall, *tensors: Any) -> Any:
         ctx.call, ctx.context = call, _JointContext([_ValueSpec.of(x) for x in call.args])
-        with ctx.context.over(ctx) as context:
+        with ctx.context.bind_context(ctx) as context:
             return call.forward(context)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         call: _JointCall = ctx.call
         shapes = [shape for shape in call.outputs if shape.count]
-        with ctx.context.over(ctx) as context:
+        with ctx.context.bind_context(ctx) as context:
             grads_of_args = call.function.backward(context, *_grads_of_outputs(call.outputs, _group_by_spec(shapes, grads)))
-        return None, *call.gradients(grads_of_args)
+        return None, *call.split_gradients(grads_of_args)
 
 
 class _JointNode:
@@ -209,8 +209,8 @@ class _JointNode:
         args, outputs = self._call.args, self._call.outputs
 
         def over_flat(grads: Any, output_grads: Any) -> Any:
-            new_grads = hook(self._call.grouped(args, grads), self._call.grouped(outputs, output_grads))
-            return None if new_grads is None else self._call.flatten(args, as_tuple(new_grads))
+            new_grads = hook(self._call.group_values(args, grads), self._call.group_values(outputs, output_grads))
+            return None if new_grads is None else self._call.flatten_grads(args, as_tuple(new_grads))
 
         return self._node.register_hook(over_flat)
 
@@ -219,8 +219,8 @@ class _JointNode:
         outputs = self._call.outputs
 
         def over_flat(grads: Any) -> Any:
-            new_grads = hook(self._call.grouped(outputs, grads))
-            return None if new_grads is None else self._call.flatten(outputs, as_tuple(new_grads))
+            new_grads = hook(self._call.group_values(outputs, grads))
+            return None if new_grads is None else self._call.flatten_grads(outputs, as_tuple(new_grads))
 
         return self._node.register_prehook(over_flat)
 

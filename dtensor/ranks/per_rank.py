@@ -27,9 +27,9 @@ from ..base.tensor_tree import iter_tree_leaves, rebuild_sequence
 from ..base.torch_internals import OpOverload, functorch_active, make_wrapper_subclass
 from ..errors import LayoutError, MeshError, MixedTensorError, PlacementError
 from .per_rank_functorch import split_ranks
+from .plain_tensors import ReplicateToRanks, check_no_dtensor_written, list_written_tensors, write_equal_shards
 from .rank_values import RUN_PER_RANK, RankNumber, RankValues, require_equal
 from .run_mode import NOT_COMPILED
-from .shared_tensors import ReplicateToRanks, check_no_dtensor_written, list_written_tensors, write_equal_shards
 
 
 class PerRank(Tensor):

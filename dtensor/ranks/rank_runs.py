@@ -38,9 +38,9 @@ from ..base.torch_internals import (
 )
 from ..errors import LayoutError
 from .per_rank import PerRank, shards_of
+from .plain_tensors import ReplicateToRanks, is_plain, list_written_statistics, list_written_tensors
 from .rank_values import RankValues
 from .run_mode import RunMode
-from .shared_tensors import ReplicateToRanks, is_plain, list_written_statistics, list_written_tensors
 
 _BACKWARD_FUNCTIONS = (Tensor.backward, torch.autograd.backward)
 _OBJECT_FUNCTIONS = (  # functions of the tensor object itself, which compute nothing from its values

@@ -67,7 +67,7 @@ class Call:
         plain: positions of operands that are plain tensors or numbers.
         scalars: names of the arguments that are numbers and no operands (a step size).
         stale: names of the numbers that may differ in other calls with the same plan.
-        known: for each operand its facts beside the layout, or () if there are none.
+        operand_facts: for each operand its facts beside the layout, or () if there are none.
     """
 
     func: Any
@@ -79,42 +79,42 @@ class Call:
     plain: frozenset[int] = field(default_factory=frozenset)
     scalars: frozenset[str] = frozenset()
     stale: frozenset[str] = frozenset()
-    known: tuple[OperandFacts | None, ...] = ()
+    operand_facts: tuple[OperandFacts | None, ...] = ()
 
     @property
-    def parted(self) -> tuple[DisjointSplit | None, ...]:
+    def disjoint_splits(self) -> tuple[DisjointSplit | None, ...]:
         """The disjoint rows of each operand, or () if no operand has any."""
-        disjoint = tuple([None if each is None else each.parted for each in self.known])
+        disjoint = tuple([None if each is None else each.disjoint_rows for each in self.operand_facts])
         return disjoint if any(disjoint) else ()
 
     def reduced_copy_dims(self, operand: int, mesh_dim: int) -> tuple[int | None, ...]:
         """Return the dims along which cached reductions of the operand over the mesh dim are sharded, None for a replicated
         one."""
-        facts = self.known[operand] if self.known else None
-        return () if facts is None else tuple([at for over, at in facts.sums if over == mesh_dim])
+        facts = self.operand_facts[operand] if self.operand_facts else None
+        return () if facts is None else tuple([at for over, at in facts.cached_reductions if over == mesh_dim])
 
     def is_reduction_deferred(self, operand: int, mesh_dim: int) -> bool:
         """Return True if an earlier operator deferred the reduction of the operand over the mesh dim."""
-        facts = self.known[operand] if self.known else None
-        return facts is not None and mesh_dim in facts.passed
+        facts = self.operand_facts[operand] if self.operand_facts else None
+        return facts is not None and mesh_dim in facts.deferred_dims
 
     def local_index_split(self, operand: int) -> Split | None:
         """Return the split of a dim if the operand holds positions in it, and each rank's positions are in its own block. Else
         None."""
-        facts = self.known[operand] if self.known else None
-        return None if facts is None else facts.names
+        facts = self.operand_facts[operand] if self.operand_facts else None
+        return None if facts is None else facts.local_indices
 
     def with_preferred_layouts(self) -> Call:
         """Return the call with operands in their preferred layouts, where these are known."""
-        preferred = [None if facts is None else facts.wanted for facts in self.known]
+        preferred = [None if facts is None else facts.preferred_layout for facts in self.operand_facts]
         if not any(preferred):
             return self
         return replace(self, operands=tuple([at or x for at, x in zip(preferred, self.operands, strict=True)]))
 
     def has_preferred_layout(self, operand: int) -> bool:
         """Return True if the operand has a preferred layout: an operator redistributed it, so that later ones will."""
-        facts = self.known[operand] if self.known else None
-        return facts is not None and facts.wanted is not None
+        facts = self.operand_facts[operand] if self.operand_facts else None
+        return facts is not None and facts.preferred_layout is not None
 
     @property
     def fixed_operands(self) -> frozenset[int]:

@@ -26,12 +26,11 @@ from typing import Any
 import torch
 
 from ..errors import RuleError
-from .bind_notation import Reduction, ShapesOf, Sizes
-from .bind_notation import bind as bind
+from .bind_pattern import Reduction, ShapesOf, Sizes
 from .call import Call
+from .declared_factors import DeclaredFactors, ReduceChoice, by, fitting
 from .folds import DtypeRestrictedKernel, Fold
 from .notation import Pattern, parse_notation
-from .notation_rules import Notation, ReduceChoice, by, fitting
 from .partial_rules import combine_partials
 from .registry import register, register_tagged
 from .rule import ANY_PARTIAL, Declaration, Factors, Kernel, LocalView, Rule, parse_labels
@@ -56,7 +55,7 @@ def einsum(
     ``linear``: linear in each operand. Letters absent on the right are summed, and partial sums pass beside finite operands.
     """
     parsed = parse_notation(pattern)
-    factors = Notation(parsed, {"*": "sum"} if linear else {}, sizes=sizes or {})
+    factors = DeclaredFactors(parsed, {"*": "sum"} if linear else {}, sizes=sizes or {})
     options.setdefault("shapes", ShapesOf((parsed,)))
     passing = combine_partials(partials, _multilinear_partials(parsed) if linear else ())
     return register(names, Rule(factors, passing, kind="einsum", **options))
@@ -100,7 +99,7 @@ def by_pattern(
         assert not isinstance(parsed, by)  # the pattern that an argument chooses is unknown here
         options["shapes"] = ShapesOf(parsed.patterns if isinstance(parsed, fitting) else (parsed,))
     kernel_of_pattern = kernel.kernel(parsed) if isinstance(kernel, Fold) else kernel
-    factors = Notation(parsed, left, refuses_nothing, kernel_of_pattern, kernels or {}, sizes or {})
+    factors = DeclaredFactors(parsed, left, refuses_nothing, kernel_of_pattern, kernels or {}, sizes or {})
     return Rule(factors, combine_partials(partials), kind=kind, **options)
 
 
@@ -180,7 +179,7 @@ def _make_pointwise_rule(partials: Any = (), **options: Any) -> Rule:
 
 
 _BROADCAST = parse_notation("each: s* -> each: s*")
-POINTWISE = Notation(_BROADCAST)
+POINTWISE = DeclaredFactors(_BROADCAST)
 ONE_SHAPE = ShapesOf((_BROADCAST,))
 register_tagged(torch.Tag.pointwise, _make_pointwise_rule())
 
@@ -190,7 +189,7 @@ def view(names: str, factors: str | Callable[[Call], Factors | None], **options:
     """Declare operators that only rename, split, merge, drop or repeat dims. Partial values of any kind pass."""
     options["partials"] = combine_partials(options.pop("partials", ANY_PARTIAL))
     sizes = options.pop("sizes", {})
-    factors_of_call = Notation(_parse_patterns(factors), sizes=sizes) if isinstance(factors, str) else factors
+    factors_of_call = DeclaredFactors(_parse_patterns(factors), sizes=sizes) if isinstance(factors, str) else factors
     return register(names, Rule(factors_of_call, kind="view", **options))
 
 

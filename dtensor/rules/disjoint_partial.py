@@ -23,13 +23,13 @@ class DisjointSplit:
 
     Attributes:
         dim: the tensor dim of the rows.
-        by: equal numbers within a call mean the same rows on the same ranks.
+        owner_number: equal numbers within a call mean the same rows on the same ranks.
         split: the split of the groups. Rows are disjoint over its mesh dims together.
         source: the argument that states the group of each row, if it is one of the call.
     """
 
     dim: int
-    by: int
+    owner_number: int
     split: Split
     source: str | None = None
 
@@ -39,18 +39,20 @@ class OperandFacts:
     """The facts of one operand beside its layout.
 
     Attributes:
-        parted: its disjoint rows.
-        sums: (mesh dim, tensor dim) of reductions over a mesh dim that are cached. The tensor dim is sharded, None: replicated.
-        passed: mesh dims over which an earlier operator deferred the reduction.
-        names: of a sharded vector of positions, the split of the dim that they index. Each rank's positions are in its own block.
-        wanted: the preferred layout: an operator redistributed the operand to it.
+        disjoint_rows: its disjoint rows.
+        cached_reductions: (mesh dim, tensor dim) of reductions over a mesh dim that are cached. The tensor dim is sharded, None:
+            replicated.
+        deferred_dims: mesh dims over which an earlier operator deferred the reduction.
+        local_indices: of a sharded vector of positions, the split of the dim that they index. Each rank's positions are in its
+            own block.
+        preferred_layout: the preferred layout: an operator redistributed the operand to it.
     """
 
-    parted: DisjointSplit | None = None
-    sums: frozenset[tuple[int, int | None]] = frozenset()
-    passed: frozenset[int] = frozenset()
-    names: Split | None = None
-    wanted: Layout | None = None
+    disjoint_rows: DisjointSplit | None = None
+    cached_reductions: frozenset[tuple[int, int | None]] = frozenset()
+    deferred_dims: frozenset[int] = frozenset()
+    local_indices: Split | None = None
+    preferred_layout: Layout | None = None
 
 
 NO_FACTS: Mapping[Any, OperandFacts] = MappingProxyType({})  # by argument and position in its list

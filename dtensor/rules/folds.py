@@ -18,11 +18,11 @@ from ..base.symbolic_sizes import to_torch_symbols
 from ..comm.local_reduce import reduce_pairwise, reduction_identity
 from ..layout.layout import Layout
 from ..placement import Monoid, Partial
-from .bind_notation import Reduction, bind
+from .bind_pattern import Reduction, factors_of_pattern
 from .call import Call
+from .declared_factors import by, fitting
 from .kernel_context import At, KernelContext, schema_argument_names
 from .notation import Pattern
-from .notation_rules import by, fitting
 from .rule import Declaration, Kernel, R
 
 ALONG_PATTERN = "each: a* [@dim] b* -> each: a* [@dim] b*"
@@ -169,7 +169,7 @@ def _state_dtype(fold: Fold, call: Call) -> torch.dtype:
 def _folded_dims(pattern: Pattern | by | fitting | None, call: Call) -> tuple[int, ...]:
     """Return the dims of operand 0 that are in brackets."""
     chosen: Any = pattern(call) if isinstance(pattern, (by, fitting)) else pattern
-    factors = bind(chosen, call, None)
+    factors = factors_of_pattern(chosen, call, None)
     assert factors is not None  # otherwise the kernel would not run
     return tuple(d for d, dim in enumerate(factors.operands[0]) if not factors.whole.isdisjoint(dim))
 

@@ -129,8 +129,10 @@ class WritePartials(Declaration):
 
 def allows_zero_fill(choice: StrategyChoice) -> bool:
     """Return True if no kernel that fills with zeros meets a partial value of a user's monoid, which zeros may change."""
-    return all(strategy.kernel is None for strategy in choice.rows) or not any(
-        isinstance(spec, Partial) and isinstance(spec.reduce_op, Monoid) for strategy in choice.rows for spec in strategy.operands
+    return all(strategy.kernel is None for strategy in choice.strategies) or not any(
+        isinstance(spec, Partial) and isinstance(spec.reduce_op, Monoid)
+        for strategy in choice.strategies
+        for spec in strategy.operands
     )
 
 
@@ -219,7 +221,9 @@ class IndexingFactors(Declaration):
         fits = not windows and not (whole and self.address.form == "elements")
         strategies = self._exchange_strategies(call, operands, sizes, index_factors, indexed_dims) if fits else ()
         if self.combined is None:
-            return Factors(operands, (elements,), sizes, frozenset(whole), kernels=kernels, windows=windows, rows=strategies)
+            return Factors(
+                operands, (elements,), sizes, frozenset(whole), kernels=kernels, windows=windows, listed_strategies=strategies
+            )
         combine_op = self.combined(call)
         unsharded = self.whole.union(whole, () if combine_op else index_factors)
         reduced, additive = (
@@ -249,7 +253,7 @@ class IndexingFactors(Declaration):
         for k, along in enumerate(Along(f"d{d}") for d in indexed_dims):
             result = (elements,) if self.combined is None else (along,)
             if (
-                call.known
+                call.operand_facts
                 and dims_of_indices[k] == index_dims
                 and len(index_factors) == 1
                 and call.local_index_split(1 + k) is not None
@@ -264,7 +268,7 @@ class IndexingFactors(Declaration):
         """Return True if indices that are marked as local are local in this choice: they and the source have the same splits as
         when marked."""
         call, operands = choice.call, choice.factors.operands
-        for strategy in choice.rows:
+        for strategy in choice.strategies:
             if strategy.kernel is self.local_kernel and strategy.factor is not None:
                 indexed_dims = self.address.dims(call) or ()
                 index_operand = 1 + indexed_dims.index(int(strategy.factor[1:]))

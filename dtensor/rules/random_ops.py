@@ -15,9 +15,9 @@ from ..layout.layout import Layout
 from ..random.distributions import Sampler, sampler_of
 from ..random.draw import RANDOM_MODE, as_graph_op, draw, draw_counted, map_from_one_state, take_block, view_block
 from .call import Call
+from .declared_factors import DeclaredFactors
 from .kernel_context import KernelContext
 from .notation import parse_notation
-from .notation_rules import Notation
 from .partial_rules import combine_partials
 from .registry import register
 from .rule import Declaration, Rule
@@ -130,5 +130,5 @@ def drawn(
     """
     kernel = run or (DrawLike() if around is None else DrawAround(around))
     return register(
-        names, Rule(factors or Notation(parse_notation(pattern)), combine_partials(partials), run=kernel, kind="random")
+        names, Rule(factors or DeclaredFactors(parse_notation(pattern)), combine_partials(partials), run=kernel, kind="random")
     )

@@ -56,7 +56,7 @@ class Kernel:
         nbytes: bytes that a rank sends in all of them (it receives as many if two ranks share the factor). Both are costs, which
             ``tests/rules/test_kernel_costs.py`` compares.
         joint: ``run`` also computes with several of its factors sharded by different mesh dims.
-        orderless: a block may consist of any slices along the factor.
+        order_invariant: a block may consist of any slices along the factor.
     """
 
     run: Callable[..., Any]
@@ -64,7 +64,7 @@ class Kernel:
     collectives: int = 0
     nbytes: Callable[[Call], int] = lambda call: 0
     joint: bool = False
-    orderless: bool = False
+    order_invariant: bool = False
 
 
 Reduced = str | Monoid | tuple[str | Monoid, ...]
@@ -81,10 +81,10 @@ class Factors:
         reduced: factor -> reduce op of the results that lack it, or one for each result. "R": these results are replicated.
         additive: operands that are added once, so they are Partial wherever a factor is summed.
         kernels: factor -> kernel that runs instead of the operator if the factor is sharded.
-        rows: strategies that do not follow from the positions of factors (a user's table of placements).
+        listed_strategies: strategies that do not follow from the positions of factors (a user's table of placements).
         windows: ("operand" or "result", position, factor) -> the positions of the factor that this tensor has, if not all.
         groups: factor -> the factor that counts its groups, and the argument that states the group of each position.
-        orderless: factors with blocks that may be any slices, also for what computes instead of the operator.
+        order_invariant: factors with blocks that may be any slices, also for what computes instead of the operator.
 
     Names that begin with "@" are readings of a tensor dim. Each reading is the complete dim ("@0" with its inner part "@0/2").
     """
@@ -96,17 +96,17 @@ class Factors:
     reduced: Mapping[str, Reduced] = field(default_factory=dict)
     additive: frozenset[int] = frozenset()
     kernels: Mapping[str, Kernel] = field(default_factory=dict)
-    rows: tuple[Strategy, ...] = ()
+    listed_strategies: tuple[Strategy, ...] = ()
     windows: Mapping[tuple[str, int, str], range] = field(default_factory=dict)
     groups: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    orderless: frozenset[str] = frozenset()
+    order_invariant: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
     """A strategy: placements of operands and results on one mesh dim with which the local operator is right.
 
-    ``parted``: the disjoint rows of the operands that it is for.
+    ``disjoint_split``: the disjoint rows of the operands that it is for.
     """
 
     operands: tuple[Spec, ...]
@@ -114,7 +114,7 @@ class Strategy:
     factor: str | None = None
     kernel: Kernel | None = None
     needs: tuple[tuple[int, str], ...] = ()  # operands that must be "finite" or "nonzero"
-    parted: DisjointSplit | None = None
+    disjoint_split: DisjointSplit | None = None
 
 
 Partials = tuple[str | Strategy, ...]
@@ -126,7 +126,7 @@ class StrategyChoice:
 
     call: Call
     factors: Factors
-    rows: tuple[Strategy, ...]
+    strategies: tuple[Strategy, ...]
     splits: Mapping[str, Split]
 
     def sizes(self, factor: str) -> tuple[int, ...]:
@@ -279,7 +279,7 @@ def find_exact_dim(dims: Dims, names: tuple[str, ...]) -> int | None:
 
 def strategies_of_factors(factors: Factors, partials: Partials) -> list[Strategy]:
     """Return all strategies, those that shard a factor first. The order of declaration breaks ties."""
-    strategies = [*factors.rows]
+    strategies = [*factors.listed_strategies]
     names = dict.fromkeys(name for dims in (*factors.operands, *factors.results) for dim in dims for name in dim)
     for name in names:
         if name[0] != "@" and name not in factors.whole and (strategy := _strategy_of_factor(factors, name)) is not None:
@@ -296,14 +296,14 @@ def is_order_invariant(rule: Rule, factors: Factors, factor: str) -> bool:
     """Return True if no computation depends on where blocks along ``factor`` begin, so that blocks may be any slices of the dim.
 
     This holds for a single factor without a kernel that needs the position, with at most a reduction over it.
-    ``Factors.orderless`` states it where ``rule.run`` computes the blocks.
+    ``Factors.order_invariant`` states it where ``rule.run`` computes the blocks.
     """
-    if rule.run is not None or factor in factors.orderless:
-        return factor in factors.orderless
-    rows = [] if factors.rows else [row for row in strategies_of_factors(factors, ()) if row.factor == factor]
+    if rule.run is not None or factor in factors.order_invariant:
+        return factor in factors.order_invariant
+    rows = [] if factors.listed_strategies else [row for row in strategies_of_factors(factors, ()) if row.factor == factor]
     monoids = [spec for row in rows for spec in row.results if isinstance(spec, Partial) and not isinstance(spec.reduce_op, str)]
     windowed = any(key[2] == factor for key in factors.windows)
-    return bool(rows) and not monoids and not windowed and (rows[0].kernel is None or rows[0].kernel.orderless)
+    return bool(rows) and not monoids and not windowed and (rows[0].kernel is None or rows[0].kernel.order_invariant)
 
 
 def _strategy_of_factor(factors: Factors, name: str) -> Strategy | None:

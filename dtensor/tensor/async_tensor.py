@@ -9,8 +9,8 @@ import torch
 
 from ..base.torch_internals import make_wrapper_subclass
 from ..comm import Pending
-from ..dispatch.version_counters import SHARED, memory_state_of
-from ..dispatch.wrap import SHOWN, install_pending
+from ..dispatch.version_counters import MEMORY_STATE, memory_state_of
+from ..dispatch.wrap import BATCH_TENSORS, install_pending
 from ..layout.layout import Layout
 from .compile_protocol import FlattenMethod, GraphConstants, flatten_dtensor, unflatten_dtensor
 from .dtensor import DTensor
@@ -42,9 +42,9 @@ class AsyncCollectiveTensor(DTensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch's stub
         if func is _DETACH and type(args[0]) is AsyncCollectiveTensor:  # the result shares the memory, and is pending too
             result = _make_pending(args[0]._pending, args[0]._layout, args[0])
-            result.__dict__[SHARED], result._compared = memory_state_of(args[0]), args[0]._compared
-            if (waiting := args[0].__dict__.get(SHOWN)) is not None:
-                result.__dict__[SHOWN] = waiting
+            result.__dict__[MEMORY_STATE], result._compared = memory_state_of(args[0]), args[0]._compared
+            if (waiting := args[0].__dict__.get(BATCH_TENSORS)) is not None:
+                result.__dict__[BATCH_TENSORS] = waiting
                 waiting.append(weakref.ref(result))
             return result
         return super().__torch_dispatch__(func, types, args, kwargs)
@@ -81,7 +81,7 @@ class AsyncCollectiveTensor(DTensor):
         """Return this tensor, a plain DTensor now, once its local tensor has arrived."""
         this: Any = self
         arrived, layout = this._pending.wait(), this._layout
-        for name in ("_pending", "_compared", SHOWN):
+        for name in ("_pending", "_compared", BATCH_TENSORS):
             this.__dict__.pop(name, None)
         this.__class__ = DTensor
         this._local, this._layout = arrived, layout

@@ -26,7 +26,7 @@ from ..base.validation import check_dtype, check_strided
 from ..comm import PerRank, communicator_of
 from ..dispatch.dispatcher import dispatch
 from ..dispatch.plain_tensor_args import distribute_like
-from ..dispatch.version_counters import SHARED, join_alias_groups, mark_local_exposed
+from ..dispatch.version_counters import MEMORY_STATE, join_alias_groups, mark_local_exposed
 from ..dispatch.wrap import install_tensor_class, wrap_local
 from ..errors import DTensorError, LayoutError
 from ..layout.layout import Layout
@@ -78,7 +78,7 @@ class DTensor(torch.Tensor):
 
     _local: Any
     _layout: Layout
-    _begins = 0  # storage offset in the memory of the base, in elements
+    _storage_start = 0  # storage offset in the memory of the base, in elements
     __slots__ = ("_layout", "_local")
     __torch_function__ = disabled_torch_function  # the documented way to disable it
 
@@ -329,7 +329,7 @@ class DTensor(torch.Tensor):
     def data(self, value: torch.Tensor) -> None:
         other = value if isinstance(value, DTensor) else distribute_like(value, self)
         root = self if self._base is None else self._base
-        root.__dict__["_left"] = True  # the base and its views no longer share memory, as autograd assumes
+        root.__dict__["_has_new_memory"] = True  # the base and its views no longer share memory, as autograd assumes
         self._adopt_memory(other)
         join_alias_groups(self, other)
 
@@ -342,14 +342,14 @@ class DTensor(torch.Tensor):
 
     def _assign_memory_to(self, target: DTensor) -> None:
         """Replace the memory of ``target`` by that of this tensor."""
-        target._local, target._layout, target._begins = self._local, self._layout, self._begins
+        target._local, target._layout, target._storage_start = self._local, self._layout, self._storage_start
 
     def _get_data_alias(self) -> DTensor:
         """Return the tensor that ``.data`` returns: the same memory, outside of autograd's version counting."""
-        alias: DTensor | None = self.__dict__.get("_apart")
+        alias: DTensor | None = self.__dict__.get("_data_alias")
         if alias is None or alias._local is not self._local:
-            alias = self.__dict__["_apart"] = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]  # torch's stub
-            alias.__dict__.pop(SHARED, None)  # a detached tensor has its own version counter
+            alias = self.__dict__["_data_alias"] = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]  # torch's stub
+            alias.__dict__.pop(MEMORY_STATE, None)  # a detached tensor has its own version counter
             join_alias_groups(alias, self)
         return cast(DTensor, alias)
 

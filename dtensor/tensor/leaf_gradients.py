@@ -22,7 +22,7 @@ from ..comm.events import CAUSES, listeners
 from ..dispatch.functorch import is_wrapped_by_transform
 from ..dispatch.output_aliasing import check_unwritten
 from ..dispatch.version_counters import WriteCheck
-from ..dispatch.wrap import SHOWN, wrap_pending
+from ..dispatch.wrap import BATCH_TENSORS, wrap_pending
 from ..errors import DTensorError
 from ..layout.layout import Layout
 from ..placement import Placement
@@ -118,7 +118,7 @@ def _wrap_arriving(pending: Pending[Any], waiting: list[weakref.ref[Any]], targe
     gradient, and autograd would then copy it, and wait for it, on this rank only.
     """
     result = wrap_pending(pending, target, like)
-    result.__dict__[SHOWN] = waiting
+    result.__dict__[BATCH_TENSORS] = waiting
     waiting.append(weakref.ref(result))
     return result
 

@@ -26,7 +26,7 @@ from ..errors import LayoutError
 from ..layout.layout import Layout
 from ..placement import Replicate
 from ..ranks.per_rank_functorch import unwrap_functorch
-from ..ranks.shared_tensors import check_equal_gradients, gradient_difference_text
+from ..ranks.plain_tensors import check_equal_gradients, gradient_difference_text
 from ..watchdog.levels import CheckLevel
 
 LocalUse = tuple[str, int, Layout]

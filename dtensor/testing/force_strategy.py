@@ -103,12 +103,12 @@ class _ForceFirstCall(CallListener):
 def _choose_strategies(
     strategies: Sequence[str], rule: Rule, factors: Factors, call: Call, inplace_results: Mapping[int, int]
 ) -> StrategySelection:
-    declared_lines = strategies_by_text(bound_strategies_of(rule, factors, call).lines)
+    declared_lines = strategies_by_text(bound_strategies_of(rule, factors, call).strategies)
     for text in strategies:
         if text not in declared_lines:
             raise Undeclared(f"{call.func} has no strategy {text!r} for this call; it has {list(declared_lines)}")
     chosen = realize_selection(
-        rule, tuple([declared_lines[text].row_for(factors) for text in strategies]), factors, call, inplace_results
+        rule, tuple([declared_lines[text].strategy_for(factors) for text in strategies]), factors, call, inplace_results
     )
     if chosen is None:
         raise Undeclared(f"the rule of {call.func} does not allow {' & '.join(strategies)} for this call")
@@ -152,7 +152,7 @@ def declared_strategies(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     indices = _operand_indices(operator, operator.bind(args, kwargs), query.call, tensor_leaves((args, kwargs)))
     targets = {
         text: tuple(None if index is None else line.operands[index] for index in indices)
-        for text, line in strategies_by_text(query.lines).items()
+        for text, line in strategies_by_text(query.strategies).items()
     }
     return DeclaredStrategies(query.rule, targets, (len(query.factors.operands), len(query.factors.results)))
 
@@ -170,5 +170,5 @@ def _operand_indices(operator: OperatorSchema, bound: dict[str, Any], call: Call
         for k, x in enumerate(items):
             operand_indices = call.operands_of(name)
             if id(x) in position_of:
-                indices[position_of[id(x)]] = operand_indices[0 if operator.facts.per_element else k]
+                indices[position_of[id(x)]] = operand_indices[0 if operator.traits.per_element else k]
     return indices

@@ -180,5 +180,5 @@ def _chosen_strategies(call: OperatorCall) -> tuple[str, ...] | None:
         return None
     for query in recorder.queries:
         if query.chosen is not None:
-            return texts_of_strategies(query.chosen.choice.rows, query.lines, query.factors)
+            return texts_of_strategies(query.chosen.choice.strategies, query.strategies, query.factors)
     return None

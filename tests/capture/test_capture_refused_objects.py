@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import array
 import codecs
 import collections
@@ -18,6 +19,7 @@ import logging
 import os
 import pathlib
 import sys
+import sysconfig
 import threading
 import tracemalloc
 import weakref
@@ -152,3 +154,17 @@ def test_an_opaque_object_is_refused_once_code_reads_it(tmp_path: pathlib.Path) 
         with pytest.raises(CaptureError, match=r"iterator|file|generator"):
             _ = [step(X) for _ in range(3)]
     trainer.close()
+
+
+def test_installed_code_that_computes_names_does_not_read_a_trainer(tmp_path: pathlib.Path) -> None:
+    space: dict[str, Any] = {"__name__": "given_installed", "__file__": sysconfig.get_path("purelib") + "/given_installed.py"}
+    exec("def pick(held, name): return getattr(held, 'sc' + name)", space)
+    trainer, held, pick = Trainer(tmp_path), argparse.Namespace(scale=2.0), space["pick"]
+    fn = lambda x: trainer.step(x) * pick(held, "ale")  # noqa: E731
+    step = dt.capture(fn)
+    for number in range(6):
+        trainer.advance()
+        held.scale = 2.0 if number < 4 else 3.0
+        assert torch.equal(step(X).full_tensor(), fn(X).full_tensor())
+    trainer.close()
+    assert step.cache_info().replayed >= 2

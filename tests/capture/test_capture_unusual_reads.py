@@ -106,6 +106,11 @@ def names() -> Iterator[Way]:
         def by_one(self) -> float:
             return held[0]
 
+    class Holder:
+        def __init__(self) -> None:  # only assigns: no code reads these attributes by name
+            self.call_two = lambda: held[0]
+            self.call_three = [lambda: held[0]]
+
     def owner() -> None: ...
 
     def change(n: float) -> None:
@@ -123,6 +128,9 @@ def names() -> Iterator[Way]:
     yield lambda x: x * getattr(thing, "rate_" + "".join(["one"])), setting(Thing, "rate_one")
     yield lambda x: x * getattr(thing, "by_" + "".join(["one"]))(), lambda n: held.__setitem__(0, n)
     yield lambda x: x * called(thing), lambda n: held.__setitem__(0, n)
+    holder = Holder()
+    yield lambda x: x * getattr(holder, "call_" + "".join(["two"]))(), lambda n: held.__setitem__(0, n)
+    yield lambda x: x * next(reversed(vars(holder).values()))[0](), lambda n: held.__setitem__(0, n)
     yield lambda x: x * sys.modules["found_" + "".join(["far"])].v, setting(far, "v")
 
 

@@ -28,7 +28,7 @@ REDUCE, EXCHANGE = FUNCTIONAL.all_reduce.default, FUNCTIONAL.all_to_all_single.d
 
 
 class Policy:
-    """Save these operators; ``seen``: all that the policy was asked about."""
+    """A policy that saves the results of these operators. ``seen``: all operators that the policy was called with."""
 
     def __init__(self, *saved: Any) -> None:
         self.saved, self.seen = saved, list[Any]()
@@ -152,7 +152,7 @@ def trained(net: nn.Module, mesh: Any) -> list[Any]:
 
 
 @case
-def gathers_of_a_unit_inside_are_hidden_from_both_passes() -> None:
+def gathers_of_a_nested_unit_are_hidden_from_both_passes() -> None:
     aten = torch.ops.aten
     movers = [aten.cat.default, aten.view.default, aten.as_strided.default, aten.copy_.default, aten.clone.default]
     for mesh, reshard in ((line(), True), (line(), False), (square(), True)):
@@ -176,7 +176,7 @@ class Gated(nn.Module):
 
 
 @case
-def a_value_that_sibling_modules_share_is_gathered_alike_in_both_passes() -> None:
+def a_value_shared_by_sibling_modules_is_gathered_in_both_passes() -> None:
     torch.manual_seed(0)
     net = Gated()
     into = partial(ColwiseParallel, input_layouts=S0)
@@ -223,7 +223,7 @@ def a_dispatch_mode_around_one_pass_changes_nothing_that_is_saved() -> None:
 
 
 @case
-def gradients_of_gradients_inside_of_a_mode() -> None:
+def second_gradients_inside_a_dispatch_mode() -> None:
     for fn in WEIGHTS.values():
         found = []
         for mode in (nullcontext, Log):

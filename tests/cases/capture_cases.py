@@ -1,4 +1,4 @@
-"""Programs to be captured: each is a function of a mesh that gives a function, its arguments at each call, and its parameters."""
+"""Programs to capture: each case takes a mesh and returns a function, its arguments at each call, and its parameters."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def mesh_of(*shape: int) -> dt.DeviceMesh:
 
 
 def last(mesh: Any, at: Any) -> list[Any]:
-    """``at`` on the last mesh dim, batches of dim 0 on the first of two."""
+    """Return placements with ``at`` on the last mesh dim; on a 2-D mesh the first dim shards tensor dim 0."""
     return [*([Shard(0)] * (mesh.ndim - 1)), at]
 
 
 def weight(mesh: Any, *size: int, at: Any) -> DTensor:
-    """A parameter cut along the last mesh dim."""
+    """Return a parameter sharded along the last mesh dim."""
     return randn(*size, on=mesh, at=[*([Replicate()] * (mesh.ndim - 1)), at], grad=True)
 
 
@@ -44,12 +44,12 @@ def randn(*size: int, on: Any, at: Any = WHOLE, grad: bool = False, dtype: Any =
 
 
 def _kind(x: Any) -> type:
-    """Whether a value is kept in its own memory or computed when it is read (a remote view) is nobody's business."""
+    """Return the type of a value, treating remote views, which are computed when read, as ordinary tensors."""
     return DTensor if isinstance(x, DTensor) else type(x)
 
 
 def assert_same(a: Any, b: Any) -> None:
-    """Bit for bit, on every rank."""
+    """Assert equality bit for bit on every rank."""
     a_leaves, a_tree = pytree.tree_flatten(a)
     b_leaves, b_tree = pytree.tree_flatten(b)
     assert a_tree == b_tree
@@ -73,7 +73,7 @@ def assert_same(a: Any, b: Any) -> None:
 def compare(
     build: Build, calls: int = 3, *, backward: bool = True, step: bool = True, around: Any = nullcontext
 ) -> Captured[Any, Any]:
-    """Train one program twice, captured and not; ``build`` gives a function, its arguments at each call, and its parameters."""
+    """Train one program twice, captured and not; ``build`` returns a function, its arguments at each call, and its parameters."""
     torch.manual_seed(0)
     fn, arguments, parameters = build()
     torch.manual_seed(0)
@@ -126,7 +126,7 @@ def uneven_and_empty_shards(mesh: Any) -> Program:
 
 
 @case
-def losses_over_a_cut_vocabulary(mesh: Any) -> Program:
+def losses_over_a_sharded_vocabulary(mesh: Any) -> Program:
     head = weight(mesh, 6, 11, at=Shard(1))
 
     def arguments(i: int) -> Any:
@@ -215,7 +215,7 @@ def batch_norm(mesh: Any) -> Program:
 
 
 @case
-def gradients_of_inputs_that_are_no_leaves(mesh: Any) -> Program:
+def gradients_of_inputs_that_are_not_leaves(mesh: Any) -> Program:
     w = weight(mesh, 6, 6, at=Shard(1))
     return (lambda x: (x @ w, x * 2)), (lambda i: (randn(4, 6, on=mesh, at=last(mesh, Replicate()), grad=True) * 3,)), [w]
 
@@ -246,7 +246,7 @@ def asynchronous_redistribution(mesh: Any) -> Program:
 
 
 @case
-def pieces_given_without_a_shape(mesh: Any) -> Program:
+def local_tensors_without_a_global_shape(mesh: Any) -> Program:
     w = weight(mesh, 6, 6, at=Shard(1))
 
     def fn(x: Any) -> Any:
@@ -256,7 +256,7 @@ def pieces_given_without_a_shape(mesh: Any) -> Program:
 
 
 def main() -> list[str]:
-    """Every case on a line and on a square of the processes."""
+    """Run every case on a 1-D and on a 2-D mesh of the processes."""
     for mesh in (mesh_of(4), mesh_of(2, 2)):
         for build in CASES.values():
             compare(lambda build=build, mesh=mesh: build(mesh))

@@ -1,4 +1,4 @@
-"""Training steps of data parallelism to be captured: units, buckets, microbatches, ZeRO, over meshes of four ranks."""
+"""Data-parallel training steps to capture: units, buckets, microbatches, ZeRO, over meshes of four ranks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def grid(*names: str) -> Any:
 
 
 def net(normed: bool = False) -> nn.Sequential:
-    """Three layers, of which no rank's part is as large as another's."""
+    """Return three layers that are sharded unevenly."""
     torch.manual_seed(0)
     between = [nn.BatchNorm1d(9)] if normed else []
     return nn.Sequential(nn.Linear(6, 9), *between, nn.GELU(), nn.Linear(9, 7), nn.GELU(), nn.Linear(7, 3))
@@ -51,7 +51,7 @@ def cut(model: Any, mesh: Any, **options: Any) -> Any:
 
 
 def stepping(model: Any, mesh: Any, opt: Any, before: Callable[[Any], None] | None = None, *, own: bool = True) -> Step:
-    """A step on each rank's own part of a batch, or (not ``own``) on the batch as a whole."""
+    """Return a step on each rank's local batch, or (not ``own``) on the distributed batch."""
 
     def loss_of(x: Any) -> Any:
         return model(x.to_local() if own else x).square().mean()
@@ -70,36 +70,36 @@ def stepping(model: Any, mesh: Any, opt: Any, before: Callable[[Any], None] | No
     return step, lambda i: (randn(12, 6, on=mesh, at=at),), list(model.parameters()), [getattr(opt, "inner", opt)]
 
 
-def of(model: Any, mesh: Any, **options: Any) -> Step:
+def adamw_stepping(model: Any, mesh: Any, **options: Any) -> Step:
     return stepping(model, mesh, ADAMW(model.parameters()), **options)
 
 
 @case
 def fully_sharded() -> Step:
-    return of(cut(net(), line()), line())
+    return adamw_stepping(cut(net(), line()), line())
 
 
 @case
-def fully_sharded_a_batch_as_a_whole() -> Step:
-    return of(cut(net(), line()), line(), own=False)
+def fully_sharded_with_a_distributed_batch() -> Step:
+    return adamw_stepping(cut(net(), line()), line(), own=False)
 
 
 @case
-def kept_by_neighbours_between_forward_and_backward() -> Step:
-    return of(cut(net(), line(), reshard_after_forward=2), line())
+def resharded_over_pairs_of_ranks_after_forward() -> Step:
+    return adamw_stepping(cut(net(), line(), reshard_after_forward=2), line())
 
 
 @case
 def hybrid_in_bfloat16() -> Step:
     mesh = grid("copies", "dp")
-    return of(cut(net(), mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)), mesh)
+    return adamw_stepping(cut(net(), mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)), mesh)
 
 
 @case
 def fully_sharded_over_tensor_parallel() -> Step:
     mesh, model = grid("dp", "tp"), net()
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    step, _, *rest = of(cut(model, mesh["dp"]), mesh)
+    step, _, *rest = adamw_stepping(cut(model, mesh["dp"]), mesh)
 
     def parts(i: int) -> Any:
         return (randn(12, 6, on=mesh, at=[Shard(0), dt.Replicate()]),)
@@ -110,7 +110,7 @@ def fully_sharded_over_tensor_parallel() -> Step:
 @case
 def replicated_with_statistics() -> Step:
     model = replicate(net(normed=True), line(), bucket_cap_mb=1e-4)
-    step, arguments, parameters, opts = of(model, line())
+    step, arguments, parameters, opts = adamw_stepping(model, line())
     return step, arguments, [*parameters, *model.buffers()], opts
 
 
@@ -139,11 +139,11 @@ def microbatches_reduced_once() -> Step:
         backward(3.0)
         model.set_requires_gradient_sync(True)
 
-    return of(model, line(), before=before)
+    return adamw_stepping(model, line(), before=before)
 
 
 @case
-def microbatches_summed_over_copies_once() -> Step:
+def microbatches_all_reduced_once_over_replicas() -> Step:
     mesh = grid("copies", "dp")
     model = cut(net(), mesh)
 
@@ -152,7 +152,7 @@ def microbatches_summed_over_copies_once() -> Step:
         backward(2.0)
         model.set_requires_all_reduce(True)
 
-    return of(model, mesh, before=before)
+    return adamw_stepping(model, mesh, before=before)
 
 
 @case
@@ -163,7 +163,7 @@ def microbatches_of_replicas() -> Step:
         with model.no_sync():
             backward(2.0)
 
-    return of(model, line(), before=before)
+    return adamw_stepping(model, line(), before=before)
 
 
 @case
@@ -171,7 +171,7 @@ def unused_parameters() -> Step:
     model = net()
     model.append(nn.Linear(3, 2))
     model.forward = lambda x: model[4](model[3](model[2](model[1](model[0](x)))))
-    return of(replicate(model, line()), line())
+    return adamw_stepping(replicate(model, line()), line())
 
 
 @case
@@ -194,7 +194,7 @@ def gradients_of_several_calls() -> Step:
 
 
 @case
-def stages_on_meshes_of_their_own() -> Step:
+def stages_on_separate_meshes() -> Step:
     grid("pp", "tp")
     first, second = (dt.DeviceMesh("cpu", ranks, mesh_dim_names=("tp",)) for ranks in ([0, 1], [2, 3]))
     one, other = weight(first, 6, 8, at=Shard(1)), weight(second, 8, 3, at=Shard(0))
@@ -212,8 +212,8 @@ def stages_on_meshes_of_their_own() -> Step:
 
 
 @case
-def two_networks_against_each_other() -> Step:
-    """One learns to tell what the other makes from what is given; both are updated in a step."""
+def adversarial_networks() -> Step:
+    """Update a generator and a discriminator in one step."""
     torch.manual_seed(0)
     making, telling = (cut(nn.Sequential(nn.Linear(a, 7), nn.GELU(), nn.Linear(7, b)), line()) for a, b in ((6, 5), (5, 1)))
     maker, teller = ADAMW(making.parameters()), ADAMW(telling.parameters())

@@ -1,4 +1,4 @@
-"""Gradient accumulation as users write it: each microbatch is a captured call, the optimizer another, over units of 4 ranks."""
+"""Gradient accumulation as users write it: one captured call per microbatch and one for the optimizer, over units of 4 ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CASES: dict[str, Callable[[], Any]] = {
 
 
 def trained(build: Any, captures: Any, sync: str, counts: list[int]) -> tuple[Any, Any]:
-    """Steps of several microbatches, each one call; the optimizer is another."""
+    """Train for steps of several microbatches, with one call for each microbatch and one for the optimizer."""
     torch.manual_seed(0)
     model = build()
     opt = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
@@ -54,7 +54,7 @@ def trained(build: Any, captures: Any, sync: str, counts: list[int]) -> tuple[An
 
 
 def compare_microbatches(build: Callable[[], Any], sync: str) -> None:
-    """Losses, gradients between microbatches and parameters, bit for bit; each kind of microbatch is replayed."""
+    """Compare losses, gradients between microbatches and parameters bit for bit; each kind of microbatch is replayed."""
     counts = [3, 3, 3, 3, 3, 3]
     expected, _ = trained(build, lambda fn: fn, sync, counts)
     got, (micro, after) = trained(build, capture, sync, counts)

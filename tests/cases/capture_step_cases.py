@@ -1,4 +1,4 @@
-"""Whole training steps to be captured: each is a function of a mesh that gives a step, its arguments, and what it changes."""
+"""Whole training steps to capture: each case takes a mesh and returns a step, its arguments, and the state that it changes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
 
 
 def compare_steps(build: Callable[[], Step], calls: int = 6) -> Captured[Any, Any]:
-    """Train twice, by the step and by its capture: results, parameters, gradients and optimizers' state, bit for bit."""
+    """Train with the step and with its capture; compare results, parameters, gradients and optimizers' state bit for bit."""
     torch.manual_seed(0)
     step, arguments, parameters, optimizers = build()
     torch.manual_seed(0)
@@ -63,7 +63,7 @@ def compare_steps(build: Callable[[], Step], calls: int = 6) -> Captured[Any, An
 
 @contextmanager
 def frames_held() -> Iterator[None]:
-    """Inside, somebody else holds the frames that issue collectives, as a debugger does: autograd copies gradients then."""
+    """Hold references to the frames that issue collectives, as a debugger does; autograd then copies gradients."""
     held: list[Any] = []
 
     def hold(_: Any) -> None:
@@ -77,7 +77,7 @@ def frames_held() -> Iterator[None]:
 
 
 def recordings_while_frames_are_held(mesh: Any, held: Collection[int]) -> tuple[int, ...]:
-    """Calls recorded and replayed of eight, where ``held`` are those in which frames are held."""
+    """Return how many of eight calls are recorded and replayed; frames are held in the calls ``held``."""
     torch.manual_seed(0)
     step, arguments, _, _ = transformer(mesh, "adamw")
     captured = capture(step, trusted=["sys"])  # of which who holds frames asks
@@ -88,8 +88,8 @@ def recordings_while_frames_are_held(mesh: Any, held: Collection[int]) -> tuple[
     return captured.cache_info()[2:4]
 
 
-def recordings_of_which_one_differs(mesh: Any, here: bool) -> tuple[int, ...]:
-    """The same, where one rank's second call makes a copy more than the others: nobody needs to know, and no guard sees why."""
+def recordings_when_one_rank_differs(mesh: Any, here: bool) -> tuple[int, ...]:
+    """Return the same counts where one rank's second call makes an additional copy, which no guard can detect."""
     w = weight(mesh, 6, 7, at=Shard(1))
     opt = torch.optim.SGD([w], lr=0.1)
 
@@ -252,7 +252,7 @@ def a_generator_against_a_discriminator(mesh: Any) -> Step:
 
 
 @case
-def a_student_of_a_teacher_that_follows_it(mesh: Any) -> Step:
+def a_student_and_a_teacher_that_averages_it(mesh: Any) -> Step:
     student = [weight(mesh, 6, 8, at=Shard(1)), weight(mesh, 8, 5, at=Shard(0))]
     teacher = [w.detach().clone() for w in student]
     opt = torch.optim.AdamW(student, lr=0.02, fused=True)
@@ -272,10 +272,10 @@ def a_student_of_a_teacher_that_follows_it(mesh: Any) -> Step:
 
 
 def main() -> list[str]:
-    """Every step on a line and on a square of the processes; what one of them does by itself makes no other program."""
+    """Run every step on a 1-D and on a 2-D mesh of the processes; a copy made by one rank alone does not change the program."""
     assert recordings_while_frames_are_held(mesh_of(4), {1} if dist.get_rank() == 2 else ()) == (3, 5)
     for mesh in (mesh_of(4), mesh_of(2, 2)):
-        assert recordings_of_which_one_differs(mesh, dist.get_rank() == 2) == (4, 4)
+        assert recordings_when_one_rank_differs(mesh, dist.get_rank() == 2) == (4, 4)
     for mesh in (mesh_of(4), mesh_of(2, 2)):
         for build in CASES.values():
             compare_steps(lambda build=build, mesh=mesh: build(mesh))

@@ -1,4 +1,4 @@
-"""Checkpoint cases that run in one process and, unchanged, on four: each gets a folder that all ranks share."""
+"""Checkpoint cases for one process and for four: each gets a folder shared by all ranks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def value(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> tor
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
-def laid(x: torch.Tensor, mesh: dt.DeviceMesh, *placements: dt.Placement) -> dt.DTensor:
+def placed(x: torch.Tensor, mesh: dt.DeviceMesh, *placements: dt.Placement) -> dt.DTensor:
     return dt.distribute_tensor(x, mesh, placements)
 
 
@@ -63,7 +63,7 @@ def on_first_rank(fn: Callable[[], Any]) -> None:
 
 
 def layouts_of(x: torch.Tensor) -> list[tuple[dt.DeviceMesh, tuple[dt.Placement, ...]]]:
-    """A matrix of 7 rows and 5 columns on two meshes, in all the ways that a layout can be unusual."""
+    """Yield a matrix of 7 rows and 5 columns on two meshes, in every unusual kind of layout."""
     two, one = square(), line()
     return [
         (two, (Shard(0), Shard(1))),
@@ -84,7 +84,7 @@ def layouts_of(x: torch.Tensor) -> list[tuple[dt.DeviceMesh, tuple[dt.Placement,
 def any_layout_loads_into_any_other(folder: Path) -> None:
     x = value(7, 5)
     layouts = layouts_of(x)
-    save({str(i): laid(x, mesh, *p) for i, (mesh, p) in enumerate(layouts)} | {"plain": x}, folder)
+    save({str(i): placed(x, mesh, *p) for i, (mesh, p) in enumerate(layouts)} | {"plain": x}, folder)
     for mesh, placements in layouts:
         state: dict[str, Any] = {str(i): blank(x, mesh, *placements) for i in range(len(layouts))} | {"plain": torch.zeros(7, 5)}
         load(state, folder)
@@ -112,13 +112,13 @@ def every_dtype_shape_and_memory_order_survives(folder: Path) -> None:
     ]
     dtypes += [torch.float8_e4m3fn, torch.uint16]
     plain = {f"{dtype}": value(9, 3).mul(10).to(dtype) for dtype in dtypes}
-    saved: dict[str, Any] = {name: laid(x, mesh, Shard(0)) for name, x in plain.items()}
+    saved: dict[str, Any] = {name: placed(x, mesh, Shard(0)) for name, x in plain.items()}
     saved["t"], saved["0d"], saved["empty"] = (
-        laid(value(6, 4).t(), mesh, Shard(0)),
-        laid(torch.tensor(2.5), mesh, R),
+        placed(value(6, 4).t(), mesh, Shard(0)),
+        placed(torch.tensor(2.5), mesh, R),
         torch.zeros(0, 3),
     )
-    saved["few"] = laid(value(2, 3), mesh, Shard(0))
+    saved["few"] = placed(value(2, 3), mesh, Shard(0))
     save(saved, folder)
     state: dict[str, Any] = {name: torch.zeros(9, 3, dtype=x.dtype) for name, x in plain.items()}
     state |= {
@@ -136,7 +136,7 @@ def every_dtype_shape_and_memory_order_survives(folder: Path) -> None:
 
 
 @case
-def plain_values_and_nesting_come_back(folder: Path) -> None:
+def plain_values_and_nesting_survive(folder: Path) -> None:
     values = {
         "n": 1,
         "f": float("inf"),
@@ -161,7 +161,7 @@ def plain_values_and_nesting_come_back(folder: Path) -> None:
 @case
 def no_rank_reads_more_than_it_needs(folder: Path) -> None:
     x = value(64, 96)
-    save({"w": laid(x, square(), Shard(0), Shard(1)), "v": x}, folder)
+    save({"w": placed(x, square(), Shard(0), Shard(1)), "v": x}, folder)
     for mesh, placements in [(line(), (Shard(0),)), (line(), (Shard(1),)), (square(), (R, Shard(1)))]:
         state = {"w": blank(x, mesh, *placements), "v": blank(x, mesh, *placements)}
         read = load(state, folder).bytes_read
@@ -171,9 +171,9 @@ def no_rank_reads_more_than_it_needs(folder: Path) -> None:
 
 
 @case
-def values_are_converted_where_that_is_asked_for(folder: Path) -> None:
+def values_are_converted_on_request(folder: Path) -> None:
     x, mesh = value(7, 5), line()
-    save({"a": laid(x, mesh, Shard(0)), "p": x, "n": torch.arange(3), "c": x.to(torch.complex64)}, folder)
+    save({"a": placed(x, mesh, Shard(0)), "p": x, "n": torch.arange(3), "c": x.to(torch.complex64)}, folder)
     for dtype in (torch.bfloat16, torch.float64):
         wide = torch.complex128 if dtype == torch.float64 else torch.complex64
         state: dict[str, Any] = {"a": blank(x.to(dtype), square(), Shard(1), Shard(0)), "p": torch.zeros(7, 5, dtype=dtype)}
@@ -218,7 +218,7 @@ def a_model_and_its_optimizer_load_under_other_names(folder: Path) -> None:
 
 
 @case
-def a_dict_of_new_names_takes_dotted_names(folder: Path) -> None:
+def a_dict_of_new_names_accepts_dotted_names(folder: Path) -> None:
     model = network()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     train(model, optimizer, None)
@@ -274,7 +274,7 @@ def train(module: nn.Module, optimizer: torch.optim.Optimizer, mesh: dt.DeviceMe
 
 
 @case
-def training_goes_on_under_another_layout(folder: Path) -> None:
+def training_resumes_under_another_layout(folder: Path) -> None:
     plain = network()
     reference = torch.optim.AdamW(plain.parameters(), lr=0.1)
     train(plain, reference, None, 4)
@@ -312,7 +312,7 @@ def training_goes_on_under_another_layout(folder: Path) -> None:
 
 
 @case
-def an_optimizer_alone_goes_by_position(folder: Path) -> None:
+def a_lone_optimizer_is_matched_by_position(folder: Path) -> None:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     train(model, optimizer, None)
@@ -326,7 +326,7 @@ def an_optimizer_alone_goes_by_position(folder: Path) -> None:
 
 
 @case
-def a_scheduler_and_extra_state_come_back(folder: Path) -> None:
+def a_scheduler_and_extra_state_are_restored(folder: Path) -> None:
     class Counter(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -350,7 +350,7 @@ def a_scheduler_and_extra_state_come_back(folder: Path) -> None:
 
 
 @case
-def parameters_regrouped_by_name_find_their_state(folder: Path) -> None:
+def regrouped_parameters_are_matched_with_their_state_by_name(folder: Path) -> None:
     model = network()
     optimizer = torch.optim.Adam(model.parameters())
     train(model, optimizer, None, 1)
@@ -363,7 +363,7 @@ def parameters_regrouped_by_name_find_their_state(folder: Path) -> None:
 
 
 @case
-def fully_sharded_and_zero_states_move_on(folder: Path) -> None:
+def fully_sharded_and_zero_states_load_elsewhere(folder: Path) -> None:
     mesh, x = line(), value(8, 6)
     model = dt.parallel.fully_shard(network(), mesh=mesh)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
@@ -390,7 +390,7 @@ def torchs_own_functions_read_and_write_the_same(folder: Path) -> None:
 
     x, mesh = value(7, 5), line()
     saved = {
-        "m": {"w": laid(x, square(), Shard(0), Shard(1)), "none": laid(value(0, 2), mesh, Shard(0))},
+        "m": {"w": placed(x, square(), Shard(0), Shard(1)), "none": placed(value(0, 2), mesh, Shard(0))},
         "p": x,
         "l": [1, "two"],
         "n": 3,
@@ -415,7 +415,7 @@ def torchs_own_functions_read_and_write_the_same(folder: Path) -> None:
 
 
 @case
-def torch_finds_the_tensors_of_tuples_or_says_that_it_does_not(folder: Path) -> None:
+def torch_finds_tensors_in_tuples_or_reports_them(folder: Path) -> None:
     import torch.distributed.checkpoint as dcp
 
     x = value(3, 2)
@@ -465,7 +465,7 @@ def torch_loads_into_a_tensor_that_was_redistributed_before(folder: Path) -> Non
     import torch.distributed.checkpoint as dcp
 
     x, mesh = value(8, 6), line()
-    target, left = blank(x, mesh, Shard(0)), laid(torch.eye(8), mesh, Shard(0))
+    target, left = blank(x, mesh, Shard(0)), placed(torch.eye(8), mesh, Shard(0))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.save({"x": x}, checkpoint_id=folder)
@@ -481,7 +481,7 @@ def torch_stages_and_saves_in_the_background(folder: Path) -> None:
 
     x = value(7, 5)
     layouts = [(mesh, p) for mesh, p in layouts_of(x) if not any(isinstance(q, Partial) for q in p)]
-    tensors = [laid(x, mesh, *p) for mesh, p in layouts]
+    tensors = [placed(x, mesh, *p) for mesh, p in layouts]
     tensors[0].note = "kept"  # type: ignore[attr-defined]
     state = {"list": tensors, "tied": tensors[0], "n": 3}
     stager = StateDictStager()
@@ -508,9 +508,9 @@ def torch_stages_and_saves_in_the_background(folder: Path) -> None:
 
 # --- what goes wrong --------------------------------------------------------------------------------------------------------
 @case
-def mismatches_say_what_differs_and_change_nothing(folder: Path) -> None:
+def mismatches_are_reported_and_change_nothing(folder: Path) -> None:
     x, mesh = value(6, 4), line()
-    save({"a": laid(x, mesh, Shard(0)), "b": x, "n": 1}, folder)
+    save({"a": placed(x, mesh, Shard(0)), "b": x, "n": 1}, folder)
 
     def asked(**changes: Any) -> dict[str, Any]:
         return {
@@ -546,10 +546,10 @@ def mismatches_say_what_differs_and_change_nothing(folder: Path) -> None:
 
 
 @case
-def targets_on_one_memory_take_values_together_or_none(folder: Path) -> None:
+def targets_sharing_memory_load_all_values_or_none(folder: Path) -> None:
     x, y = value(6, 4), value(6, 4, seed=1)
-    save({"a": laid(x, line(), Shard(0)), "b": laid(x, line(), Shard(0)), "p": x, "q": x}, folder / "alike")
-    save({"a": laid(x, line(), Shard(0)), "b": laid(y, line(), Shard(0)), "p": x, "q": y}, folder / "other")
+    save({"a": placed(x, line(), Shard(0)), "b": placed(x, line(), Shard(0)), "p": x, "q": x}, folder / "alike")
+    save({"a": placed(x, line(), Shard(0)), "b": placed(y, line(), Shard(0)), "p": x, "q": y}, folder / "other")
 
     def both(tied: str) -> dict[str, Any]:
         one, two, p = blank(x, line(), Shard(1)), blank(x, line(), Shard(0)), torch.zeros(6, 4)
@@ -578,7 +578,7 @@ def targets_on_one_memory_take_values_together_or_none(folder: Path) -> None:
 
 
 @case
-def parts_of_one_memory_that_meet_or_do_not(folder: Path) -> None:
+def overlapping_and_disjoint_parts_of_one_storage(folder: Path) -> None:
     x = value(6, 4)
     save({"a": x[:4].clone(), "b": x[2:].clone(), "c": x[:, 1].clone()}, folder / "fits")
     save({"a": x[:4].clone(), "b": value(4, 4, seed=2), "c": x[:, 1].clone()}, folder / "contradicts")
@@ -602,9 +602,9 @@ def parts_of_one_memory_that_meet_or_do_not(folder: Path) -> None:
 @case
 def ties_on_meta_are_kept(folder: Path) -> None:
     x = value(6, 4)
-    save({"a": x, "b": x, "c": laid(x, line(), Shard(0)), "d": laid(x, line(), Shard(0))}, folder / "alike")
-    save({"a": x, "b": x + 1, "c": laid(x, line(), Shard(0)), "d": laid(x, line(), Shard(0))}, folder / "other")
-    plain, cut = torch.empty(6, 4, device="meta"), laid(torch.empty(6, 4, device="meta"), line(), Shard(1))
+    save({"a": x, "b": x, "c": placed(x, line(), Shard(0)), "d": placed(x, line(), Shard(0))}, folder / "alike")
+    save({"a": x, "b": x + 1, "c": placed(x, line(), Shard(0)), "d": placed(x, line(), Shard(0))}, folder / "other")
+    plain, cut = torch.empty(6, 4, device="meta"), placed(torch.empty(6, 4, device="meta"), line(), Shard(1))
     state = {"a": plain, "b": plain, "c": cut, "d": cut}
     with pytest.raises(CheckpointError, match="'a' and 'b' share memory here"):
         load(dict(state), folder / "other")
@@ -621,9 +621,9 @@ def ties_on_meta_are_kept(folder: Path) -> None:
 
 
 @case
-def targets_that_cannot_take_values_are_told_before_any_is_changed(folder: Path) -> None:
+def targets_that_cannot_be_filled_are_reported_before_any_changes(folder: Path) -> None:
     x, mesh = value(6, 4), line()
-    save({"a": laid(x, mesh, Shard(0)), "b": x, "z": laid(x, mesh, R)}, folder)
+    save({"a": placed(x, mesh, Shard(0)), "b": x, "z": placed(x, mesh, R)}, folder)
     unfit: list[tuple[dict[str, Any], str]] = [
         ({"b": torch.zeros(1, 4).expand(6, 4)}, "'b' has elements that share memory"),
         ({"b": torch.zeros(9).as_strided((6, 4), (1, 1))}, "'b' has elements that share memory"),
@@ -645,10 +645,10 @@ def targets_that_cannot_take_values_are_told_before_any_is_changed(folder: Path)
 
 
 @case
-def any_other_target_is_filled_in_its_own_memory(folder: Path) -> None:
+def all_other_targets_are_filled_in_place(folder: Path) -> None:
     x, mesh = value(6, 4), line()
     saved = {"leaf": x, "result": x, "turned": x, "step": x, "0d": torch.tensor(2.5), "none": torch.zeros(0, 4)}
-    save({"plain": saved, "cut": {name: laid(t, mesh, R if t.ndim == 0 else Shard(0)) for name, t in saved.items()}}, folder)
+    save({"plain": saved, "cut": {name: placed(t, mesh, R if t.ndim == 0 else Shard(0)) for name, t in saved.items()}}, folder)
     for inference in (False, True):
         with torch.inference_mode(inference):
             plain: dict[str, torch.Tensor] = {
@@ -676,7 +676,7 @@ def any_other_target_is_filled_in_its_own_memory(folder: Path) -> None:
 
 
 class _Raises:
-    """State of one rank's that cannot be had."""
+    """State that raises on one rank when it is read."""
 
     def __init__(self, kind: type[BaseException]) -> None:
         self.kind = kind
@@ -690,9 +690,12 @@ class _Raises:
 
 
 @case
-def a_rank_that_raises_leaves_nobody_waiting(folder: Path) -> None:
+def a_rank_that_raises_does_not_hang_the_others(folder: Path) -> None:
     terms = dt.DTensor.from_local(torch.ones(3), line(), [Partial()])
-    for state in ({"x": terms, "bad": _Raises(ValueError)}, {"bad": _Raises(ValueError), "x": laid(value(4), line(), Shard(0))}):
+    for state in (
+        {"x": terms, "bad": _Raises(ValueError)},
+        {"bad": _Raises(ValueError), "x": placed(value(4), line(), Shard(0))},
+    ):
         with pytest.raises(CheckpointError, match="ValueError: mine"):
             save(state, folder)
         with pytest.raises(CheckpointError, match=r"ValueError: mine|are not tensors"):
@@ -711,20 +714,20 @@ def a_rank_that_raises_leaves_nobody_waiting(folder: Path) -> None:
 
 
 def refused(words: str) -> Any:
-    """On processes; in one process there is one state."""
+    """Expect an error on processes; in one process there is only one state."""
     return pytest.raises(CheckpointError, match=re.escape(words)) if dist.is_initialized() else nullcontext()
 
 
 @case
-def where_states_differ_the_key_is_named(folder: Path) -> None:
+def states_that_differ_between_ranks_raise_with_the_key(folder: Path) -> None:
     odd, differs = dist.is_initialized() and dist.get_rank() == 2, "the state of rank 2 differs from that of rank 0: "
-    parameters = {"w": laid(value(4, 3), line(), Shard(0)), "b": torch.zeros(3)}
+    parameters = {"w": placed(value(4, 3), line(), Shard(0)), "b": torch.zeros(3)}
     usual = {"m": parameters, "n": 1, "l": [1, 2], "s": {1, 2}}
     others: dict[str, Any] = {
         "'n' is 2 there, 1 on rank 0": usual | {"n": 2},
         "'m.b' is plain float32[4] there, plain float32[3] on rank 0": usual | {"m": parameters | {"b": torch.zeros(4)}},
         "'m.w' is float32[4, 3] on (0=S(1)) there, float32[4, 3] on (0=S(0)) on rank 0": usual
-        | {"m": parameters | {"w": laid(value(4, 3), line(), Shard(1))}},
+        | {"m": parameters | {"w": placed(value(4, 3), line(), Shard(1))}},
         "'epoch' is on rank 2 and not on rank 0": usual | {"epoch": 3},
         "'n' is on rank 0 and not on rank 2": {key: item for key, item in usual.items() if key != "n"},
         "'l.0' is 2 there, 1 on rank 0 ('l.1' too)": usual | {"l": [2, 1]},
@@ -746,9 +749,9 @@ def where_states_differ_the_key_is_named(folder: Path) -> None:
 
 
 @case
-def damage_is_found_wherever_it_is(folder: Path) -> None:
+def damage_is_detected_anywhere(folder: Path) -> None:
     x, mesh = value(16, 24), line()
-    save({"a": laid(x, mesh, Shard(0)), "b": laid(x.to(torch.int16), square(), Shard(1), R)}, folder)
+    save({"a": placed(x, mesh, Shard(0)), "b": placed(x.to(torch.int16), square(), Shard(1), R)}, folder)
     files = sorted([*folder.glob("*.distcp"), folder / "manifest.json"])
     blocks = [(b.file, b.at, b.at + 2 * 16) for e in read_tensors(folder).values() for b in e.blocks]
     dice = random.Random(1)
@@ -789,7 +792,7 @@ def _flip(path: Path, at: int) -> None:
 def saving_again_replaces_and_cleans_up(folder: Path) -> None:
     mesh = line()
     for step in range(3):
-        save({"a": laid(value(9, 2, seed=step), mesh, Shard(0)), "step": step}, folder)
+        save({"a": placed(value(9, 2, seed=step), mesh, Shard(0)), "step": step}, folder)
     names = {b.file for e in read_tensors(folder).values() for b in e.blocks}
     left = {path.name for path in folder.glob("*.distcp") if "v." not in path.name}
     assert left == names
@@ -802,7 +805,7 @@ def saving_again_replaces_and_cleans_up(folder: Path) -> None:
 @case
 def a_save_in_the_background_keeps_the_values_of_its_call(folder: Path) -> None:
     mesh, x = line(), value(9, 2)
-    tensor, plain = laid(x, mesh, Shard(0)), x.clone()
+    tensor, plain = placed(x, mesh, Shard(0)), x.clone()
     pending = [save({"a": tensor, "p": plain}, folder / str(k), async_op=True) for k in range(2)]
     tensor.add_(1)
     plain.add_(1)

@@ -1,4 +1,4 @@
-"""Checkpoints of a run, in one process and, unchanged, on four."""
+"""Cases of ``checkpoint.Manager`` for one process and for four."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ case = CASES.case
 
 
 def state_of(step: float) -> dict[str, Any]:
-    """Tensors that all hold ``step``; one in terms, one with its elements in another order."""
+    """Return tensors filled with ``step``, one of them partial and one not row-major."""
     mesh = dt.init_device_mesh("cpu", (4,))
     x = dt.full((7, 5), float(step), device_mesh=mesh, placements=[Shard(0)])
     few = dt.full((3,), int(step), dtype=torch.int16, device_mesh=mesh, placements=[Replicate()])
     return {"x": x, "t": dt.full((4, 6), float(step), device_mesh=mesh, placements=[Shard(1)]).t(), "few": few, "step": step}
 
 
-def holds(state: dict[str, Any], step: float) -> None:
+def assert_holds(state: dict[str, Any], step: float) -> None:
     assert state["step"] == step
     for name in ("x", "t", "few"):
         local = state[name].to_local()
@@ -50,7 +50,7 @@ def the_last_and_the_best_are_kept(folder: Path) -> None:
         assert sorted(p.name for p in path.iterdir() if p.is_dir()) == [f"step-{step:09d}" for step in kept]
         state = state_of(0)
         load(state, path / f"step-{kept[0]:09d}")
-        holds(state, kept[0])
+        assert_holds(state, kept[0])
 
 
 @case
@@ -65,11 +65,11 @@ def a_save_in_the_background_has_the_values_of_its_call(folder: Path) -> None:
     for step in range(1, 6):
         found = state_of(0)
         assert manager.resume(found, step=step) == step
-        holds(found, step)
+        assert_holds(found, step)
 
 
 @case
-def memory_for_copies_is_made_once(folder: Path) -> None:
+def memory_for_copies_is_allocated_once(folder: Path) -> None:
     with Manager(folder) as manager:
         manager.save(1, state_of(1))
         places = [copy.data_ptr() for copy in manager._staging.buffers.values()]
@@ -80,10 +80,10 @@ def memory_for_copies_is_made_once(folder: Path) -> None:
 
 
 @case
-def resuming_takes_the_last_complete_one(folder: Path) -> None:
+def resuming_loads_the_last_complete_checkpoint(folder: Path) -> None:
     state = state_of(0)
     assert Manager(folder / "none").resume(state) == 0
-    holds(state, 0)
+    assert_holds(state, 0)
     with Manager(folder, keep=5) as manager:
         for step in (1, 2, 3, 4):
             manager.save(step, state_of(step))
@@ -97,7 +97,7 @@ def resuming_takes_the_last_complete_one(folder: Path) -> None:
     with Manager(folder, keep=2) as manager:
         with pytest.warns(UserWarning, match="truncated"):
             assert manager.resume(state) == 2
-        holds(state, 2)
+        assert_holds(state, 2)
         manager.save(3, state_of(3))  # over the damaged one
         manager.wait()
         assert manager.resume(state) == 3
@@ -105,18 +105,18 @@ def resuming_takes_the_last_complete_one(folder: Path) -> None:
 
 
 @case
-def all_damaged_is_no_beginning(folder: Path) -> None:
+def resuming_raises_if_every_checkpoint_is_damaged(folder: Path) -> None:
     with Manager(folder) as manager:
         manager.save(1, state_of(1))
     on_first_rank(lambda: (folder / "step-000000001" / "manifest.json").write_text("{"))
     state = state_of(0)
     with pytest.raises(CheckpointError, match=r"damaged \(JSONDecodeError"):
         Manager(folder).resume(state)
-    holds(state, 0)
+    assert_holds(state, 0)
 
 
 @case
-def who_goes_back_says_so(folder: Path) -> None:
+def saving_below_a_later_step_requires_resuming_first(folder: Path) -> None:
     with Manager(folder, keep=9) as manager:
         for step in (1, 2, 3):
             manager.save(step, state_of(step))
@@ -136,7 +136,7 @@ def who_goes_back_says_so(folder: Path) -> None:
 
 
 @case
-def two_do_not_write_into_one_folder(folder: Path) -> None:
+def two_managers_cannot_save_into_one_folder(folder: Path) -> None:
     first = Manager(folder, async_op=False)
     first.save(1, state_of(1))
     other = Manager(folder, async_op=False)
@@ -151,7 +151,7 @@ def two_do_not_write_into_one_folder(folder: Path) -> None:
 
 
 @case
-def what_cannot_be_saved_is_told_by_the_next_call(folder: Path) -> None:
+def a_failed_save_raises_at_the_next_call(folder: Path) -> None:
     manager = Manager(folder)
     manager.save(1, {"f": on_first_rank})
     with pytest.raises(CheckpointError, match="'f' is a function"):

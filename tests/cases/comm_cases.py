@@ -1,4 +1,4 @@
-"""What every communicator must do, as functions of a mesh: run in one process and by every rank of a gloo group alike.
+"""Requirements of every communicator, as functions of a mesh that run in one process and on every rank of a gloo group.
 
 A case makes each member's data from its number, runs a collective and checks, at each member held here, against the same
 thing computed directly from the data of all members.
@@ -33,7 +33,7 @@ DTYPES = (*FLOATS, *INTEGERS, torch.bool, torch.complex64, torch.complex128, tor
 
 
 def value(member: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, salt: int = 0) -> Tensor:
-    """Data of one member: random, but the same wherever it is made."""
+    """Return random data of one member, the same in every process."""
     generator = torch.Generator().manual_seed(1000 * salt + member)
     if dtype.is_complex:
         return torch.randn(*shape, 2, generator=generator, dtype=torch.float64).to(torch.float32)[..., 0].to(dtype) * (1 + 2j)
@@ -43,7 +43,7 @@ def value(member: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float3
 
 
 def same(got: Tensor, expected: Tensor) -> None:
-    """Bit for bit, of the same shape and dtype, row-major and without history."""
+    """Assert equality bit for bit, with the same shape and dtype, row-major and without autograd history."""
     assert (tuple(got.shape), got.dtype) == (tuple(expected.shape), expected.dtype)
     assert got.is_contiguous()
     assert not got.requires_grad
@@ -87,7 +87,7 @@ def has_value(op: str, dtype: torch.dtype) -> bool:
 
 
 def every_dims(mesh: DeviceMesh) -> Iterator[Dims]:
-    """One, several and all mesh dims, in every order."""
+    """Return one, several and all mesh dims, in every order."""
     for count in range(1, mesh.ndim + 1):
         yield from itertools.permutations(range(mesh.ndim), count)
 
@@ -99,7 +99,7 @@ def _at(mesh: DeviceMesh, dims: Dims, member: int) -> tuple[tuple[int, ...], int
 
 # --- cases ---------------------------------------------------------------------------------------------------------------
 @case
-def all_reduce_is_the_fold(mesh: DeviceMesh, comm: Communicator, dims: Dims) -> None:
+def all_reduce_folds_in_member_order(mesh: DeviceMesh, comm: Communicator, dims: Dims) -> None:
     for dtype, op in itertools.product(DTYPES, OPS):
         if not has_value(op, dtype):
             continue
@@ -201,8 +201,9 @@ def reduce_scatter_of_uneven_chunks(mesh: DeviceMesh, comm: Communicator, dims: 
 
 
 @case
-def large_blocks_travel_message_by_message(mesh: DeviceMesh, comm: Communicator, dims: Dims) -> None:
-    """Above the size from which gloo sends blocks one by one; some are empty, some small, and none is the sender's own memory."""
+def large_blocks_are_sent_as_separate_messages(mesh: DeviceMesh, comm: Communicator, dims: Dims) -> None:
+    """Exchange blocks above the size from which gloo sends them one by one, with empty and small ones, none aliasing the
+    sender's."""
     size = comm.group_size(dims)
     sizes = [((1 << 16) + 3, 0, 5, 1 << 16)[k % 4] for k in range(size)]
 
@@ -293,7 +294,7 @@ def strides_conjugates_and_histories_do_not_matter(mesh: DeviceMesh, comm: Commu
 
 
 @case
-def inputs_are_kept_and_never_shared(mesh: DeviceMesh, comm: Communicator, dims: Dims) -> None:
+def inputs_are_unchanged_and_never_aliased(mesh: DeviceMesh, comm: Communicator, dims: Dims) -> None:
     n = comm.group_size(dims)
     x = comm.map(lambda member: value(member, (2, 3)))
     results = [
@@ -312,7 +313,7 @@ def inputs_are_kept_and_never_shared(mesh: DeviceMesh, comm: Communicator, dims:
 
 
 @case
-def several_at_once(mesh: DeviceMesh, comm: Communicator, dims: Dims) -> None:
+def several_collectives_in_flight(mesh: DeviceMesh, comm: Communicator, dims: Dims) -> None:
     n, big = comm.group_size(dims), (7, 5001)
     x, y = comm.map(lambda member: value(member, (2, 3))), comm.map(lambda member: value(member, big))
     pending: list[Pending[Any]] = [
@@ -355,7 +356,7 @@ def _equal(a: Any, b: Any) -> None:
 
 
 @case
-def events_tell_what_a_rank_receives(mesh: DeviceMesh, comm: Communicator, dims: Dims) -> None:
+def events_report_the_bytes_that_a_rank_receives(mesh: DeviceMesh, comm: Communicator, dims: Dims) -> None:
     n = comm.group_size(dims)
     x = comm.map(lambda member: value(member, (2, 3)))
     seen: list[events.Event] = []
@@ -378,7 +379,7 @@ def events_tell_what_a_rank_receives(mesh: DeviceMesh, comm: Communicator, dims:
 
 
 @case
-def what_has_no_meaning_is_refused_by_all(mesh: DeviceMesh, comm: Communicator, dims: Dims) -> None:
+def invalid_calls_are_refused_by_every_communicator(mesh: DeviceMesh, comm: Communicator, dims: Dims) -> None:
     n = comm.group_size(dims)
     if mesh.current_member() is None:
         return
@@ -400,14 +401,14 @@ def what_has_no_meaning_is_refused_by_all(mesh: DeviceMesh, comm: Communicator, 
 
 
 def run_case(name: str, mesh: DeviceMesh) -> None:
-    """One case over every choice of mesh dims."""
+    """Run one case for every choice of mesh dims."""
     for dims in every_dims(mesh):
         CASES[name](mesh, communicator_of(mesh), dims)
 
 
 # --- on process groups -----------------------------------------------------------------------------------------------------
 def meshes_of_four() -> dict[str, DeviceMesh]:
-    """Meshes over a world of 4: whole, reordered, partial and overlapping ones."""
+    """Return meshes over a world of 4: of all ranks, reordered, of some ranks, and overlapping."""
     square = DeviceMesh("cpu", [[3, 1], [0, 2]], mesh_dim_names=("dp", "tp"))
     return {
         "line": DeviceMesh("cpu", [2, 0, 3, 1]),
@@ -421,12 +422,12 @@ def meshes_of_four() -> dict[str, DeviceMesh]:
 
 
 def main() -> list[str]:
-    """Every case on every mesh, on this rank of a world of 4; the names of what ran."""
+    """Run every case on every mesh, on this rank of a world of 4; return the names of the cases."""
     ran = []
     for label, mesh in meshes_of_four().items():
         comm = communicator_of(mesh)
         if mesh.current_member() is None:
-            _outside(mesh, comm)
+            _check_outside(mesh, comm)
         else:
             for name in CASES:
                 run_case(name, mesh)
@@ -443,7 +444,7 @@ def timeout_of(group: Any) -> Any:
     return group._get_backend(torch.device("cpu")).options._timeout
 
 
-def _outside(mesh: DeviceMesh, comm: Communicator) -> None:
+def _check_outside(mesh: DeviceMesh, comm: Communicator) -> None:
     x, dims = torch.ones(2), tuple(range(mesh.ndim))
     n = comm.group_size(dims)
     assert comm.all_reduce(x, dims, "sum").wait() is x
@@ -459,7 +460,7 @@ def _outside(mesh: DeviceMesh, comm: Communicator) -> None:
 
 
 def _given_groups() -> None:
-    """Groups that the user made serve, and are the ones handed out."""
+    """Check that groups made by the user are used and returned."""
     rank = dist.get_rank()
     rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
@@ -467,11 +468,11 @@ def _given_groups() -> None:
     assert mesh.get_group("tp") is rows[rank // 2]
     assert mesh["dp"].get_group() is columns[rank % 2]
     assert communicator_of(mesh).process_group((1, 0)) is dist.group.WORLD
-    run_case("all_reduce_is_the_fold", mesh)
+    run_case("all_reduce_folds_in_member_order", mesh)
 
 
 def _flattened_groups() -> None:
-    """A flattened dim is asked for by its name, whoever flattened it, also where torch did."""
+    """Check that a flattened dim is found by its name, also if torch flattened it."""
     rank = dist.get_rank()
     ours = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     ours["tp", "dp"].flatten("turned")
@@ -496,7 +497,7 @@ def _flattened_groups() -> None:
 
 
 def _native_collectives() -> None:
-    """The path of NCCL, where the backend reduces and gathers by itself, on what gloo can do that way."""
+    """Run NCCL's path, on which the backend itself reduces and gathers, for the calls that gloo supports."""
     ours = backends._TRAITS["gloo"]
     backends._TRAITS["gloo"] = backends.BackendTraits(reduces=True, sends_lists=False)
     try:
@@ -537,7 +538,7 @@ def _sums_complex(mesh: DeviceMesh, comm: Communicator) -> None:
 
 
 def _groups_that_the_world_makes_together() -> None:
-    """The way groups are made where NCCL splits them off the world."""
+    """Make groups as with NCCL, which splits them from the world's communicator."""
     splits = process_groups._splits_world
     process_groups._splits_world = lambda world: True
     try:

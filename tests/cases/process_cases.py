@@ -1,4 +1,4 @@
-"""Cases that run in one process and, unchanged, on four: what a rank holds is asked of ``held``, the rest is one program."""
+"""Cases for one process and for four: ``held`` gives the ranks' local tensors, the rest is one program."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def square() -> dt.DeviceMesh:
 
 # --- made and moved ------------------------------------------------------------
 @case
-def every_layout_of_a_matrix_gives_it_back() -> None:
+def a_matrix_round_trips_under_every_layout() -> None:
     mesh = square()
     choices = [R, Shard(0), Shard(1), Partial(), Partial("avg"), Partial("max")]
     for x in (value(5, 6), value(6, 5).t(), value(2, 3)):
@@ -54,7 +54,7 @@ def every_layout_of_a_matrix_gives_it_back() -> None:
 
 
 @case
-def who_has_no_rows_sends_a_lazy_conjugate_as_the_others_do() -> None:
+def a_rank_without_rows_sends_a_lazy_conjugate_as_the_others_do() -> None:
     x = torch.complex(value(5, 3), value(5, 3) + 1)  # of four ranks the last has nothing
     cut = dt.distribute_tensor(x, dt.init_device_mesh("cpu", (4,)), [Shard(0)])
     equal(cut.conj(), x.conj().resolve_conj())
@@ -63,7 +63,7 @@ def who_has_no_rows_sends_a_lazy_conjugate_as_the_others_do() -> None:
 
 
 @case
-def what_is_distributed_comes_with_what_the_ranks_compare_if_it_is_small() -> None:
+def small_tensors_are_sent_together_with_the_compared_arguments() -> None:
     given = [value(5, 6), value(6, 5).t(), value(5, 6)[:, :1].expand(5, 6), value(0, 3), value(5, 6) > 0, value(5, 6).half()]
     given += [torch.complex(value(5, 6), value(5, 6) + 1).conj(), value(200, 15)]
     for x in given:
@@ -119,7 +119,7 @@ def tensors_without_elements_are_distributed() -> None:
 
 
 @case
-def each_rank_cuts_its_own_without_a_source() -> None:
+def without_a_source_each_rank_takes_its_block_of_its_own_tensor() -> None:
     made = dt.distribute_tensor(
         by_rank(lambda rank: torch.full((4,), float(rank))), get_or_make_mesh((4,)), [Shard(0)], src_data_rank=None
     )
@@ -127,7 +127,7 @@ def each_rank_cuts_its_own_without_a_source() -> None:
 
 
 @case
-def ragged_pieces_find_their_global_shape() -> None:
+def uneven_local_tensors_give_the_global_shape() -> None:
     sizes = (3, 0, 1, 2)
     whole = value(6, 5)
     made = DTensor.from_local(by_rank(lambda rank: whole.split(sizes)[rank]), get_or_make_mesh((4,)), [Shard(0)])
@@ -137,7 +137,7 @@ def ragged_pieces_find_their_global_shape() -> None:
 
 
 @case
-def wrong_pieces_raise_on_every_rank_and_name_the_rank() -> None:
+def wrong_local_tensors_raise_on_every_rank_and_name_the_rank() -> None:
     mesh = get_or_make_mesh((4,))
     odd = by_rank(lambda rank: torch.ones(2, 4 if rank == 2 else 3))
     raises(LayoutError, "rank 2", lambda: DTensor.from_local(odd, mesh, [Shard(0)]))
@@ -163,7 +163,7 @@ def wrong_pieces_raise_on_every_rank_and_name_the_rank() -> None:
 
 
 @case
-def ranks_that_give_different_arguments_all_raise_and_go_on() -> None:
+def different_arguments_raise_on_every_rank_and_the_next_call_works() -> None:
     if not dist.is_initialized():
         return
     mesh, odd = get_or_make_mesh((4,)), dist.get_rank() == 2
@@ -186,7 +186,7 @@ def ranks_that_give_different_arguments_all_raise_and_go_on() -> None:
 
 
 @case
-def the_source_rank_says_how_a_tensor_lies_in_memory() -> None:
+def the_source_rank_decides_the_strides() -> None:
     if dist.is_initialized():
         mine = value(6, 5).t() if dist.get_rank() == 0 else torch.empty(5, 6, dtype=torch.float64)
         x = dt.distribute_tensor(mine, get_or_make_mesh((4,)), [Shard(0)])
@@ -196,8 +196,8 @@ def the_source_rank_says_how_a_tensor_lies_in_memory() -> None:
 
 
 @case
-def pieces_of_one_element_say_nothing_about_memory() -> None:
-    """A piece of one column counts as contiguous with any stride: all ranks go by the same one."""
+def local_tensors_of_one_column_do_not_decide_the_strides() -> None:
+    """A local tensor of one column is contiguous with any stride; all ranks must choose the same stride."""
     whole = value(5, 3)
     pieces = by_rank(lambda rank: whole.chunk(4)[rank].t().contiguous() if rank < 3 else torch.empty(3, 0, dtype=whole.dtype))
     for placements in ([Shard(1)], [Shard(1, sizes=(2, 2, 1, 0))]):
@@ -242,7 +242,7 @@ def host_reads_are_global() -> None:
 
 
 @case
-def owners_of_rows_compute_what_experts_do_and_move_nothing_before_the_sum() -> None:
+def experts_run_on_the_ranks_that_own_them_without_communication() -> None:
     mesh, ends = square(), torch.tensor([2, 2, 6], dtype=torch.int32)
     plain = [value(6, 8).float(), value(3, 8, 16).float() / 100, value(3, 8, 4).float() / 100]
     given = [dt.distribute_tensor(x, mesh, [R, p]).requires_grad_() for x, p in zip(plain, (R, Shard(0), Shard(0)), strict=True)]
@@ -266,7 +266,7 @@ def owners_of_rows_compute_what_experts_do_and_move_nothing_before_the_sum() -> 
 
 # --- differentiated and written to ------------------------------------------------------------
 @case
-def a_plain_gradient_of_a_leaf_is_cut_as_the_leaf_and_is_its_own() -> None:
+def a_plain_gradient_of_a_leaf_is_copied_and_placed_as_the_leaf() -> None:
     for where in ([R, R], [Shard(0), R], [Shard(1), Shard(0)], [Shard(0), Partial()]):
         x = dt.distribute_tensor(value(5, 6), square(), where).requires_grad_()
         given = value(5, 6, seed=1)
@@ -313,7 +313,7 @@ def writes_through_views() -> None:
 
 
 @case
-def the_gradient_of_a_piece() -> None:
+def the_gradient_of_a_local_tensor() -> None:
     for placements, share in (([R], 1.0), ([Partial()], 1.0), ([Partial("avg")], 0.25), ([Shard(0)], 1.0)):
         leaves = by_rank(lambda rank: torch.ones(2, dtype=torch.float64))
         pieces = [piece.requires_grad_() for piece in held(leaves).values()]
@@ -325,7 +325,7 @@ def the_gradient_of_a_piece() -> None:
 
 
 @case
-def pieces_used_differently() -> None:
+def local_tensors_used_differently_on_each_rank() -> None:
     x = dt.distribute_tensor(torch.ones(3), get_or_make_mesh((4,)), [R]).requires_grad_()
     weights = by_rank(lambda rank: torch.tensor(10.0**rank))
     (x.to_local(grad_placements=[Partial()]) * weights).sum().backward()
@@ -334,7 +334,7 @@ def pieces_used_differently() -> None:
 
 
 @case
-def functions_of_one_rank_are_as_independent_as_processes() -> None:
+def functions_of_map_ranks_are_independent_like_processes() -> None:
     mesh, w = get_or_make_mesh((4,)), torch.ones(3, requires_grad=True)
     dt.map_ranks(lambda at, x: (x * w).sum(), by_rank(lambda rank: torch.arange(3.0)), mesh=mesh).backward()
     assert w.grad is not None
@@ -382,7 +382,7 @@ def gradients_that_differ_between_ranks_are_refused() -> None:
 
 
 @case
-def gradients_that_ranks_find_alike_are_taken() -> None:
+def gradients_equal_on_all_ranks_are_accepted() -> None:
     noise = by_rank(lambda rank: torch.full((4,), 1.0 + 1e-6 * rank))  # as by other orders of summation
     many = by_rank(lambda rank: torch.ones(3 << 16) * (1 + 1e-6 * rank))
     for values in (noise, many):
@@ -441,7 +441,7 @@ def a_module_trains_as_on_one_device() -> None:
 
 
 @case
-def copies_of_shards_are_summed_while_the_backward_pass_goes_on() -> None:
+def replicas_of_shards_are_reduced_during_the_backward_pass() -> None:
     torch.manual_seed(0)
     plain, mesh, x = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4))).double(), square(), value(8, 6)
     model = copy.deepcopy(plain)
@@ -482,7 +482,7 @@ def copies_and_files() -> None:
 
 
 @case
-def views_outlive_what_their_base_looked_like() -> None:
+def views_stay_views_after_their_base_is_transposed_in_place() -> None:
     for placements in ([Shard(0), Shard(0)], [Shard(1), R], [Partial(), Shard(1)]):
         x, plain = scatter(value(5, 6), square(), placements), value(5, 6)
         for t in (x, plain):
@@ -499,7 +499,7 @@ def views_outlive_what_their_base_looked_like() -> None:
 
 # --- meshes ------------------------------------------------------------
 @case
-def submeshes_talk_within_their_groups() -> None:
+def submeshes_communicate_within_their_groups() -> None:
     for name, groups in (("tp", ((0, 1), (2, 3))), ("dp", ((0, 2), (1, 3)))):
         local = by_rank(lambda rank: torch.full((2,), float(rank + 1)))
         total = DTensor.from_local(local, square()[name], [Partial()]).full_tensor()
@@ -509,7 +509,7 @@ def submeshes_talk_within_their_groups() -> None:
 
 
 @case
-def meshes_of_some_ranks() -> None:
+def operations_on_meshes_of_some_ranks() -> None:
     mesh = dt.DeviceMesh("cpu", [2, 0])
     x = dt.distribute_tensor(value(5, 6), mesh, [Shard(0)])
     y = (x * 2 + 1).sum(0)
@@ -522,7 +522,7 @@ def meshes_of_some_ranks() -> None:
 
 
 @case
-def a_rank_outside_a_mesh_holds_nothing_whatever_it_gives() -> None:
+def a_rank_outside_a_mesh_holds_nothing_whatever_it_passes() -> None:
     local = torch.ones(3, 4, requires_grad=True)
     x = DTensor.from_local(local, dt.DeviceMesh("cpu", [0, 2]), [Shard(0)])
     total = (x + 2).sum()
@@ -546,8 +546,8 @@ def a_rank_outside_a_mesh_holds_nothing_whatever_it_gives() -> None:
 
 
 @case
-def a_rank_outside_a_mesh_trains_along() -> None:
-    """Forward, backward, clipping and steps: the same calls, shapes and dtypes on every rank; pieces outside are empty blocks."""
+def training_makes_the_same_calls_outside_a_mesh() -> None:
+    """Check that forward, backward, clipping and steps make the same calls on every rank; local tensors outside are empty."""
     mesh, outside = dt.DeviceMesh("cpu", [0, 2]), dist.is_initialized() and dist.get_rank() in (1, 3)
     w = nn.Parameter(dt.distribute_tensor(value(6, 5), mesh, [Shard(0)]))
     b = nn.Parameter(dt.distribute_tensor(value(6), mesh, [R]))
@@ -578,7 +578,7 @@ def a_rank_outside_a_mesh_trains_along() -> None:
 
 
 @case
-def what_data_decide_is_not_known_outside_a_mesh() -> None:
+def data_dependent_values_are_unknown_outside_a_mesh() -> None:
     x = dt.distribute_tensor(value(5), dt.DeviceMesh("cpu", [2, 0]), [Shard(0)])
     for read, expected in (
         (lambda: x.nonzero().shape, value(5).nonzero().shape),
@@ -592,7 +592,7 @@ def what_data_decide_is_not_known_outside_a_mesh() -> None:
 
 
 @case
-def a_single_element_is_folded_by_a_monoid() -> None:
+def norms_along_a_dim_of_one_column() -> None:
     whole = value(5, 1)
     for mesh, placements in ((get_or_make_mesh((4,)), [Shard(0)]), (square(), [Shard(0), R])):
         x = dt.distribute_tensor(whole, mesh, placements)
@@ -623,7 +623,7 @@ def shapes_change_on_ranks_outside_a_mesh_too() -> None:
 
 
 @case
-def functional_collectives_of_torch_take_a_mesh() -> None:
+def functional_collectives_of_torch_accept_a_mesh() -> None:
     if dist.is_initialized():
         rank = torch.tensor([float(dist.get_rank())])
         assert functional.all_reduce(rank, "sum", get_or_make_mesh((4,))).tolist() == [6.0]
@@ -646,7 +646,7 @@ def functional_collectives_of_torch_are_counted() -> None:
 
 
 @case
-def data_parallelism_takes_all_ranks_where_no_mesh_is_given() -> None:
+def data_parallelism_without_a_mesh_uses_all_ranks() -> None:
     if not dist.is_initialized():
         raises(MeshError, "no device mesh", lambda: fully_shard(nn.Linear(3, 4)))
         return
@@ -664,7 +664,7 @@ def data_parallelism_takes_all_ranks_where_no_mesh_is_given() -> None:
 
 
 @case
-def transforms_go_through_units_and_styles() -> None:
+def transforms_work_through_units_and_styles() -> None:
     torch.manual_seed(0)
     alone = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
     x, t = value(3, 5), value(3, 5, seed=1)
@@ -691,7 +691,7 @@ def transforms_go_through_units_and_styles() -> None:
 
 
 @case
-def rows_are_read_of_dtypes_that_torch_does_not_fill() -> None:
+def rows_of_dtypes_without_fill_are_indexed() -> None:
     rows = torch.tensor([4, 0, 6, 4, 1])
     for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint64):
         whole = value(7, 3).abs().to(dtype)
@@ -724,7 +724,7 @@ def a_mesh_is_made_of_the_first_ranks_of_a_larger_world() -> None:
 
 
 @case
-def meta_pieces_have_sizes_too() -> None:
+def meta_local_tensors_give_the_global_shape() -> None:
     x = DTensor.from_local(torch.empty(2, 3, device="meta"), get_or_make_mesh((4,)), [Shard(0)])
     assert x.shape == (8, 3)
     made = torch.empty_like(x, device="cpu").fill_(2.0)
@@ -751,7 +751,7 @@ def errors_are_raised_by_every_rank() -> None:
 
 # --- at random ------------------------------------------------------------
 @case
-def programs() -> None:
+def random_programs() -> None:
     for seed in range(400, 440):
         program, mesh_shape, placements = random_case(seed, meshes=((4,), (2, 2)))
         outcome = compare_program(program, mesh_shape, placements)
@@ -760,7 +760,7 @@ def programs() -> None:
 
 @CASES.on_processes
 def rules_of_every_kind() -> None:
-    """In one process ``rules/test_verify_rules.py`` takes all rules, and more of their rows."""
+    """Verify some rows of rules of every kind; in one process ``rules/test_verify_rules.py`` verifies all rules and more rows."""
     for name in [name for name in sorted(rules()) if samples_of(name)][::3]:
         report = verify_rule(name, meshes=((4,), (2, 2)), budget=2, stop_after=1)
         assert not report.wrong, str(report)

@@ -1,4 +1,4 @@
-"""What PEER.md lists as wrong, surprising or asked for, each as a program that runs in one process and, unchanged, on four."""
+"""The defects, surprises and requests that PEER.md lists, each as a program for one process and for four."""
 
 from __future__ import annotations
 

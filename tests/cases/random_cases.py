@@ -1,4 +1,4 @@
-"""Random numbers: independent of mesh and placements in both modes; in one process and, unchanged, on four."""
+"""Random numbers are independent of mesh and placements in both modes; cases for one process and for four."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ case = CASES.case
 LAYOUTS: tuple[list[Any], ...] = ([S0], [S1], [R], [RAGGED], [S0, S1], [S0, S0], [Shard(0, level=1), Shard(0, level=0)])
 
 
-def put(x: torch.Tensor, placements: list[Any]) -> DTensor:
+def distribute(x: torch.Tensor, placements: list[Any]) -> DTensor:
     return dt.distribute_tensor(x, line() if len(placements) == 1 else square(), placements)
 
 
 def as_on_one_device(draw: Callable[[torch.Tensor], Any], x: torch.Tensor, rounded: bool = False) -> None:
-    """``draw`` gives the same bits on a plain tensor and under every layout (``rounded``: sums follow, which may be
-    associated otherwise), and leaves the generator alike."""
+    """Assert that ``draw`` gives the same bits on a plain tensor and under every layout (``rounded``: up to the order of sums),
+    and the same generator state after it."""
     torch.manual_seed(3)
     expected, after = draw(x.clone()), torch.rand(2)
     for placements in LAYOUTS:
-        made = put(x, placements)
+        made = distribute(x, placements)
         torch.manual_seed(3)
         got = whole(draw(made))
         assert torch.allclose(got, expected) if rounded else torch.equal(got, expected)
@@ -81,15 +81,15 @@ def a_permutation_of_rows() -> None:
     for placements in LAYOUTS:
         torch.manual_seed(1)
         where = [R] * len(placements)
-        equal(put(X, placements)[put(torch.randperm(5), where)], X[order])
+        equal(distribute(X, placements)[distribute(torch.randperm(5), where)], X[order])
 
 
 def in_both_modes(fn: Callable[[], None]) -> None:
     for mode in ("exact", "counter"):
-        CASES[f"{mode}_{fn.__name__}"] = lambda mode=mode: _in(mode, fn)
+        CASES[f"{mode}_{fn.__name__}"] = lambda mode=mode: run_in_mode(mode, fn)
 
 
-def _in(mode: str, fn: Callable[[], None]) -> None:
+def run_in_mode(mode: str, fn: Callable[[], None]) -> None:
     with dt.random_mode(mode):
         fn()
 
@@ -100,7 +100,7 @@ def draws_are_the_same_under_every_layout() -> None:
         seen = []
         for placements in LAYOUTS:
             torch.manual_seed(5)
-            seen.append(whole(DRAWS[name](put(X, placements))))
+            seen.append(whole(DRAWS[name](distribute(X, placements))))
         assert all(torch.equal(seen[0], other) for other in seen), name
 
 
@@ -110,7 +110,7 @@ def a_checkpointed_layer_drops_the_same() -> None:
         grads = []
         for recompute in (False, True):
             torch.manual_seed(2)
-            x = put(X, placements).requires_grad_()
+            x = distribute(X, placements).requires_grad_()
             layer = lambda x: F.dropout(x * x, 0.5)  # noqa: E731
             out = checkpoint(layer, x, use_reentrant=False) if recompute else layer(x)
             out.sum().backward()
@@ -120,7 +120,7 @@ def a_checkpointed_layer_drops_the_same() -> None:
 
 @in_both_modes
 def states_are_saved_and_restored() -> None:
-    x = put(X, [S0])
+    x = distribute(X, [S0])
     torch.manual_seed(4)
     state = torch.get_rng_state()
     first = whole(torch.rand_like(x))
@@ -174,7 +174,7 @@ def initialised_on_meta_first() -> None:
 
 @case
 def ranks_seeded_differently_draw_alike() -> None:
-    """The first draw on a submesh is shared by its ranks, and that says nothing about the whole mesh."""
+    """Check that the ranks of a submesh share its first draw, which does not make the seeds of the whole mesh equal."""
     mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     mesh._root.seeded.clear()  # as at the start
     if dist.is_initialized():

@@ -1,4 +1,5 @@
-"""Reports of pytorch/pytorch about operators on DTensors, each a small program of what its author expected; named by thread."""
+"""Issues of pytorch/pytorch about operators on DTensors, each as a small program of the expected behaviour; with issue
+numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reports of 2025 and 2026 about DTensors and what is built on them, each a small program of what its author expected."""
+"""Issues of 2025 and 2026 about DTensors and libraries built on them, each as a small program of the expected behaviour."""
 
 from __future__ import annotations
 

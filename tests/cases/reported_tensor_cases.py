@@ -1,4 +1,4 @@
-"""Reports of pytorch/pytorch about making, moving, differentiating, drawing and training DTensors; named by thread."""
+"""Issues of pytorch/pytorch about making, moving, differentiating, drawing and training DTensors; with issue numbers."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def files() -> None:
 
 # --- gradients ----------------------------------------------------------------------------------------------------------
 @report(172932)
-def there_and_back_is_no_change_for_the_gradient_of_a_partial_sum() -> None:
+def to_local_and_from_local_keep_the_gradient_of_a_partial_sum() -> None:
     x = put(torch.tensor([1.0, 2.0]), R).requires_grad_()
     y = put(torch.tensor([1.0, 2.0]), R).requires_grad_()
     direct = x.redistribute(placements=[Partial()]) * 3
@@ -219,7 +219,7 @@ def the_public_generator_is_the_one_that_moves() -> None:
 
 
 @report(180088)
-def truncated_normals_end() -> None:
+def truncated_normals_terminate() -> None:
     torch.manual_seed(0)
     x = nn.init.trunc_normal_(put(torch.zeros(50, 4), S0), std=0.02, a=-0.01, b=0.01)
     torch.manual_seed(0)
@@ -325,7 +325,7 @@ def a_perceptron_cut_by_columns_then_rows() -> None:
 
 
 @report(139060)
-def distribute_module_replicates_what_is_left() -> None:
+def distribute_module_replicates_remaining_parameters() -> None:
     torch.manual_seed(0)
     model = nn.Linear(8, 8)
     made = dt.distribute_module(copy.deepcopy(model), line())

@@ -1,4 +1,4 @@
-"""Models in the Hugging Face layout, in one process and on four: each case gets a folder that all ranks share."""
+"""Models in the Hugging Face file layout; cases for one process and for four, each with a folder shared by all ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from case_lists import Cases
-from checkpoint_cases import blank, laid, layouts_of, line, network, on_first_rank, same, sharded, square, value
+from checkpoint_cases import blank, layouts_of, line, network, on_first_rank, placed, same, sharded, square, value
 from torch import nn
 
 import dtensor as dt
@@ -25,11 +25,11 @@ case = CASES.case
 
 
 @case
-def sharded_models_come_back_under_any_layout(folder: Path) -> None:
+def sharded_models_load_under_any_layout(folder: Path) -> None:
     x = value(7, 5)
     layouts = layouts_of(x)
     save_safetensors(
-        {"x": {str(i): laid(x, mesh, *p) for i, (mesh, p) in enumerate(layouts)}, "plain": x}, folder, max_shard_size=300
+        {"x": {str(i): placed(x, mesh, *p) for i, (mesh, p) in enumerate(layouts)}, "plain": x}, folder, max_shard_size=300
     )
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     assert index["weight_map"]["x.0"] == "model-00001-of-00006.safetensors"
@@ -59,7 +59,7 @@ def every_dtype_and_shape(folder: Path) -> None:
         "t": value(6, 4).t(),
     }
     layouts: dict[str, dt.Placement] = {"0d": R, "wide": Shard(1, sizes=(1, 290, 0, 9))}
-    save_safetensors({name: laid(x, mesh, layouts.get(name, Shard(0))) for name, x in plain.items()}, folder)
+    save_safetensors({name: placed(x, mesh, layouts.get(name, Shard(0))) for name, x in plain.items()}, folder)
     assert {name: entry.shape for name, entry in read_tensors(folder).items()} == {n: tuple(x.shape) for n, x in plain.items()}
     state = {name: torch.zeros(x.shape, dtype=x.dtype) for name, x in plain.items()}
     load(state, folder / "model.safetensors")
@@ -75,7 +75,7 @@ def every_dtype_and_shape(folder: Path) -> None:
 
 
 @case
-def files_of_the_official_library_are_read_in_parts(folder: Path) -> None:
+def files_of_the_official_library_are_read_partially(folder: Path) -> None:
     if not OFFICIAL:
         pytest.skip("the safetensors package is not installed: pip install dtensor[safetensors]")
     from safetensors.torch import save_file
@@ -123,9 +123,9 @@ def modules_and_tied_parameters(folder: Path) -> None:
 
 
 @case
-def what_goes_wrong_is_told_and_changes_nothing(folder: Path) -> None:
+def errors_are_reported_and_change_nothing(folder: Path) -> None:
     x, mesh = value(6, 4), line()
-    save_safetensors({"a": laid(x, mesh, Shard(0))}, folder / "m")
+    save_safetensors({"a": placed(x, mesh, Shard(0))}, folder / "m")
     for state, place, words in [
         ({"a": x}, "m", "has a model already"),
         ({"a": x.to(torch.complex128)}, "new", "complex128, which safetensors files do not have"),
@@ -157,7 +157,7 @@ def what_goes_wrong_is_told_and_changes_nothing(folder: Path) -> None:
         on_first_rank(lambda index=index: (folder / "i" / "model.safetensors.index.json").write_text(index))
         with pytest.raises(CheckpointError, match=r"outside of its folder|missing|damaged"):
             load({"a": blank(x, mesh, Shard(0))}, folder / "i")
-    save_safetensors({"p": laid(x, square(), Partial(), Shard(1))}, folder / "p")
+    save_safetensors({"p": placed(x, square(), Partial(), Shard(1))}, folder / "p")
     state = {"p": torch.zeros(6, 4)}
     load(state, folder / "p")
     torch.testing.assert_close(state["p"], x)

@@ -1,4 +1,4 @@
-"""The rows of document 000 (model sharding), in one process and on four: each case gets a folder that all ranks share."""
+"""The rows of document 000 (model sharding); cases for one process and for four, each with a folder shared by all ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def value(*shape: int) -> torch.Tensor:
 
 
 def held(x: Any) -> dict[int, torch.Tensor]:
-    """Rank -> piece, for the ranks in this process."""
+    """Return the local tensor of each rank in this process."""
     local = x.to_local()
     if isinstance(local, dt.PerRank):
         return dict(zip(x.device_mesh.ranks, local.shards, strict=True))
@@ -62,7 +62,7 @@ def single_splits_even_and_uneven(folder: Path) -> None:
 
 
 @case
-def the_documents_grid_of_blocks(folder: Path) -> None:
+def the_grid_of_blocks_of_the_document(folder: Path) -> None:
     spec = mesh([["rank:0", "rank:1"], ["rank:2", "rank:3"]])
     x = dt.sharded_tensor.shard_tensor(value(4, 8), spec)
     for rank, piece in held(x).items():
@@ -78,7 +78,7 @@ def the_documents_grid_of_blocks(folder: Path) -> None:
 
 
 @case
-def places_that_repeat(folder: Path) -> None:
+def devices_that_hold_several_blocks(folder: Path) -> None:
     x = dt.sharded_tensor.shard_tensor(value(5, 4), mesh([[0, 0, 1], [0, 0, 1]], [None, [1, 1, 2]]))
     assert x.placements == (Shard(1),)
     assert len(x.sharding_metadata().shards) == 6
@@ -87,6 +87,8 @@ def places_that_repeat(folder: Path) -> None:
     for rank, blocks in y.local_shards().items():
         if rank in (0, 1):
             assert [b.tolist() for b in blocks] == [b.tolist() for b in value(7, 2).chunk(4)[rank::2]]
+    here = dist.get_rank() if dist.is_initialized() else 0
+    assert [b.tolist() for b in y.local_shard()] == [b.tolist() for b in value(7, 2).chunk(4)[here::2] if here in (0, 1)]
     same(torch.exp(y), value(7, 2).exp())
     same(y * 2.0, value(7, 2) * 2)
     with pytest.raises(UnsupportedOperationError, match="reshard"):
@@ -119,7 +121,7 @@ def factories_and_resharding(folder: Path) -> None:
 
 
 @case
-def specs_and_layouts_say_the_same(folder: Path) -> None:
+def specs_and_layouts_are_equivalent(folder: Path) -> None:
     layouts = [((5, 6), [Shard(0), Shard(1)]), ((5, 6), [Shard(1), Replicate()]), ((5,), [Replicate(), Replicate()])]
     for shape, placements in layouts:
         x = dt.zeros(*shape, device_mesh=dt.init_device_mesh("cpu", (2, 2)), placements=placements)
@@ -173,7 +175,7 @@ class Pair(NamedTuple):
 
 
 class Inner(nn.Module):
-    """Its tensors live on one rank each: what it gives, too."""
+    """Its tensors are on one rank each, and so are its results."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -194,7 +196,7 @@ class Named(nn.Module):
 
 
 def compare(spec: Any, make: Callable[[], nn.Module] = Net, meta: bool = False, **options: Any) -> nn.Module:
-    """The sharded model gives the loss and the gradients of the plain one."""
+    """Assert that the sharded model has the loss and the gradients of the plain one."""
     torch.manual_seed(0)
     plain = make()
     torch.manual_seed(0)
@@ -256,7 +258,7 @@ def random_numbers_are_those_of_one_device_wherever_submodules_live(folder: Path
 
 
 class Own(nn.Module):
-    """Tensors of its own beside children, all set by its constructor; the buffer is put there anew."""
+    """A module with tensors and children, all set by its constructor; the buffer is registered again."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -292,7 +294,7 @@ class Nested(nn.Module):
 
 
 @case
-def what_is_made_from_meta_has_the_values_of_one_device(folder: Path) -> None:
+def models_made_from_meta_have_the_values_of_one_device(folder: Path) -> None:
     spec = single_split(0, [0, 1, 2, 3])
     for model in (
         compare(spec, Nested, meta=True),
@@ -303,7 +305,7 @@ def what_is_made_from_meta_has_the_values_of_one_device(folder: Path) -> None:
 
 
 @case
-def what_nobody_would_set_is_refused_before_anything_is_done(folder: Path) -> None:
+def uninitialised_parameters_are_refused_before_any_change(folder: Path) -> None:
     class Bare(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -342,7 +344,7 @@ def what_nobody_would_set_is_refused_before_anything_is_done(folder: Path) -> No
 
 
 @case
-def a_plan_of_placements_or_styles(folder: Path) -> None:
+def plans_of_placements_or_styles(folder: Path) -> None:
     grid = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     compare({"net*.weight": [Replicate(), Shard(0)], "net1.bias": [Shard(0), Replicate()]}, mesh=grid)
     compare(composite({"*.weight": single_split(0, [0, 1, 2, 3])}, net1=mesh([[0, 1], [2, 3]])))
@@ -366,7 +368,7 @@ def a_state_dict_is_collected_on_one_rank(folder: Path) -> None:
 
 
 @case
-def named_tuples_go_through(folder: Path) -> None:
+def named_tuples_pass_through_modules(folder: Path) -> None:
     model = dt.shard_model(Named(), composite({"inner.one": "rank:0", "inner.two": "rank:1"}))
     pair = model(Pair(value(3, 20), value(3, 20)))
     assert type(pair) is Pair

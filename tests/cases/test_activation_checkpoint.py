@@ -1,4 +1,4 @@
-"""Activation checkpointing, in one process and on four."""
+"""Activation checkpointing in one process and on four."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The spawner, and the cases that run in one process and, unchanged, on four processes."""
+"""``run_gloo``, and the process cases in one process and on four."""
 
 from __future__ import annotations
 
@@ -49,30 +49,30 @@ def _leave_one_out() -> None:
 
 
 @pytest.mark.gloo
-def test_results_come_in_rank_order() -> None:
+def test_run_gloo_returns_results_in_rank_order() -> None:
     assert run_gloo(_sum_of_ranks, 3, 10) == [(0, 33.0), (1, 33.0), (2, 33.0)]
 
 
 @pytest.mark.gloo
-def test_the_first_traceback_is_the_error() -> None:
+def test_run_gloo_raises_with_the_first_traceback() -> None:
     with pytest.raises(RankFailed, match=r"(?s)rank 1 of 3.*ValueError: rank 1 has a reason"):
         run_gloo(_fail_on, 3, 1)
 
 
 @pytest.mark.gloo
-def test_a_rank_that_dies_is_named() -> None:
+def test_run_gloo_names_a_rank_that_dies() -> None:
     with pytest.raises(RankFailed, match="rank 2 of 3 ---\nexit code 7"):
         run_gloo(_die_on, 3, 2)
 
 
 @pytest.mark.gloo
-def test_a_hang_ends_with_every_stack() -> None:
+def test_run_gloo_ends_a_hang_with_every_stack() -> None:
     with pytest.raises(RankFailed, match=r"(?s)rank 0 of 2.*in _leave_one_out"):
         run_gloo(_leave_one_out, 2, timeout_s=2.0)
 
 
 def _pieces_of_others() -> list[list[Any]]:
-    """By placements: for each rank whose pickle this one reads, the value, or what the refusal says."""
+    """Return, by placements and by the rank whose pickle is read, the value or the message of the error."""
     mesh, value = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), torch.arange(8.0)
     rows = []
     for placements in (
@@ -95,8 +95,9 @@ def _pieces_of_others() -> list[list[Any]]:
 
 
 @pytest.mark.gloo
-def test_a_piece_of_another_rank_is_not_taken_for_ones_own() -> None:
-    """``broadcast_object_list([x])`` and ``torch.load`` of another rank's file gave the first rank's rows on all ranks."""
+def test_unpickling_a_tensor_of_another_rank_is_refused_or_gives_its_value() -> None:
+    """Regression test: ``broadcast_object_list([x])`` and ``torch.load`` of another rank's file gave the first rank's rows on all
+    ranks."""
     for rank, (halves, quarters, whole, terms) in enumerate(run_gloo(_pieces_of_others, 4)):
         assert whole == [8] * 4
         for other in range(4):

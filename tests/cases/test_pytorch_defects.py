@@ -1,4 +1,4 @@
-"""The peer's known defects and what its users reported: none of them here, in one process and on four."""
+"""PyTorch DTensor's known defects and reported issues do not occur here, in one process and on four."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ ALL = {name: fn for module in MODULES for name, fn in module.CASES.items()}
 
 @pytest.mark.filterwarnings("ignore::dtensor.errors.GatherWarning")
 @pytest.mark.parametrize("name", some(list(ALL)))
-def test_case(name: str) -> None:
+def test_case_is_right_in_one_process(name: str) -> None:
     ALL[name]()
 
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("module", ON_PROCESSES, ids=lambda module: module.__name__)
-def test_all_cases_on_four_processes(module: ModuleType) -> None:
+def test_all_cases_are_right_on_four_processes(module: ModuleType) -> None:
     on_four(module)

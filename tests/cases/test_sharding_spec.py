@@ -1,4 +1,4 @@
-"""Document 000, the RFC on model sharding, and the checkpoint rows of document 003: every row works."""
+"""Every row of document 000, the RFC on model sharding, and the checkpoint rows of document 003 work."""
 
 from __future__ import annotations
 

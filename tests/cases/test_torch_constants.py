@@ -1,4 +1,4 @@
-"""Functions of torch that make plain constants inside take DTensors, in one process and on four."""
+"""Functions of torch that create plain constants accept DTensors, in one process and on four."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Functions of torch that make plain constants inside take DTensors: in one process and on four."""
+"""Functions of torch that create plain constants accept DTensors; cases for one process and for four."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def attention_with_zeros_added_to_keys_is_right() -> None:
 
 
 @case
-def attention_with_zeros_takes_distributed_masks_and_refuses_plain_ones() -> None:
+def attention_with_zeros_accepts_distributed_masks_and_refuses_plain_ones() -> None:
     module, x, mask = attention(), value(5, 6, 8), value(6, 6) > 0
     mask.fill_diagonal_(False)
     expected = module(x, x, x, attn_mask=mask, need_weights=False)[0]
@@ -94,7 +94,7 @@ def a_plain_buffer_of_a_parametrization_is_refused() -> None:
 
 
 @case
-def a_base_of_distributed_weights_is_completed_at_random_as_on_one_device() -> None:
+def an_orthogonal_base_is_completed_randomly_as_on_one_device() -> None:
     for orthogonal_map in ("cayley", "householder", "matrix_exp"):
         weight = value(7, 5, seed=3)
         layers = [nn.Linear(5, 7, dtype=torch.float64) for _ in range(2)]
@@ -134,7 +134,7 @@ def masked_statistics_without_a_mask_are_right() -> None:
 
 
 @case
-def sequences_of_distributed_lengths_are_cut_off() -> None:
+def unpad_sequence_accepts_distributed_lengths() -> None:
     x, lengths = value(4, 6, 3), torch.tensor([6, 1, 3, 2])
     for got, expected in zip(unpad_sequence(put(x, S0), put(lengths, R), True), unpad_sequence(x, lengths, True), strict=True):
         equal(got, expected)
@@ -152,7 +152,7 @@ def a_causal_mask_is_recognized() -> None:
 
 
 @case
-def approximations_of_low_rank_are_those_of_one_device() -> None:
+def low_rank_approximations_are_those_of_one_device() -> None:
     for given in ([S0, R], [S1, S0], [R, Partial()]):
         for shape in ((6, 7), (7, 6), (2, 6, 5)):
             for function in (torch.svd_lowrank, torch.pca_lowrank):
@@ -173,7 +173,7 @@ def draws_that_differ_between_ranks_are_refused_on_all_of_them() -> None:
 
 
 @case
-def such_tensors_of_the_user_are_refused_all_the_same() -> None:
+def plain_constants_of_the_user_are_still_refused() -> None:
     x = put(value(5, 6), S0)
     raises(MixedTensorError, "implicit_replication", lambda: x / torch.full((5, 1), 6))
     torch.masked.mean(x, 1, keepdim=True)
@@ -182,7 +182,7 @@ def such_tensors_of_the_user_are_refused_all_the_same() -> None:
 
 
 @case
-def recordings_draw_anew() -> None:
+def replays_draw_new_random_numbers() -> None:
     captured = dt.capture(lambda x: torch.svd_lowrank(x, 2, niter=0)[1])
     x, found = value(6, 7), []
     for run, given in ((captured, put(x, S0)), (lambda x: torch.svd_lowrank(x, 2, niter=0)[1], x)):
@@ -194,7 +194,7 @@ def recordings_draw_anew() -> None:
 
 
 @case
-def transforms_see_through_to_distributed_arguments() -> None:
+def constants_are_right_under_transforms() -> None:
     module, x = attention(), value(5, 6, 8) / 9
     state = {name: parameter.detach() for name, parameter in module.named_parameters()}
 
@@ -208,7 +208,7 @@ def transforms_see_through_to_distributed_arguments() -> None:
 
 
 @case
-def compiled_functions_are_right_in_one_process_and_say_what_to_write_on_processes() -> None:
+def compiled_functions_are_right_in_one_process_and_raise_with_a_remedy_on_processes() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         run = torch.compile(lambda x: torch.masked.var(x, 1) * 2, backend="aot_eager")

@@ -1,6 +1,5 @@
-"""Where users report that a distributed tensor meets the rest of torch: transforms, hooks, copies, modes, numbers and names.
-
-Each program is plain torch; it gives under every layout what it gives on one device.
+"""Features of torch that users combine with distributed tensors: transforms, hooks, copies, modes, numbers and names. Each
+program is plain torch, with the same results under every layout as on one device.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ A, B, C = value(5, 6) / 8, value(6, 7, seed=1) / 8, value(6, seed=2) / 8
 
 
 def program(*tensors: torch.Tensor) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A case: the program on these tensors, distributed in all ways."""
+    """Add a case that runs the program on these tensors under all layouts."""
 
     def add(fn: Callable[..., Any]) -> Callable[..., Any]:
         CASES[fn.__name__] = partial(everywhere, fn, *tensors, cloned=True, gradients=False)
@@ -82,7 +81,7 @@ def unused_gradients(x: Any) -> Any:
 
 # --- functions and hooks of autograd ------------------------------------------------------------------------------------
 class Exponential(torch.autograd.Function):
-    """Twice the gradient that it should have, and a second result without one."""
+    """An exponential with twice its gradient, and a second result without a gradient."""
 
     @staticmethod
     def forward(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -100,7 +99,7 @@ class Exponential(torch.autograd.Function):
 
 
 class Tripled(torch.autograd.Function):
-    """In place."""
+    """Triples a tensor in place."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -136,7 +135,7 @@ def hooks(x: Any) -> Any:
 
 
 @program(A)
-def saved_tensors_elsewhere(x: Any) -> Any:
+def saved_tensors_on_the_host(x: Any) -> Any:
     x = leaf(x)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t * 1, lambda t: t):
         y = (x.exp() * x).sum()
@@ -175,7 +174,7 @@ def copies(x: Any) -> Any:
 
 
 @program(A)
-def words_and_numbers(x: Any) -> Any:
+def strings_and_python_numbers(x: Any) -> Any:
     first = x[0, 0].item()
     numbers = len(x), [row.sum().item() for row in x], x.tolist(), bool((x > 100).any()), int(x[0, 0] * 8), first in x
     words = f"{x.sum().item():.3f}", f"{x.sum():.3f}", type(repr(x)), type(str(leaf(x) * 2))
@@ -184,7 +183,7 @@ def words_and_numbers(x: Any) -> Any:
 
 
 @program(value(1))
-def one_number(x: Any) -> Any:
+def conversions_of_a_scalar(x: Any) -> Any:
     x = x.sum()
     return x.item(), float(x), int(x), bool(x), x.tolist(), round(x.item()), -x, abs(x), x.reshape(1), x.expand(3), x.view(1, 1)
 
@@ -213,7 +212,7 @@ def autocast(x: Any) -> Any:
 
 
 class Log(TorchDispatchMode):
-    """The operators that run."""
+    """Logs the operators that run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -225,7 +224,7 @@ class Log(TorchDispatchMode):
 
 
 class Passed(TorchFunctionMode):
-    """Calls unchanged."""
+    """A function mode that passes calls unchanged."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))

@@ -1,4 +1,4 @@
-"""Cases of data-parallel units that run in one process and, unchanged, on four: what programs write to their parameters."""
+"""Writes to the parameters of data-parallel units; cases for one process and for four."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ WAYS: dict[str, Callable[[], Any]] = {
 
 
 def _part(rank: int) -> torch.Tensor:
-    """A rank's batch: ranks 0 and 1, as well as 2 and 3, have the same, since they may be tensor-parallel."""
+    """Return a rank's batch: ranks 0 and 1 share one, as do 2 and 3, since they may be tensor-parallel."""
     return value(2, 3, seed=rank // 2) / 4
 
 
@@ -66,7 +66,7 @@ def batch() -> torch.Tensor:
 
 
 def same_as(alone: Any, model: Any) -> None:
-    """The outputs on every rank, gradients and values of ``model`` are those of ``alone``, which has the mean of the losses."""
+    """Assert that outputs, gradients and values of ``model`` are those of ``alone``, trained on the mean of the losses."""
     for x in (model, alone):
         x.zero_grad()
     model(batch()).square().mean().backward()
@@ -84,7 +84,7 @@ def _pieces(x: Any) -> Any:
 
 # --- values that a program gives parameters ------------------------------------------------------------------------------
 @CASES.case
-def data_with_other_placements_is_the_value_of_the_next_pass() -> None:
+def assigned_data_with_other_placements_is_used_in_the_next_pass() -> None:
     for name, make in WAYS.items():
         for ran in (False, True):
             model, alone = make(), net()
@@ -110,7 +110,7 @@ def parameters_of_a_vector() -> None:
 
 
 @CASES.case
-def a_parameter_of_another_layout_in_place_of_one() -> None:
+def replacing_a_parameter_by_one_of_another_layout() -> None:
     model, alone = fully_shard(net(), mesh=line()), net()
     model[1].weight = nn.Parameter(put(value(5, 6) / 8, R))
     alone[1].weight = nn.Parameter(value(5, 6) / 8)
@@ -119,7 +119,7 @@ def a_parameter_of_another_layout_in_place_of_one() -> None:
 
 
 @CASES.case
-def another_shape_or_mesh_is_refused() -> None:
+def replacing_a_parameter_by_another_shape_or_mesh_is_refused() -> None:
     def with_data(model: Any, x: DTensor) -> None:
         model[1].weight.data = x
 
@@ -150,7 +150,7 @@ def a_tied_weight_replaced_in_one_place_is_refused() -> None:
 
 
 # --- attributes ------------------------------------------------------------------------------------------------------------
-def _cut(name: str, module: nn.Module, mesh: dt.DeviceMesh) -> None:
+def _shard_weight(name: str, module: nn.Module, mesh: dt.DeviceMesh) -> None:
     if isinstance(module, nn.Linear):
         module.weight = nn.Parameter(dt.distribute_tensor(module.weight.detach(), mesh, [S0]))  # without the attributes
 
@@ -159,7 +159,7 @@ DISTRIBUTED: dict[str, Callable[[Any], Any]] = {
     "fully_shard": lambda m: fully_shard(m, mesh=line()),
     "replicate": lambda m: replicate(m, line()),
     "distribute_module": lambda m: dt.distribute_module(m, line()),
-    "a partition function": lambda m: dt.distribute_module(m, line(), _cut),
+    "a partition function": lambda m: dt.distribute_module(m, line(), _shard_weight),
     "parallelize_module": lambda m: parallelize_module(m, line(), {"0": ColwiseParallel(), "1": RowwiseParallel()}),
     "tensor and data parallel": lambda m: fully_shard(
         parallelize_module(m, named_square()["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()}), mesh=named_square()["dp"]
@@ -168,7 +168,7 @@ DISTRIBUTED: dict[str, Callable[[Any], Any]] = {
 
 
 @CASES.case
-def attributes_of_parameters_stay() -> None:
+def attributes_of_parameters_are_kept() -> None:
     for name, distribute in DISTRIBUTED.items():
         model: Any = net().bfloat16()
         for at, p in enumerate(model.parameters()):
@@ -194,7 +194,7 @@ def gradients_in_a_dtype_that_is_set_later() -> None:
 
 
 # --- written while they are unsharded ---------------------------------------------------------------------------------------
-def _written(model: Any) -> None:
+def _write_to_parameters(model: Any) -> None:
     with torch.no_grad():
         model[0].weight.mul_(2)
         model[1].weight[1] = 3.0
@@ -202,7 +202,7 @@ def _written(model: Any) -> None:
 
 
 @CASES.case
-def what_is_written_to_unsharded_parameters_stays() -> None:
+def writes_to_unsharded_parameters_are_kept() -> None:
     def reshard(model: Any) -> None:
         model.reshard()
 
@@ -216,14 +216,14 @@ def what_is_written_to_unsharded_parameters_stays() -> None:
             model(batch()).sum().backward()
             model.unshard()
             for each in (model, alone):
-                _written(each)
+                _write_to_parameters(each)
             then(model)
             same_as(alone, model)
             same_as(alone, model)
 
 
 @CASES.case
-def what_is_not_written_to_unsharded_parameters_leaves_them() -> None:
+def unsharded_parameters_without_writes_are_unchanged() -> None:
     for make in WAYS.values():
         model = make()
         before = [p._version for p in model.parameters()]
@@ -235,7 +235,7 @@ def what_is_not_written_to_unsharded_parameters_leaves_them() -> None:
 
 
 @CASES.case
-def unsharded_parameters_of_another_dtype_keep_nothing() -> None:
+def writes_to_unsharded_parameters_of_another_dtype_are_lost() -> None:
     model = fully_shard(net(), mesh=line(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32))
     model.unshard()
     with torch.no_grad():
@@ -257,7 +257,7 @@ def parameters_written_to_between_forward_and_backward_are_refused() -> None:
 
 
 @CASES.case
-def another_shape_is_refused_under_transforms() -> None:
+def replacing_a_parameter_by_another_shape_is_refused_under_transforms() -> None:
     model = fully_shard(nn.Linear(3, 5, bias=False).double(), mesh=line())
 
     def loss(w: torch.Tensor) -> torch.Tensor:
@@ -269,7 +269,7 @@ def another_shape_is_refused_under_transforms() -> None:
 
 # --- optimizers that step in backward -----------------------------------------------------------------------------------------
 class Chunked(nn.Module):
-    """A hidden layer, and an output layer that is called for one chunk of rows after the other."""
+    """A hidden layer, and an output layer that is called once for each chunk of rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -285,7 +285,7 @@ class Chunked(nn.Module):
 
 
 @CASES.case
-def an_optimizer_steps_in_backward_once_all_chunks_are_through() -> None:
+def an_optimizer_in_backward_steps_after_all_chunks() -> None:
     again = functools.partial(checkpoint, use_reentrant=False)
     for distribute in (DISTRIBUTED["fully_shard"], DISTRIBUTED["replicate"]):
         for options in ({}, {"call": again}):
@@ -333,7 +333,7 @@ def hooks_of_parameters_see_the_sum_over_all_calls() -> None:
 
 
 @CASES.case
-def a_backward_without_some_of_the_calls_reduces_what_came() -> None:
+def gradients_are_reduced_after_a_backward_without_some_calls() -> None:
     for distribute in (DISTRIBUTED["fully_shard"], DISTRIBUTED["replicate"]):
         model, alone, calls = Chunked(), Chunked(), list[Any]()
         distribute(model)
@@ -377,7 +377,7 @@ def a_model_on_some_of_the_ranks() -> None:
 
 # --- values on the first rank only ---------------------------------------------------------------------------------------------
 @CASES.on_processes
-def values_of_the_first_rank_where_others_have_meta_tensors() -> None:
+def values_of_the_first_rank_are_used_where_others_have_meta_tensors() -> None:
     full = {name: x + 1 for name, x in _normalized().state_dict().items()}
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     first = dist.get_rank() == 0
@@ -406,7 +406,7 @@ def values_of_the_first_rank_where_others_have_meta_tensors() -> None:
 
 
 @CASES.on_processes
-def no_values_where_the_first_rank_has_none() -> None:
+def meta_tensors_on_the_first_rank_give_no_values() -> None:
     with torch.device("meta" if dist.get_rank() == 0 else "cpu"):
         model = _normalized()
     fully_shard(model, mesh=line())
@@ -415,7 +415,7 @@ def no_values_where_the_first_rank_has_none() -> None:
 
 
 @CASES.case
-def buffers_begin_with_the_values_of_the_first_rank() -> None:
+def buffers_start_with_the_values_of_the_first_rank() -> None:
     for distribute in (DISTRIBUTED["fully_shard"], DISTRIBUTED["replicate"]):
         model: Any = nn.BatchNorm1d(3)
         model.running_mean = by_rank(lambda rank: torch.full((3,), float(rank + 1)))
@@ -436,18 +436,18 @@ def _rows(model: Any, table: torch.Tensor) -> None:
     model.running_mean[:1].copy_(table[:1])
 
 
-def _through_data(model: Any, table: torch.Tensor) -> None:
+def _write_through_data(model: Any, table: torch.Tensor) -> None:
     model.running_mean.data.copy_(table)
 
 
-def _loaded(model: Any, table: torch.Tensor) -> None:
+def _load(model: Any, table: torch.Tensor) -> None:
     model.load_state_dict(nn.BatchNorm1d(3).state_dict() | {"running_mean": table})
 
 
 @CASES.case
-def a_plain_value_written_to_a_buffer_is_the_value_of_all_ranks() -> None:
+def a_plain_value_written_to_a_buffer_is_kept_on_all_ranks() -> None:
     for distribute in (DISTRIBUTED["fully_shard"], DISTRIBUTED["replicate"]):
-        for write in (_table, _rows, _through_data, _loaded):
+        for write in (_table, _rows, _write_through_data, _load):
             for ran in (False, True):
                 model: Any = distribute(nn.BatchNorm1d(3))
                 if ran:
@@ -482,7 +482,7 @@ def a_plain_value_that_differs_between_ranks_is_refused() -> None:
 
 # --- the arguments of PyTorch's replicate --------------------------------------------------------------------------------------
 @CASES.case
-def replicate_takes_device_mesh() -> None:
+def replicate_accepts_device_mesh() -> None:
     model, alone = replicate(net(), device_mesh=line(), bucket_cap_mb=25, gradient_as_bucket_view=True), net()
     same_as(alone, model)
     raises(ArgumentError, "one of mesh=, device_mesh= and process_group=", lambda: replicate(net(), line(), device_mesh=line()))
@@ -490,7 +490,7 @@ def replicate_takes_device_mesh() -> None:
 
 # --- gathered parameters as forward sees them ----------------------------------------------------------------------------------
 class Scaled(nn.Module):
-    """Uses its scale only where it is a parameter, as modules do that take a number or a parameter."""
+    """Uses its scale only if it is a parameter, as modules do that accept a number or a parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -522,7 +522,7 @@ def gathered_parameters_are_instances_of_parameter() -> None:
 
 
 @CASES.case
-def what_is_computed_of_gathered_parameters_is_no_parameter() -> None:
+def results_of_gathered_parameters_are_not_parameters() -> None:
     def look(module: Scaled) -> None:
         scale: Any = module.scale
         made = [scale.data, scale.detach(), scale.view(5, 1), scale + 1, scale.view_as(scale), *module.state_dict().values()]
@@ -548,7 +548,7 @@ def gathered_parameters_are_not_registered_again() -> None:
 
 
 @CASES.case
-def gathered_parameters_are_not_registered_without_gradients_either() -> None:
+def gathered_parameters_are_not_registered_without_gradients() -> None:
     def as_parameter(module: Scaled) -> None:
         module.alias = module.scale
 
@@ -579,8 +579,8 @@ VIEWS: dict[str, Callable[[Any], Any]] = {
 
 
 @CASES.case
-def what_a_program_keeps_of_gathered_parameters_without_gradients_stays_readable() -> None:
-    """It has the values of that forward. ``replicate`` gathers nothing, and gives the parameter itself."""
+def gathered_parameters_kept_without_gradients_stay_readable() -> None:
+    """Check that it keeps the values of that forward. ``replicate`` gathers nothing and returns the parameter itself."""
     for way, make in WAYS.items():
         for view in VIEWS.values():
             model, alone, kept = make(), net(), list[Any]()
@@ -600,7 +600,7 @@ def what_a_program_keeps_of_gathered_parameters_without_gradients_stays_readable
 
 
 @CASES.case
-def what_a_program_keeps_of_unsharded_parameters_without_gradients_stays_readable() -> None:
+def unsharded_parameters_kept_without_gradients_stay_readable() -> None:
     model = fully_shard(net(), mesh=line())
     with torch.no_grad():
         model.unshard()
@@ -612,7 +612,7 @@ def what_a_program_keeps_of_unsharded_parameters_without_gradients_stays_readabl
 
 
 class Calls(nn.Module):
-    """Calls another unit with its own gathered parameter."""
+    """A module that calls another unit with its own gathered parameter."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -295,7 +295,7 @@ def gathers() -> Iterator[dict[str, None]]:
     original = dispatch.bind_program
 
     def recording(plan: Any, operator: Any, *rest: Any) -> Any:
-        if plan.how == "gather" and plan.moves:
+        if plan.how == "gather" and plan.redistributions:
             found[operator.name] = None
         return original(plan, operator, *rest)
 

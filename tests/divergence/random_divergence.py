@@ -1,7 +1,6 @@
-"""``random_divergence.py [SECONDS] [SEED]``: random programs on three or four processes, with delays, of which one does
-something else, fails,
-is killed, stopped or slow at some place; each process has a hash seed of its own. Says what came of them: a hang, an abort, a
-wrong number or a false alarm is a defect.
+"""``random_divergence.py [SECONDS] [SEED]``: random programs on three or four processes, with delays, of which one does something
+else, fails, is killed, stopped or slow at some place; each process has a hash seed of its own. Prints the outcomes: a hang, an
+abort, a wrong number or a false alarm is a defect.
 """
 
 from __future__ import annotations

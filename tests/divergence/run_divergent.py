@@ -1,11 +1,9 @@
-"""``run_divergent.py [WORDS] [--level strict] [--ranks 4] [--part 1/3] [--out FILE]``: runs the programs whose names have
-one of WORDS in
-them, all of them without any, and prints what came of each and how many programs of each kind came to what. What is wrong is said
-in whole. ``--out`` keeps a line for each program; ``--counts FILE...`` prints the counts of such files together.
+"""``run_divergent.py [WORDS] [--level strict] [--ranks 4] [--part 1/3] [--out FILE]``: runs the programs whose names have one of
+WORDS in them, or all programs, and prints the outcome of each and the number of programs by kind and outcome. Wrong outcomes are
+printed in full. ``--out`` writes a line for each program; ``--counts FILE...`` prints the sum of the counts of such files.
 
-With ``DTENSOR_CHAOS_PEER=1 TORCH_DISTRIBUTED_DEBUG=DETAIL DTENSOR_CHAOS_TIMEOUT=8`` those of ``divergent_programs.py`` in
-which one rank does
-something else are run by ``torch.distributed.tensor``.
+With ``DTENSOR_CHAOS_PEER=1 TORCH_DISTRIBUTED_DEBUG=DETAIL DTENSOR_CHAOS_TIMEOUT=8`` those of ``divergent_programs.py`` in which
+one rank does something else are run by ``torch.distributed.tensor``.
 """
 
 from __future__ import annotations

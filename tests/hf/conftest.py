@@ -1,4 +1,4 @@
-"""transformers warns about itself, and at import about what is not installed; what this library announces stays an error."""
+"""Ignore warnings of transformers about itself and missing packages; warnings of this library stay errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Families that predict the next token: attention, experts, recurrence."""
+"""Model families that predict the next token: attention, experts, recurrence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Families that read text, and those that turn text into text."""
+"""Encoder and encoder-decoder model families for text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All families, by name."""
+"""All model families by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A Hugging Face family: which class, what its configuration needs beyond small sizes, what it eats."""
+"""A Hugging Face model family: its class, the settings of its configuration besides small sizes, and its inputs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def tokens(length: int = LENGTH, low: int = 4, batch: int = BATCH) -> Tensor:
 
 
 def ragged(length: int = LENGTH) -> Tensor:
-    """A mask with padding at the right of the last row."""
+    """Return a mask with right padding in the last row."""
     mask = torch.ones(BATCH, length, dtype=torch.long)
     mask[-1, -2:] = 0
     return mask
@@ -88,9 +88,9 @@ class Family:
 
     Attributes:
         model: the class's name in ``transformers``.
-        config: what its configuration needs beyond small sizes.
-        inputs: makes the arguments of a call.
-        single: computes in float32 (its code converts to it, so that its float64 form does not run).
+        config: settings of its configuration besides small sizes.
+        inputs: returns the arguments of a call.
+        single: computes in float32 (its code converts to it, so that it does not run in float64).
     """
 
     model: str
@@ -99,7 +99,7 @@ class Family:
     single: bool = False
 
     def build(self) -> nn.Module:
-        """The model, all parameters random (also those that start as zeros or ones)."""
+        """Build the model with random parameters, also those that start as zeros or ones."""
         torch.manual_seed(0)
         model_class = getattr(transformers, self.model)
         model = model_class(tiny(model_class.config_class, **self.config))

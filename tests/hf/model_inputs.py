@@ -1,4 +1,4 @@
-"""What a model eats: arguments of a call by the names that ``forward`` gives them."""
+"""Inputs of models: the arguments of a call by their names in ``forward``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 
 
 def parts(config: PretrainedConfig, path: str = "") -> Iterator[tuple[str, PretrainedConfig]]:
-    """A configuration and those inside, each with the path to it."""
+    """Yield a configuration and its nested ones, each with its path."""
     yield path, config
     for name, value in vars(config).items():
         if isinstance(value, PretrainedConfig):
@@ -37,9 +37,9 @@ def _pixels(config: PretrainedConfig, image: int, scale: Scale) -> Tensor:
 
 
 def inputs_of(model: nn.Module, scale: Scale, image: int, images: int, turned: bool = False) -> Inputs:
-    """Arguments of a call, by their names; ``images`` places per row are marked as an image's.
+    """Return the arguments of a call by name; ``images`` positions per row are marked as an image's.
 
-    ``turned``: the frames of sounds come last where they would come first, or first where they would come last.
+    ``turned``: swap the first and the last dim of a sound's frames.
     """
     config: Any = model.config
     names = inspect.signature(model.forward).parameters
@@ -98,7 +98,7 @@ def inputs_of(model: nn.Module, scale: Scale, image: int, images: int, turned: b
 
 
 def _patches_apart(config: PretrainedConfig, scale: Scale) -> Inputs:
-    """Each image as its patches, with how many there are each way."""
+    """Return each image as its patches, with the shape of their grid."""
     patch, channels = _find(config, "patch_size", default=16), _find(config, "num_channels", default=3)
     return {
         "pixel_values": scale.numbers(16, channels * patch * patch),
@@ -108,7 +108,7 @@ def _patches_apart(config: PretrainedConfig, scale: Scale) -> Inputs:
 
 
 def _required(config: Any, name: str, image: int, scale: Scale) -> Inputs:
-    """An argument that must be given and that none of the usual ones is."""
+    """Return an unusual argument that the model requires."""
     if name == "grid_thw":
         patches = _patches(config, scale)
         return {name: patches["image_grid_thw"]}
@@ -128,7 +128,7 @@ def _required(config: Any, name: str, image: int, scale: Scale) -> Inputs:
 
 
 def _series(config: Any, names: Any, scale: Scale) -> Inputs:
-    """The past of a few series, and their future."""
+    """Return past and future values of time series."""
     past = getattr(config, "context_length", None) or 8
     ahead, lags = getattr(config, "prediction_length", None) or 4, max(getattr(config, "lags_sequence", [0]))
     width = getattr(config, "num_input_channels", 0)
@@ -145,7 +145,7 @@ def _series(config: Any, names: Any, scale: Scale) -> Inputs:
 
 
 def _patches(config: PretrainedConfig, scale: Scale) -> Inputs:
-    """Images as one list of patches, and the grid of each."""
+    """Return the patches of all images in one tensor, and each image's grid."""
     vision: Any = getattr(config, "vision_config", config)
     edge = 2 * getattr(vision, "spatial_merge_size", 2)
     patch, times = getattr(vision, "patch_size", 14), getattr(vision, "temporal_patch_size", 1)

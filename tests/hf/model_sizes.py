@@ -1,4 +1,4 @@
-"""How large the models are that are made small, and what they eat."""
+"""The sizes of shrunk models and of their inputs."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ TRIED = (
 
 @dataclass(frozen=True)
 class Scale:
-    """Widths of models where they are all alike, and sizes of a batch.
+    """Widths of models whose widths are all set alike, and sizes of a batch.
 
     Attributes:
-        heads: of queries; ``shared``: of keys and values; ``head``: the width of one; ``turned``: of that what positions turn.
+        heads: of queries; ``shared``: of keys and values; ``head``: the width of one; ``turned``: the rotary part of that width.
         inner: width of an MLP.
         tried: divisors of sizes and edges of images, in order.
     """
@@ -43,14 +43,14 @@ class Scale:
     most_parameters: int = 12_000_000
 
     def numbers(self, *shape: int) -> Tensor:
-        """One for each place of a batch."""
+        """Return numbers for each row of a batch."""
         return numbers(self.batch, *shape)
 
     def ones(self, *shape: int, dtype: torch.dtype = torch.long) -> Tensor:
         return torch.ones(self.batch, *shape, dtype=dtype)
 
     def words(self, length: int) -> Tensor:
-        """Tokens that are no special ones."""
+        """Return tokens other than special ones."""
         return torch.randint(45, self.vocabulary, (self.batch, length), generator=torch.Generator().manual_seed(7))
 
 

@@ -1,4 +1,4 @@
-"""Families of several senses, audio codecs, time series, and those that point at things."""
+"""Multimodal model families, audio codecs, time series, and models that locate objects."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ IMAGE = 5  # the token that stands for a piece of an image
 
 
 def shown(count: int, size: int = 16, **more: Any) -> Inputs:
-    """Text in which ``count`` tokens a row stand for an image."""
+    """Return text in which ``count`` tokens a row stand for an image."""
     ids = tokens(count + 5, low=8)
     ids[:, 1 : 1 + count] = IMAGE
     labels = ids.masked_fill(ids == IMAGE, -100)
@@ -53,7 +53,7 @@ def shown(count: int, size: int = 16, **more: Any) -> Inputs:
 
 
 def patches(edge: int = 4, patch: int = 4, times: int = 2) -> Inputs:
-    """The same with the patches of all images in one row, each image merged to a quarter."""
+    """Return text and the patches of all images in one tensor; merging leaves a quarter of an image's patches as tokens."""
     made = shown(edge * edge // 4)
     made["pixel_values"] = numbers(BATCH * edge * edge, 3 * times * patch * patch)
     made["mm_token_type_ids"] = (made["input_ids"] == IMAGE).long()
@@ -65,7 +65,7 @@ def series(width: int, past: int, ahead: int) -> Inputs:
 
 
 def series_with_times() -> Inputs:
-    """Ten values known, four to tell, two features of each time."""
+    """Return ten known values, four to predict, and two features of each time."""
     return {
         "past_values": numbers(BATCH, 10),
         "past_time_features": numbers(BATCH, 10, 2),

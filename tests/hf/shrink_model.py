@@ -1,7 +1,7 @@
 """Tiny models of any family in ``transformers``, made from its default configuration.
 
-Sizes of channels are divided by one number throughout the configuration, so that what had to divide or equal something still
-does; depths are cut; vocabularies, images and sounds are small.
+Sizes of channels are divided by one number throughout the configuration, so that sizes stay equal or divisible where models
+require it. Depths are reduced; vocabularies, images and sounds are small.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _scaled(value: Any, divisor: int) -> Any:
 
 
 def shrink(config: PretrainedConfig, divisor: int, image: int, scale: Scale = SMALL) -> PretrainedConfig:
-    """``config``, in place, with small sizes."""
+    """Set small sizes in ``config``, in place."""
     special = iter(range(5, 40))
     for _, part in list(parts(config)):
         if divisor < 0:
@@ -161,7 +161,7 @@ def _small(name: str, value: Any, divisor: int, image: int, scale: Scale, specia
 
 
 def _resnet(outputs: int) -> PretrainedConfig:
-    """In place of a backbone of another library."""
+    """Return a small ResNet to replace a backbone of another library."""
     stages = [f"stage{k}" for k in range(1, 5)]
     return transformers.ResNetConfig(
         embedding_size=8, hidden_sizes=[8, 16, 16, 24], depths=[1, 1, 1, 1], layer_type="basic", out_features=stages[-outputs:]
@@ -169,7 +169,7 @@ def _resnet(outputs: int) -> PretrainedConfig:
 
 
 def _varied(kinds: Any) -> Any:
-    """Two layers, of two kinds where there are several."""
+    """Return the kinds of two layers, different if there are several kinds."""
     return type(kinds)([kinds[0], next((kind for kind in kinds if kind != kinds[0]), kinds[1])])
 
 
@@ -180,19 +180,19 @@ PRETRAINING TEXT_TO_WAVEFORM TIME_SERIES_PREDICTION QUESTION_ANSWERING TOKEN_CLA
 
 
 def classes_of(model_type: str) -> list[str]:
-    """Classes for a model type, those with a loss first."""
+    """Return the classes of a model type, those with a loss first."""
     tables = [getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES") for kind in _KINDS.split()]
     found = [table[model_type] for table in (*tables, modeling_auto.MODEL_MAPPING_NAMES) if model_type in table]
     return list(dict.fromkeys(name for item in found for name in ([item] if isinstance(item, str) else item)))
 
 
 class NotShrunk(Exception):
-    """No model was found that takes a training step on one device."""
+    """No model of the family runs a training step on one device."""
 
 
 @dataclass
 class Shrunk:
-    """A family as ``family.Family`` is, found by trying: of which class, how small, and what it eats."""
+    """A family like ``family.Family``, whose class, sizes and inputs are found by trial."""
 
     model_type: str
     model: str = ""
@@ -230,7 +230,7 @@ class Shrunk:
         return {k: v.float() if self.single and v.is_floating_point() else v for k, v in made.items()}
 
     def runs(self) -> None:
-        """A training step on one device: with labels, without, with sounds turned."""
+        """Run a training step on one device: with labels, without labels, or with the dims of sounds swapped."""
         reason: Exception | None = None
         for self.labelled, self.turned in ((True, False), (False, False), (False, True)):
             try:
@@ -245,7 +245,7 @@ class Shrunk:
         return any(name.startswith("input_") and name != "input_ids" for name in inputs_of(self.built, self.scale, self.image, 0))
 
     def _runs(self) -> None:
-        """A training step; inputs are changed by what the model says about them."""
+        """Run a training step, changing inputs by the model's error messages."""
         for _ in range(5):
             try:
                 model = self.build().train()
@@ -280,7 +280,7 @@ class Shrunk:
 
 
 def shrunk(model_type: str, scale: Scale = SMALL) -> Shrunk:
-    """A family of that scale that takes a training step on one device.
+    """Return a family of that scale that runs a training step on one device.
 
     Raises:
         NotShrunk: none was found.

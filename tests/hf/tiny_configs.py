@@ -1,4 +1,4 @@
-"""Tiny configurations of Hugging Face models, made by giving every size that a configuration has a small value; a few steps."""
+"""Tiny configurations of Hugging Face models, with a small value for every size, and a short training run."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ SMALL: dict[str, Any] = {
 
 
 def tiny(config_class: type[Any], **given: Any) -> Any:
-    """A configuration with small sizes; ``given`` wins. A dictionary given for a configuration inside holds its own values."""
+    """Return a configuration with small sizes; ``given`` takes precedence. A dictionary sets the values of a nested
+    configuration."""
     fields = {field.name for field in dataclasses.fields(config_class)}
     values = {name: value for name, value in SMALL.items() if name in fields}
     inner = config_class.sub_configs
@@ -74,7 +75,7 @@ def tiny(config_class: type[Any], **given: Any) -> Any:
 
 
 def first(x: Any) -> Tensor:
-    """The value, which all ranks have."""
+    """Return the value, asserting that all ranks have the same."""
     whole = x.full_tensor() if isinstance(x, dt.DTensor) else x
     pieces: list[Tensor] = list(whole.shards) if isinstance(whole, dt.PerRank) else [whole]
     assert all(torch.equal(piece, pieces[0]) for piece in pieces)
@@ -82,7 +83,7 @@ def first(x: Any) -> Tensor:
 
 
 def trained(model: nn.Module, tokens: Tensor) -> list[float]:
-    """The losses of three steps, of what is to be trained."""
+    """Return the losses of three training steps of the parameters that require gradients."""
     optimizer, losses = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0), []
     for _ in range(3):
         loss = model(input_ids=tokens, labels=tokens).loss

@@ -1,4 +1,4 @@
-"""A Trainer of transformers: on one device, or as a rank of torchrun with the model distributed. Prints what it logs.
+"""Train with transformers' ``Trainer`` on one device, or as a rank of torchrun with a distributed model; print its logs.
 
 python tests/hf/trainer_program.py FOLDER WAY     or     torchrun --nproc-per-node N tests/hf/trainer_program.py FOLDER WAY
 """

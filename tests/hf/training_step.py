@@ -1,4 +1,4 @@
-"""One training step of an unmodified model with distributed parameters, held against one device."""
+"""Compare one training step of an unmodified model with distributed parameters with the step on one device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Plan = Callable[[int, Tensor], list[Placement]]
 
 
 class Different(AssertionError):
-    """A value, a loss or a gradient is not that of one device."""
+    """A value, a loss or a gradient differs from that of one device."""
 
 
 # --- how parameters are placed on ("dp", "tp") ----------------------------------------------------------------------
@@ -29,12 +29,12 @@ def replicated(k: int, p: Tensor) -> list[Placement]:
 
 
 def alternating(k: int, p: Tensor) -> list[Placement]:
-    """Parameter by parameter dim 0, dim 1, ... along tp."""
+    """Shard one parameter after the other along dim 0, dim 1, ... over tp."""
     return [R, Shard(k % min(p.ndim, 2)) if p.ndim else R]
 
 
 def everywhere(k: int, p: Tensor) -> list[Placement]:
-    """Cut by both mesh dims: dim 0 twice, then dim 0 and the last dim."""
+    """Shard over both mesh dims: dim 0 twice, then dim 0 and the last dim."""
     if not p.ndim:
         return [R, R]
     return [Shard(0), Shard(0 if k % 2 else p.ndim - 1)]
@@ -44,7 +44,7 @@ PLANS: dict[str, Plan] = {plan.__name__: plan for plan in (replicated, alternati
 
 
 def spread(module: nn.Module, mesh: dt.DeviceMesh, plan: Plan) -> nn.Module:
-    """A copy with its parameters placed by ``plan`` and its buffers replicated; tied parameters stay tied."""
+    """Return a copy with parameters placed by ``plan`` and replicated buffers; tied parameters stay tied."""
     module, seen = copy.deepcopy(module), {}
     for own in module.modules():
         for name, p in list(own.named_parameters(recurse=False)):
@@ -59,7 +59,7 @@ def spread(module: nn.Module, mesh: dt.DeviceMesh, plan: Plan) -> nn.Module:
 
 
 def distributed(inputs: Inputs, mesh: dt.DeviceMesh) -> Inputs:
-    """Tensors cut along the batch by dp."""
+    """Distribute tensors, sharded along the batch over dp."""
     placements = [Shard(0), *[R] * (mesh.ndim - 1)]
     return {k: dt.distribute_tensor(v, mesh, placements) if isinstance(v, Tensor) else v for k, v in inputs.items()}
 
@@ -69,7 +69,7 @@ def on_device(inputs: Inputs, device: str) -> Inputs:
 
 
 def floating(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Floating tensors in a model's output, by name (caches are left aside)."""
+    """Return the floating tensors in a model's output by name, without caches."""
     if isinstance(value, Tensor):
         if value.is_floating_point():
             yield path, value
@@ -87,20 +87,20 @@ def full(x: Any) -> Tensor:
 
 
 def loss_of(outputs: dict[str, Tensor]) -> Tensor:
-    """The model's own loss, else one in which every element of every output counts."""
+    """Return the model's own loss, or else one that depends on every element of every output."""
     if ".loss" in outputs:
         return outputs[".loss"].mean()
     return sum((out.double().tanh() ** 2).mean() for out in outputs.values() if out.requires_grad)
 
 
 def magnitude(x: Tensor) -> float:
-    """The largest finite absolute value."""
+    """Return the largest finite absolute value."""
     finite = x.detach()[x.detach().isfinite()]
     return finite.abs().max().item() if finite.numel() else 0.0
 
 
 def compare(got: Any, expected: Tensor, what: str, scale: float | None = None, rounding: float = 3e-5) -> None:
-    """Raise unless equal up to rounding (models compute parts in float32)."""
+    """Raise unless equal up to rounding (models compute some parts in float32)."""
     got, expected = full(got).detach(), expected.detach()
     if got.shape != expected.shape or got.dtype != expected.dtype:
         raise Different(f"{what}: {got.dtype}{tuple(got.shape)} instead of {expected.dtype}{tuple(expected.shape)}")
@@ -118,7 +118,7 @@ def compare(got: Any, expected: Tensor, what: str, scale: float | None = None, r
 
 
 def step(model: nn.Module, inputs: Inputs) -> tuple[dict[str, Tensor], Tensor]:
-    """Outputs and loss of one forward and backward pass in training mode, dropout and all."""
+    """Return outputs and loss of one forward and backward pass in training mode, with dropout."""
     torch.manual_seed(3)
     np.random.seed(3)  # masks of spectrograms
     outputs = dict(floating(model(**inputs)))
@@ -135,15 +135,15 @@ def check(
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
     rounding: float = 3e-5,
 ) -> None:
-    """Outputs, loss and all gradients of a step are those of one device.
+    """Check that outputs, loss and all gradients of a step are those of one device.
 
     Args:
-        prepare: what is done to the model before it is distributed.
-        around: the context in which both steps run.
-        rounding: the largest difference, relative to the largest value of a tensor.
+        prepare: changes the model before it is distributed.
+        around: the context manager around both steps.
+        rounding: the largest allowed difference, relative to the largest value of a tensor.
 
     Raises:
-        Different: the first that is not.
+        Different: a result differs; the first one found.
     """
     plain, inputs = family.build().train().to(mesh.device_type), on_device(family.call(), mesh.device_type)
     prepare(plain)

@@ -1,4 +1,4 @@
-"""Families that see and hear."""
+"""Model families for images and audio."""
 
 from __future__ import annotations
 

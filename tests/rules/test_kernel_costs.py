@@ -63,7 +63,7 @@ class RecordKernelRuns:
         monkeypatch.setattr(local_call, "bind_kernel", lambda plan: self._watched(plan, bound(plan)))
 
     def _watched(self, plan: CallPlan, run: Callable[..., Any]) -> Callable[..., Any]:
-        row = None if plan.chosen is None else plan.chosen.kernel_row
+        row = None if plan.chosen is None else plan.chosen.kernel_strategy
         if row is None or row.kernel is None:
             return run
         kernel = row.kernel

@@ -13,11 +13,11 @@ from dtensor.errors import RuleError
 from dtensor.propagation.make_call import make_call
 from dtensor.propagation.op_schema import operator_schema_of
 from dtensor.rules import rules
-from dtensor.rules.bind_notation import bind
+from dtensor.rules.bind_pattern import factors_of_pattern
 from dtensor.rules.call import Call, Meta
+from dtensor.rules.declared_factors import DeclaredFactors, by, fitting
 from dtensor.rules.folds import Fold
 from dtensor.rules.notation import is_selected, parse_notation
-from dtensor.rules.notation_rules import Notation, by, fitting
 from dtensor.rules.partial_rules import CombinedPartials, copies, forgets, linear, monotone, one_of
 from dtensor.rules.partial_rules import combine_partials as rows_of
 from dtensor.rules.rule import Kernel, Rule
@@ -46,7 +46,7 @@ def size(*shape: int) -> torch.Size:
 
 def bind_to_text(text: str, call: Call, **options: Any) -> str:
     """Bind a notation to a call and return its factors as text."""
-    factors = bind(parse_notation(text), call, **options)
+    factors = factors_of_pattern(parse_notation(text), call, **options)
     if factors is None:
         return "none"
 
@@ -148,10 +148,17 @@ def test_pattern_binds_to_call(what: str) -> None:
 
 def test_sizes_of_factors_in_a_product_come_from_arguments_or_division() -> None:
     call = call_of(aten.pixel_shuffle.default, [(5, 6, 8)], self=size(20, 3, 4), upscale_factor=2)
-    factors = bind(parse_notation("(c r s) h w -> c (h r) (w s)"), call, None, {"r": "upscale_factor", "s": "upscale_factor"})
+    factors = factors_of_pattern(
+        parse_notation("(c r s) h w -> c (h r) (w s)"), call, None, {"r": "upscale_factor", "s": "upscale_factor"}
+    )
     assert dict(factors.sizes) == {"h": 3, "w": 4, "r": 2, "s": 2, "c": 5}
     odd = call_of(aten.pixel_shuffle.default, [(5, 6, 8)], self=size(21, 3, 4), upscale_factor=2)
-    assert bind(parse_notation("(c r s) h w -> c (h r) (w s)"), odd, None, {"r": "upscale_factor", "s": "upscale_factor"}) is None
+    assert (
+        factors_of_pattern(
+            parse_notation("(c r s) h w -> c (h r) (w s)"), odd, None, {"r": "upscale_factor", "s": "upscale_factor"}
+        )
+        is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -198,7 +205,7 @@ def _argument_names_in(word: Any) -> list[set[str]]:
             return [names for part in word.parts for names in _argument_names_in(part)]
         case by():
             return [{word.argument}, *(names for part in word.table.values() for names in _argument_names_in(part))]
-        case Notation():
+        case DeclaredFactors():
             several = isinstance(word.pattern, (by, fitting))
             patterns = [*word.pattern.table.values()] if several else [word.pattern]
             terms = [term for pattern in patterns for term in pattern.operands]
@@ -238,14 +245,14 @@ def test_classify_rule_gives_notation_combinators_functions_or_decompositions() 
     }
     assert {name: classify_rule(rules()[f"aten::{name}"]) for name in known} == known
     pattern = parse_notation("[s*] -> [s*]")
-    assert classify_rule(Rule(Notation(pattern))) == "notation"
-    assert classify_rule(Rule(Notation(pattern, kernel=Fold(lambda part, x: x, "sum").kernel(pattern)))) == "combinators"
+    assert classify_rule(Rule(DeclaredFactors(pattern))) == "notation"
+    assert classify_rule(Rule(DeclaredFactors(pattern, kernel=Fold(lambda part, x: x, "sum").kernel(pattern)))) == "combinators"
     for own in (
-        Rule(Notation(pattern, kernel=Kernel(lambda at, x: x))),
-        Rule(Notation(pattern, kernel=lambda call: None)),
-        Rule(Notation(pattern, left={"*": lambda call: "sum"})),
-        Rule(Notation(pattern, sizes={"s": lambda call: 1})),
-        Rule(Notation(pattern), run=lambda at, x: x),
+        Rule(DeclaredFactors(pattern, kernel=Kernel(lambda at, x: x))),
+        Rule(DeclaredFactors(pattern, kernel=lambda call: None)),
+        Rule(DeclaredFactors(pattern, left={"*": lambda call: "sum"})),
+        Rule(DeclaredFactors(pattern, sizes={"s": lambda call: 1})),
+        Rule(DeclaredFactors(pattern), run=lambda at, x: x),
         Rule(lambda call: None),
     ):
         assert classify_rule(own) == "functions"

@@ -1,4 +1,4 @@
-"""Lists of cases that run in this process and, unchanged, on four: ``@case`` adds one, what a rank holds is asked of ``held``."""
+"""Lists of cases that run in this process and on four: ``@case`` adds one, and ``held`` gives the local tensors of ranks."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ R, S0, S1 = Replicate(), Shard(0), Shard(1)
 
 
 class Cases(dict[str, Callable[..., Any]]):
-    """Cases by name, in the order in which they were added: the same in every process that imports their module.
+    """Cases by name, in the order in which they were added, the same in every process that imports their module.
 
     Attributes:
-        elsewhere: those that say nothing more in one process, for other tests go further there.
+        elsewhere: cases that run only on processes, since other tests check more in one process.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Cases(dict[str, Callable[..., Any]]):
 
     @property
     def here(self) -> list[str]:
-        """The names of those that run in one process."""
+        """Return the names of the cases that run in one process."""
         return [name for name in self if name not in self.elsewhere]
 
     def on_processes(self, fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -46,7 +46,7 @@ class Cases(dict[str, Callable[..., Any]]):
         return fn
 
     def report(self, thread: int | str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """A case that was reported under this number."""
+        """Add a case that was reported under this issue number."""
 
         def add(fn: Callable[..., Any]) -> Callable[..., Any]:
             self[f"{thread}_{fn.__name__}"] = fn
@@ -55,7 +55,8 @@ class Cases(dict[str, Callable[..., Any]]):
         return add
 
     def run(self, folder: str | None = None) -> list[str]:
-        """Runs all, each in a folder of its own if one is given; what ran. What goes wrong is told with the case's name."""
+        """Run all cases, each in its own subfolder of ``folder`` if given; return their names. Errors get a note with the case's
+        name."""
         torch.set_num_threads(1)
         for name, fn in self.items():
             try:
@@ -77,18 +78,18 @@ def _made(folder: Path) -> Path:
 
 
 def on_four(module: ModuleType, *args: Any, timeout_s: float = 280.0) -> None:
-    """All cases of a module (or what its ``main`` makes of them) run on four processes."""
+    """Run all cases of a module (or its ``main``, if it has one) on four processes."""
     assert run_gloo(_run, 4, module.__name__, *args, timeout_s=timeout_s) == [list(module.CASES)] * 4
 
 
 def here_and_on_four(
     module: ModuleType, *, folders: bool = False, gather: bool = False
 ) -> tuple[Callable[..., None], Callable[..., None]]:
-    """Two tests: each of its cases in one process, and all of them on four.
+    """Return two tests: each case of a module in one process, and all of them on four.
 
     Args:
-        folders: each is given one of its own.
-        gather: operators without a rule are among what is tried.
+        folders: give each case its own folder.
+        gather: allow operators without a rule to gather.
     """
     warned = "ignore" if gather else "error"
 
@@ -128,7 +129,7 @@ def put(x: torch.Tensor, *placements: Any, mesh: Any = None) -> DTensor:
 
 
 def held(x: Any) -> dict[int, torch.Tensor]:
-    """Rank -> piece, for the ranks in this process."""
+    """Return the local tensor of each rank in this process."""
     local = x._local if isinstance(x, DTensor) else x
     if isinstance(local, dt.PerRank):
         return dict(enumerate(local.shards))
@@ -136,12 +137,12 @@ def held(x: Any) -> dict[int, torch.Tensor]:
 
 
 def by_rank(make: Callable[[int], torch.Tensor], count: int = 4) -> torch.Tensor:
-    """What every rank makes, or this one's."""
+    """Return the tensor that ``make`` returns for every rank, or for this process's rank."""
     return make(dist.get_rank()) if dist.is_initialized() else dt.per_rank([make(rank) for rank in range(count)])
 
 
 def raises(kind: type[Exception], text: str, fn: Callable[[], Any]) -> None:
-    """``fn`` raises on every rank, with the same words."""
+    """Assert that ``fn`` raises on every rank with the same message."""
     with pytest.raises(kind, match=text):
         fn()
 
@@ -153,7 +154,7 @@ def equal(x: Any, expected: torch.Tensor) -> None:
 
 
 def everywhere(fn: Callable[..., Any], *tensors: torch.Tensor, **options: Any) -> None:
-    """``fn`` is right with its tensors sharded unevenly, nested, along other dims, replicated and partial."""
+    """Assert that ``fn`` is right with its tensors sharded unevenly, nested, along other dims, replicated and partial."""
     for mesh, choices in ((line(), ([S0], [R], [Partial()])), (square(), ([S0, S1], [S0, S0], [R, Shard(-1)]))):
         for where in choices:
             fitting = [[p if not isinstance(p, Shard) or x.ndim > p.dim else R for p in where] for x in tensors]

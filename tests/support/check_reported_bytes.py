@@ -1,7 +1,6 @@
-"""A law under every test: what ranks of one process get from each other is reported, once, with the bytes that arrived.
-
-All views (``explain``, ``CommDebugMode``, ``trace``, ``budget``) show what is reported; so none of them can leave anything out or
-tell another number. Counted is behind the door, where blocks are copied and terms folded, from the tensors themselves.
+"""A check during every test: communication between ranks of one process is reported exactly once, with the right bytes. All tools
+(``explain``, ``CommDebugMode``, ``trace``, ``budget``) show the reported events, so none of them can omit communication or show
+other bytes. The bytes are counted from the tensors where blocks are copied and partial values reduced.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _Arrived = Callable[[Any, Any], int]  # bytes that came to the rank to which mos
 
 
 class Arrivals:
-    """What is wrong so far with one block, in ``wrong``."""
+    """Arrivals of one block; ``wrong`` lists the problems found so far."""
 
     def __init__(self) -> None:
         self.wrong: list[str] = []
@@ -51,7 +50,7 @@ class Arrivals:
 
 @contextmanager
 def compared() -> Iterator[None]:
-    """Compares what this thread, its tasks and its backward passes move in here."""
+    """Compare reported with counted bytes of this thread, its tasks and its backward passes in this context."""
     arrivals = Arrivals()
     with events.listening(arrivals):
         yield
@@ -60,7 +59,7 @@ def compared() -> Iterator[None]:
 
 
 def count() -> None:
-    """Count arrivals from now on, of what is bound from now on."""
+    """Count arrivals of collectives bound from now on."""
     for name, arrived in _COUNTED.items():
         setattr(InProcess, name, _counting(getattr(InProcess, name), arrived))
 
@@ -96,7 +95,7 @@ def _transferred_to(comm: InProcess, target: Any, ranks: Any, transfer: Any) -> 
 
 
 def _brought(routes: list[Any]) -> tuple[str, _Arrived]:
-    """All of each new block but what the rank had."""
+    """Return the bytes of each new block that the rank did not have."""
     kept = [0 if route.kept is None else route.kept[1].numel for route in routes]
     return "transfer", lambda _, made: max(
         (new.numel() - own) * new.element_size() for new, own in zip(shards_of(made), kept, strict=True)

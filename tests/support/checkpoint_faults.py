@@ -1,6 +1,6 @@
-"""What may happen to checkpoints: ranks killed at any point, full disks, read-only folders, saves at one time.
+"""Faults of checkpoints: ranks killed at any point, full disks, read-only folders, concurrent saves.
 
-python tests/support/checkpoint_faults.py 100  # 100 kills during save and 100 during load at random points; the seed that fails
+python tests/support/checkpoint_faults.py 100  # 100 kills in saves and 100 in loads at random points; prints failing seeds
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ RANKS = 4
 
 
 def state_of(step: int) -> dict[str, Any]:
-    """Tensors that all hold ``step``."""
+    """Return tensors filled with ``step``."""
     grid, line = dt.init_device_mesh("cpu", (2, 2)), dt.init_device_mesh("cpu", (RANKS,))
     big = dt.full((300, 700), float(step), device_mesh=grid, placements=[Shard(0), Shard(1)])
     few = dt.full((7, 3), step, dtype=torch.int32, device_mesh=line, placements=[Shard(0)])
@@ -38,7 +38,7 @@ def state_of(step: int) -> dict[str, Any]:
 
 
 def step_of(folder: Path) -> int:
-    """The step of a checkpoint, read in this one process; all of its tensors hold it."""
+    """Return the step of a checkpoint, read in this process; assert that all of its tensors hold it."""
     step = int(read_tree(folder)["step"])
     state = {"big": torch.zeros(300, 700), "few": torch.zeros(7, 3, dtype=torch.int32), "same": torch.zeros(50)}
     whole: dict[str, Any] = {**state, "plain": torch.zeros(20), "step": -1}
@@ -65,7 +65,7 @@ def saving(folder: str, step: int, victim: int, point: int | None, in_background
 
 
 def loading(folder: str, step: int, victim: int, point: int | None) -> tuple[str, Any]:
-    """All or nothing on every rank that is left."""
+    """Assert that every surviving rank has loaded everything or nothing."""
     state = state_of(0)
     points = Points(point if dist.get_rank() == victim else None)
     try:
@@ -85,9 +85,8 @@ def loading(folder: str, step: int, victim: int, point: int | None) -> tuple[str
 
 # --- one fault -------------------------------------------------------------------------------------------------------------
 def kill_while(what: str, seed: int, folder: Path) -> str:
-    """Kill one rank at a random point of a save or load; what came of it.
-
-    ``folder`` holds a checkpoint of step 1 with its number of calls in ``calls``.
+    """Kill one rank at a random point of a save or load and return the result. ``folder`` holds a checkpoint of step 1, and
+    ``calls`` the number of calls.
     """
     dice = random.Random(f"{what} {seed}")
     victim, from_outside = dice.randrange(RANKS), dice.random() < 0.3
@@ -127,7 +126,7 @@ _CALLS: dict[str, list[int]] = {}
 
 
 def calls_of(what: str, folder: Path) -> list[int]:
-    """How many calls each rank makes, about."""
+    """Return about how many calls each rank makes."""
     if what not in _CALLS:
         with tempfile.TemporaryDirectory() as other:
             shutil.copytree(folder, f"{other}/c")
@@ -138,7 +137,7 @@ def calls_of(what: str, folder: Path) -> list[int]:
 
 # --- a series of checkpoints ------------------------------------------------------------------------------------------------
 def keeping(folder: str, victim: int, point: int | None) -> tuple[str, Any]:
-    """Save steps until one fails; the last that is known to be complete."""
+    """Save steps until one fails; return the last one known to be complete."""
     save(state_of(1), f"{folder}-warm")
     points, complete = Points(point if dist.get_rank() == victim else None), 0
     try:
@@ -153,7 +152,7 @@ def keeping(folder: str, victim: int, point: int | None) -> tuple[str, Any]:
 
 
 def kill_in_a_series(seed: int, folder: Path) -> None:
-    """Whatever rank is killed when: who resumes finds what was complete, or the next, and nothing that is neither."""
+    """Kill a rank at any time; resuming must find the last complete step or the next one."""
     dice = random.Random(f"series {seed}")
     victim = 0 if dice.random() < 0.6 else dice.randrange(RANKS)
     if "series" not in _CALLS:
@@ -173,7 +172,7 @@ def kill_in_a_series(seed: int, folder: Path) -> None:
 
 # --- disks and rivals ------------------------------------------------------------------------------------------------------
 def full_disk(folder: str) -> list[str]:
-    """Files of one rank may not grow: all ranks say so, and the old checkpoint is there. The first one has the manifest."""
+    """Limit the file size of one rank: all ranks must raise and keep the old checkpoint. The first rank writes the manifest."""
     told = []
     save(state_of(1), folder)
     for rank, most in ((2, 100_000), (0, 150_000), (0, 300)):
@@ -195,7 +194,7 @@ def full_disk(folder: str) -> list[str]:
 
 
 def read_only(folder: str) -> list[str]:
-    """Folders that cannot be written, made or read."""
+    """Check folders that cannot be written, made or read."""
     save(state_of(1), folder)
     dist.barrier()
     if dist.get_rank() == 0:
@@ -221,10 +220,9 @@ def read_only(folder: str) -> list[str]:
 
 
 def rivals(folder: str, seconds: float) -> tuple[int, int, int]:
-    """Two pairs of ranks save into one folder over and over and load from it; saved, refused, loaded by this rank.
-
-    On a busy machine a pair may be refused, and its files replaced, all these seconds: each goes on until it came through once,
-    which it does when the other has ended.
+    """Let two pairs of ranks repeatedly save into one folder and load from it; count saves, refusals and loads of this rank. On a
+    busy machine a pair may be refused, and its files replaced, all these seconds; each continues until one save succeeds, which
+    happens at the latest when the other pair has ended.
     """
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     mine = dist.get_rank() // 2

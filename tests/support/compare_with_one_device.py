@@ -1,4 +1,4 @@
-"""Steps of a parallel model beside those of the same model on one device."""
+"""Compare training steps of a parallel model with those of the same model on one device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dtensor.debug import CommDebugMode
 
 
 def whole(x: Any) -> Tensor:
-    """The value on the first rank, without history; of what is not distributed itself."""
+    """Return the full value on the first rank, detached; plain tensors are returned detached."""
     x = x.detach() if isinstance(x, Tensor) else x
     full = x.full_tensor() if isinstance(x, dt.DTensor) else x
     return full.shards[0] if isinstance(full, dt.PerRank) else full
@@ -24,7 +24,7 @@ def dp(size: int = 2) -> dt.DeviceMesh:
 
 
 def own(parts: Sequence[Tensor], mesh: dt.DeviceMesh) -> Tensor:
-    """Each rank's part of a batch."""
+    """Return each rank's part of a batch."""
     return dt.map_ranks(lambda at: parts[mesh.index_over(range(mesh.ndim), at)].clone(), mesh=mesh)
 
 
@@ -34,7 +34,7 @@ def same_parameters(model: nn.Module, alone: nn.Module, **close: float) -> None:
 
 
 def same_gradients(model: nn.Module, alone: nn.Module, value: Callable[[Any], Tensor] = whole, **close: float) -> None:
-    """Of the same parameters, placed as these."""
+    """Assert that gradients are those of the plain parameters, with the placements of the distributed ones."""
     for (name, ours), theirs in zip(model.named_parameters(), alone.parameters(), strict=True):
         assert (ours.grad is None) == (theirs.grad is None), name
         if theirs.grad is not None:
@@ -61,10 +61,10 @@ def steps_alike(
     call: Callable[[Any], Any] | None = None,
     value: Callable[[Any], Tensor] = whole,
 ) -> dict[str, int]:
-    """Trains both, gradients and parameters compared; collectives of the last step.
+    """Train both models, compare gradients and parameters, and return the collectives of the last step.
 
     Args:
-        batches: for each step the batch as ranks have it, and the ranks' parts stacked.
+        batches: for each step the batch as the ranks have it, and the ranks' parts stacked.
         call: the forward pass, default the model's.
     """
     optimizers = [optimizer(each) for each in (model, alone)]

@@ -1,4 +1,4 @@
-"""Which cases of a list run in `make test`; the rest are slow, for `make test-all`."""
+"""Choose the cases of a list that run in `make test`; the rest are slow and run in `make test-all`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import pytest
 
 
 def some(cases: Sequence[Any], every: int = 2) -> list[Any]:
-    """Each ``every``-th case in the fast half; a tuple is a case of several arguments."""
+    """Mark all cases slow except each ``every``-th; a tuple is a case of several arguments."""
     return [_case(case, k % every == 0) for k, case in enumerate(cases)]
 
 
 def diagonals(*lists: Iterable[Any], every: int = 2) -> list[Any]:
-    """Each combination; in the fast half those on each ``every``-th diagonal, which leaves no value out."""
+    """Return all combinations, slow except those on each ``every``-th diagonal, which has every value."""
     return [
         _case(tuple(value for _, value in numbered), sum(k for k, _ in numbered) % every == 0)
         for numbered in itertools.product(*map(enumerate, lists))
@@ -23,7 +23,7 @@ def diagonals(*lists: Iterable[Any], every: int = 2) -> list[Any]:
 
 
 def chosen(cases: Sequence[Any], fast: Container[Any]) -> list[Any]:
-    """These in the fast half."""
+    """Mark all cases slow except these."""
     return [_case(case, case in fast) for case in cases]
 
 

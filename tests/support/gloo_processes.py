@@ -28,17 +28,16 @@ _processes.set_forkserver_preload(["torch", "torch.distributed", "dtensor"])
 
 
 class RankFailed(RuntimeError):
-    """A rank raised, died or ran out of time; the message holds its traceback."""
+    """A rank raised, died or timed out; the message has its traceback."""
 
 
 def run_gloo(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0) -> list[Any]:
-    """What ``fn(*args)`` returns on each of ``world_size`` processes with a gloo group initialised, in rank order.
-
-    ``fn`` and ``args`` travel by pickle, so ``fn`` is a module-level function. The group meets through a file: no port is
-    used, and runs side by side do not meet.
+    """Run ``fn(*args)`` on ``world_size`` processes with a gloo group and return the results in rank order. ``fn`` and ``args``
+    are pickled, so ``fn`` is a module-level function. The group's rendezvous is a file, so that runs use no port and do not
+    interfere.
 
     Raises:
-        RankFailed: with the traceback of the rank that failed first, or every rank's stack after ``timeout_s`` seconds.
+        RankFailed: with the traceback of the first rank that failed, or every rank's stack after ``timeout_s`` seconds.
     """
     with tempfile.TemporaryDirectory(prefix="gloo-") as folder:
         ranks: list[tuple[BaseProcess, Connection]] = []

@@ -1,4 +1,4 @@
-"""``run_mortal``: one function on the processes of a gloo group of which some may be killed."""
+"""``run_mortal``: run one function on the processes of a gloo group, some of which may be killed."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ DEAD = "killed"
 def run_mortal(
     fn: Callable[..., Any], world_size: int, *args: Any, kill: tuple[int, float] | None = None, timeout_s: float = 60.0
 ) -> list[Any]:
-    """What ``fn(*args)`` returns on each rank, ``DEAD`` for those that were killed.
+    """Run ``fn(*args)`` on each rank and return the results, ``DEAD`` for killed ranks.
 
     Args:
-        kill: a rank to be killed from outside, and how many seconds after all ranks are ready.
+        kill: a rank to kill from outside, and the seconds to wait after all ranks are ready.
 
     Raises:
         RuntimeError: a rank raised, or did not end in time.
@@ -98,7 +98,7 @@ def _outcomes(ranks: list[tuple[BaseProcess, Connection]], deadline: float) -> l
 
 
 class Points:
-    """Counts the calls that a process makes, of Python functions and of built-in ones, and kills it at one of them."""
+    """Counts a process's calls of Python and built-in functions, and kills the process at one of them."""
 
     def __init__(self, last: int | None = None) -> None:
         self.count, self.last = 0, last

@@ -1,4 +1,4 @@
-"""``Live``: how much memory the tensors of this process hold, and the most at once."""
+"""``Live``: the memory of this process's tensors, now and at its peak."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from dtensor.tensor.dtensor import DTensor
 
 
 class Live(TorchDispatchMode):
-    """Inside, counts the bytes of plain tensors' storages while they exist: of those given, and of what operators make. Tensors
-    without data have none.
+    """Counts the bytes of the live storages of the given plain tensors and of operators' results. Tensors without data count
+    zero.
 
     Attributes:
-        now, peak: bytes at present, and at most so far.
+        now, peak: bytes now, and the maximum so far.
 
     >>> import torch
     >>> given = torch.zeros(4)

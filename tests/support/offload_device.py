@@ -1,9 +1,9 @@
-"""What offloading moves between the host and a device that only pretends to compute: where it lies, and which copies may block.
+"""Copies of offloading between the host and a fake device: the devices of tensors, and which copies may block.
 
     python tests/support/offload_device.py
 
-A program of its own, as ``other_device.py`` is. Backward is not run, since errors of torch's engine on such a device end the
-process: the reduction gets gradients made here.
+A separate program, like ``other_device.py``. Backward is not run, since errors of torch's engine on such a device end the
+process; the gradients to reduce are made here.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Copies(TorchDispatchMode):
 
 
 class Event:
-    """Such a device has none."""
+    """An event, which the fake device lacks."""
 
     waited = 0
 

@@ -12,9 +12,9 @@ from typing import Any
 from dtensor.debug.operator_tables import operator_tables, torch_version
 from dtensor.placement import Monoid
 from dtensor.rules import rules
+from dtensor.rules.declared_factors import DeclaredFactors
 from dtensor.rules.folds import DtypeRestrictedKernel
 from dtensor.rules.indexing import IndexingFactors
-from dtensor.rules.notation_rules import Notation
 from dtensor.rules.rule import Declaration, Kernel, Rule
 
 _LANGUAGE = "dtensor.rules"
@@ -63,7 +63,7 @@ def classify_rule(rule: Rule) -> str:
         return "decompositions"
     if own_functions(rule):
         return "functions"
-    if rule.answer is not None and not isinstance(rule.factors, Notation):
+    if rule.answer is not None and not isinstance(rule.factors, DeclaredFactors):
         return "answers"
     return "combinators" if has_kernels(rule) else "notation"
 
@@ -102,7 +102,7 @@ def has_kernels(item: Any) -> bool:
 def _passed_functions(item: Declaration) -> tuple[Any, ...]:
     """Return the kernels and functions that were passed to a declaration function."""
     parts: tuple[Any, ...] = ()
-    if isinstance(item, Notation):
+    if isinstance(item, DeclaredFactors):
         parts = (*item.left.values(), item.kernel, *item.kernels.values(), *item.sizes.values())
     elif isinstance(item, IndexingFactors):
         parts = (item.masks,)

@@ -1,11 +1,10 @@
-"""Every rule on a device that only pretends to compute: a piece, mask or offset made on the CPU meets the device's and raises.
+"""Run every rule on a fake device, where a tensor, mask or offset made on the CPU raises when combined with the device's.
 
     python tests/support/other_device.py PART PARTS CASES
 
-What torch takes from the CPU (indices, masks of an index, numbers), it must take so too.
-
-Forward only, as operators of backward passes are rules too; errors in torch's own engine on such a device end the process.
-Run as a program of its own, since torch registers one more device for the whole process.
+CPU tensors that torch accepts (indices, index masks, numbers) must be accepted. Forward only: operators of backward passes have
+rules too, and errors in torch's own engine on such a device end the process. A separate program, since torch registers the
+additional device for the whole process.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def devices(x: torch.Tensor) -> set[str]:
 
 
 def problems(name: str, cases: int) -> Iterator[str]:
-    """What goes wrong in some cases of a rule."""
+    """Return the problems of some cases of a rule."""
     rng = random.Random(zlib.crc32(name.encode()))
     for case in placed_cases(name, samples_of(name), MESHES, 200, cases, rng):
         variant, shape, placements = case.variant, case.mesh_shape, case.placements
@@ -66,7 +65,7 @@ def problems(name: str, cases: int) -> Iterator[str]:
 
 
 def _problems_of(variant: Variant, mesh: dt.DeviceMesh, placements: Combination, on_cpu: int | None = None) -> Iterator[str]:
-    """``on_cpu``: which of the operands every rank has on the CPU."""
+    """Return the problems of one case. ``on_cpu``: the operands that every rank has on the CPU."""
     if not placements:
         return
     given = tuple(variant.sample.args), dict(variant.sample.kwargs)

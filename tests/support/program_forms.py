@@ -1,6 +1,5 @@
-"""Expressions that random programs are made of, over ``{x}``, ``{y}`` and a tensor dim ``{d}``.
-
-What differs between summation orders only by rounding stays so: thresholds are odd constants that no value meets by chance.
+"""Expressions of random programs, over ``{x}``, ``{y}`` and a tensor dim ``{d}``. Thresholds are unusual constants that no value
+equals by chance, so that rounding by another summation order cannot change a comparison.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Lines of random programs: each maker picks operands among the values so far and writes one statement of Python, or gives up."""
+"""Lines of random programs: each maker picks operands among the values so far and returns one Python statement, or None."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Make = Callable[["Scope"], str | None]
 
 @dataclass(slots=True)
 class Scope:
-    """The values that a line may use, and the dice."""
+    """The values that a line may use, and the random generator."""
 
     values: Mapping[str, torch.Tensor]
     rng: random.Random
@@ -22,7 +22,7 @@ class Scope:
     def pick(
         self, *, floating: bool | None = True, ndim: int | None = None, least: int = 0, dtype: torch.dtype | None = None
     ) -> str | None:
-        """A value of that kind, the latest ones more often."""
+        """Pick a value of that kind, later ones more often."""
         fitting = [
             name
             for name, x in self.values.items()
@@ -36,7 +36,7 @@ class Scope:
         return self.rng.choice(fitting[-4:] if self.rng.random() < 0.6 else fitting)
 
     def like(self, name: str, fits: Callable[[torch.Tensor, torch.Tensor], bool]) -> str | None:
-        """Another floating value that fits the first."""
+        """Pick another floating value of a shape that fits the first."""
         x = self.values[name]
         fitting = [other for other, y in self.values.items() if y.dtype == x.dtype and fits(x, y)]
         return self.rng.choice(fitting) if fitting else None
@@ -46,7 +46,7 @@ class Scope:
         return self.rng.randrange(-ndim, ndim) if ndim else 0
 
     def span(self, size: int) -> tuple[int, int]:
-        """Bounds of a non-empty slice."""
+        """Return the bounds of a non-empty slice."""
         start = self.rng.randrange(size)
         return start, self.rng.randrange(start + 1, size + 1)
 
@@ -263,7 +263,7 @@ def integers(s: Scope) -> str | None:
 
 
 def in_place(s: Scope) -> str | None:
-    """A statement that writes; only values that lines have made are written to."""
+    """Return a statement that writes in place; it writes only to values that lines have made."""
     made = [name for name, x in s.values.items() if name.startswith("v") and x.dtype.is_floating_point]
     if not made:
         return None

@@ -1,6 +1,5 @@
-"""Lines of random programs about memory: views of views, writes through them, and tensors that come to be seen in another way.
-
-A line that writes binds what it returns, which must be the tensor that it wrote to.
+"""Lines of random programs about memory: views of views, writes through them, and tensors whose shape changes in place. A line
+that writes binds the returned value, which must be the written tensor.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ def _any(s: Scope) -> str | None:
 
 
 def viewed(s: Scope) -> str | None:
-    """The same elements with other dims."""
+    """Return a view of the same elements with other dims."""
     x = _any(s)
     if not x:
         return None
@@ -45,7 +44,7 @@ def viewed(s: Scope) -> str | None:
 
 
 def part(s: Scope) -> str | None:
-    """Some of the elements."""
+    """Return a view of some of the elements."""
     x = s.pick(floating=None, least=1)
     if not x or not s.values[x].numel():
         return None
@@ -75,7 +74,7 @@ def part(s: Scope) -> str | None:
 
 
 def reinterpreted(s: Scope) -> str | None:
-    """The same bytes, or the parts of complex numbers."""
+    """Return a view of the same bytes, or of the parts of complex numbers."""
     x = _any(s)
     if not x:
         return None
@@ -89,7 +88,8 @@ def reinterpreted(s: Scope) -> str | None:
 
 
 def _no_zero(value: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Not seen as ``dtype`` either: there are two zeros, and arithmetic on terms or on fewer elements makes the other."""
+    """Return whether no element is zero, also viewed as ``dtype``: arithmetic on partial values or blocks may change a zero's
+    sign."""
     try:
         return bool((value != 0).all() and (value.view(dtype) != 0).all())
     except RuntimeError:  # these strides do not allow it
@@ -97,7 +97,7 @@ def _no_zero(value: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def _operand(s: Scope, x: str) -> str:
-    """Something that ``x`` may be changed with."""
+    """Return an operand for a write to ``x``."""
     y = s.like(x, lambda a, b: broadcastable(a, b) and b.ndim <= a.ndim and torch.broadcast_shapes(a.shape, b.shape) == a.shape)
     if not y or s.rng.random() < 0.4:
         return s.rng.choice(("2", "1", "-1"))
@@ -106,7 +106,7 @@ def _operand(s: Scope, x: str) -> str:
 
 
 def written(s: Scope) -> str | None:
-    """A write element by element, or of a reduction."""
+    """Return an elementwise write, or the write of a reduction."""
     x = _any(s)
     if not x or has_overlap(s.values[x].shape, s.values[x].stride()):
         return None
@@ -144,7 +144,7 @@ def written(s: Scope) -> str | None:
 
 
 def assigned(s: Scope) -> str | None:
-    """``x[...] = value``."""
+    """Return an assignment ``x[...] = value``."""
     x = s.pick(floating=None, least=1)
     if not x or not s.values[x].numel() or has_overlap(s.values[x].shape, s.values[x].stride()):
         return None
@@ -164,7 +164,7 @@ def assigned(s: Scope) -> str | None:
 
 
 def seen_anew(s: Scope) -> str | None:
-    """The tensor itself takes another shape."""
+    """Return a statement that changes the tensor's own shape."""
     x = _any(s)
     if not x or s.values[x].is_conj() or s.values[x].is_neg():  # which torch carries out in the base's memory, or forgets
         return None
@@ -189,7 +189,7 @@ def seen_anew(s: Scope) -> str | None:
 
 
 def computed(s: Scope) -> str | None:
-    """A value of its own, from what a view shows."""
+    """Return a new value computed from a view."""
     x = _any(s)
     return x and s.rng.choice((f"{x} + 1", f"{x}.clone()", f"{x}.sum()", f"{x} * {x}", f"{x}.contiguous()"))
 

@@ -1,4 +1,4 @@
-"""Random small programs, compared between plain and distributed tensors, forward and gradient; failing ones are made smaller.
+"""Random small programs, compared between plain and distributed tensors, forward and gradient; failing ones are minimized.
 
 >>> len(random_program(2, 3).lines)
 3
@@ -45,9 +45,8 @@ _BOUND = 1e4  # of their size, so that rounding stays small
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """Statements over named inputs; what lines make is called ``v0``, ``v1``, ...
-
-    ``read``: all values are read after each line, so that what a tensor remembers of its value is there before it is written to.
+    """Statements over named inputs; results of lines are called ``v0``, ``v1``, ... ``read``: all values are read after each
+    line, so that cached full values exist before a write.
     """
 
     inputs: tuple[str, ...]
@@ -57,11 +56,11 @@ class Program:
     read: bool = False
 
     def values(self) -> list[torch.Tensor]:
-        """The inputs' values."""
+        """Return the inputs' values."""
         return [make_tensor(*_given(name), seed=self.seed + k) for k, name in enumerate(self.inputs)]
 
     def __call__(self, *values: Any) -> list[Any]:
-        """All values after the last line."""
+        """Return all values after the last line."""
         given = dict(zip(self.inputs, values, strict=True))
         if not self.read:
             made = list(run(self.lines, given).values())
@@ -86,7 +85,7 @@ def _given(name: str) -> tuple[tuple[int, ...], torch.dtype]:
 
 
 def run(lines: Iterable[str], values: dict[str, Any]) -> dict[str, Any]:
-    """Values by name after running ``lines``."""
+    """Return the values by name after running ``lines``."""
     space = {"torch": torch, "F": F, **values}
     for line in lines:
         exec(line, space)
@@ -94,12 +93,12 @@ def run(lines: Iterable[str], values: dict[str, Any]) -> dict[str, Any]:
 
 
 def random_program(seed: int, length: int = 6) -> Program:
-    """A program of ``length`` lines that plain torch runs, gradients included; a function of ``seed``."""
+    """Return a program of ``length`` lines that plain torch runs, gradients included; a function of ``seed``."""
     return _grown(Program(tuple(INPUTS), (), seed), MAKERS, length)
 
 
 def random_view_program(seed: int, length: int = 8) -> Program:
-    """One that makes views and writes through them; every third with gradients, on tensors that lines have made."""
+    """Return a program that makes views and writes through them; every third one with gradients, writing to results of lines."""
     if seed % 3:
         return _grown(Program(tuple(MEMORY), (), seed, gradients=False), VIEW_MAKERS, length)
     made = Program(("a", "z"), ("v0 = a * 1", "v1 = z * 1"), seed)
@@ -107,7 +106,7 @@ def random_view_program(seed: int, length: int = 8) -> Program:
 
 
 def random_read_program(seed: int, length: int = 8) -> Program:
-    """One that writes through views, and whose values are read all along."""
+    """Return a program that writes through views and reads all values after each line."""
     return replace(random_view_program(seed, length), read=True)
 
 
@@ -157,7 +156,7 @@ def _leaves(program: Program) -> dict[str, Any]:
 
 
 def _sound(program: Program) -> bool:
-    """Plain torch runs it forward and backward, and no value is huge, lengthy or not finite."""
+    """Return whether plain torch runs it forward and backward and all values are finite, small and short."""
     torch.default_generator.manual_seed(0)
     leaves = _leaves(program)
     try:
@@ -181,7 +180,7 @@ def _sound(program: Program) -> bool:
 
 
 def random_placements(program: Program, mesh_shape: Sequence[int], rng: random.Random) -> list[tuple[Placement, ...]]:
-    """For each input one placement per mesh dim: whole, sharded (ragged, nested either way), partial."""
+    """Return for each input one placement per mesh dim: replicated, sharded (uneven, nested in both orders), partial."""
     exact = any(".view(torch." in line for line in program.lines)  # bits, which a mean may round
     return [_placements(x, mesh_shape, rng, exact) for x in program.values()]
 
@@ -194,7 +193,7 @@ def _placements(x: torch.Tensor, mesh_shape: Sequence[int], rng: random.Random, 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A program that gives something else on distributed tensors."""
+    """A program with different results on distributed tensors."""
 
     program: Program
     mesh_shape: tuple[int, ...]
@@ -218,7 +217,7 @@ class Failure:
 def compare_program(
     program: Program, mesh_shape: Sequence[int], placements: Sequence[Sequence[Placement]], mesh: DeviceMesh | None = None
 ) -> Outcome:
-    """What differs between the program on plain and on distributed tensors."""
+    """Return the differences between the program's results on plain and on distributed tensors."""
     mesh = mesh or get_or_make_mesh(tuple(mesh_shape))
     single = any(".float()" in line for line in program.lines)
     tolerance = (1e-3, 1e-4) if single else None
@@ -231,7 +230,7 @@ def random_case(
     meshes: Sequence[tuple[int, ...]] = MESHES,
     make: Callable[[int, int], Program] = random_program,
 ) -> tuple[Program, tuple[int, ...], list[tuple[Placement, ...]]]:
-    """A program, a mesh shape and placements: a function of ``seed``."""
+    """Return a program, a mesh shape and placements: a function of ``seed``."""
     rng = random.Random(seed)
     program = make(seed, length)
     mesh_shape = rng.choice(meshes)
@@ -239,7 +238,7 @@ def random_case(
 
 
 def failures(seeds: Iterable[int], length: int = 6, make: Callable[[int, int], Program] = random_program) -> Iterator[Failure]:
-    """The failing ones among the random cases, made small."""
+    """Return the failing random cases, minimized."""
     for seed in seeds:
         program, mesh_shape, placements = random_case(seed, length, make=make)
         if compare_program(program, mesh_shape, placements).problems:
@@ -247,7 +246,7 @@ def failures(seeds: Iterable[int], length: int = 6, make: Callable[[int, int], P
 
 
 def minimize(program: Program, mesh_shape: tuple[int, ...], placements: Sequence[tuple[Placement, ...]]) -> Failure:
-    """The failing program without the lines, inputs and placements that its failure does not need."""
+    """Return the failing program without lines, inputs and placements that the failure does not need."""
     current = (program, tuple(placements))
     smaller = True
     while smaller:

@@ -1,4 +1,4 @@
-"""What the tests of rule families share: operations tried under many placements, and what an operation may communicate."""
+"""Helpers for tests of rule families: run operations under many placements, and check their collectives."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Case:
 
 
 def try_all(case: Case, mesh_shape: tuple[int, ...], limit: int = 16) -> None:
-    """The case gives what plain torch gives, under ``limit`` placements."""
+    """Assert that the case equals plain torch under ``limit`` placements."""
     mesh = init_device_mesh("cpu", mesh_shape)
     for placements in placement_combinations(case.tensors, mesh_shape, case.ops, limit, random.Random(str(mesh_shape))):
         check(case.fn, *case.tensors, mesh=mesh, placements=placements, cloned=case.written, gradients=case.gradients)
@@ -41,7 +41,7 @@ def run(
     placements: Sequence[Sequence[Placement]],
     **options: Any,
 ) -> Outcome:
-    """The comparison under one placement, with the collectives of the forward pass."""
+    """Compare under one placement; return the collectives of the forward pass."""
     return check(fn, *tensors, mesh=init_device_mesh("cpu", mesh_shape), placements=placements, **options)
 
 
@@ -51,7 +51,7 @@ def kinds(outcome: Outcome) -> list[str]:
 
 
 def received(outcome: Outcome) -> int:
-    """Bytes that one rank receives in the forward pass."""
+    """Return the bytes that one rank receives in the forward pass."""
     return sum(event.bytes for event in outcome.events)
 
 

@@ -1,4 +1,4 @@
-"""What a backend of communication is: six methods and a row of ``BACKENDS``. In this one ranks are threads that write letters."""
+"""A minimal communication backend: six methods and a row of ``BACKENDS``. Its ranks are threads that exchange messages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dtensor.mesh.root import Root
 
 
 class Post:
-    """Letters by (which exchange of which ranks, from whom, to whom); exchanges are counted, so they may end in any order."""
+    """Messages by (number and ranks of the exchange, sender, receiver); exchanges are numbered, so they may end in any order."""
 
     def __init__(self) -> None:
         self._boxes: defaultdict[Any, Queue[Any]] = defaultdict(Queue)
@@ -30,7 +30,7 @@ class Post:
         self._lock = threading.Lock()
 
     def exchange(self, group: Dims, me: int, letters: Sequence[Any]) -> Callable[[], list[Any]]:
-        """``letters[k]`` goes to ``group[k]``; what is given back waits for those that come, by position."""
+        """Send ``letters[k]`` to ``group[k]``; the returned function waits for the received messages, by position."""
         with self._lock:
             self._counts[group, me] += 1
             which = group, self._counts[group, me]
@@ -41,7 +41,7 @@ class Post:
 
 
 class Threads(Communicator):
-    """One rank, that of the thread in which it was made."""
+    """The communicator of one rank, that of the thread in which it was made."""
 
     post = Post()
 
@@ -103,7 +103,7 @@ def _cut(x: Tensor, boxes: Sequence[Box | None]) -> list[Tensor | None]:
 
 
 def on_threads(monkeypatch: pytest.MonkeyPatch, ranks: int, program: Callable[[Callable[..., DeviceMesh]], Any]) -> list[Any]:
-    """``program(mesh_of)`` run by each rank in its thread; ``mesh_of(*shape)`` gives a thread its mesh."""
+    """Run ``program(mesh_of)`` on each rank's thread; ``mesh_of(*shape)`` returns the thread's mesh."""
     monkeypatch.setitem(BACKENDS, "threads", Threads)
 
     def mesh_of(*shape: int) -> DeviceMesh:

@@ -1,4 +1,4 @@
-"""What torch does from a version on."""
+"""Marks for tests that need a version of torch."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ needs_whole = pytest.mark.skipif(
 
 
 def needing_whole(values: Iterable[Any], those: Container[Any]) -> list[Any]:
-    """Parameters of a test; ``those`` among them need it."""
+    """Return the parameters of a test, with the mark on ``those``."""
     return [pytest.param(value, marks=[needs_whole] * (value in those)) for value in values]

@@ -1,4 +1,4 @@
-"""What the documented format of trace events asks for, so that Perfetto and chrome://tracing open a file."""
+"""Checks of the documented trace event format, so that Perfetto and chrome://tracing open a file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FORMAT: dict[str, dict[str, Any]] = {
 
 
 def events_in(path: Path) -> list[dict[str, Any]]:
-    """The events of a file, which is as the format says."""
+    """Return the events of a file; assert that it follows the format."""
     text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     read = json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
     assert read["displayTimeUnit"] in ("ms", "ns")
@@ -54,6 +54,6 @@ def events_in(path: Path) -> list[dict[str, Any]]:
 
 
 def inside(span: dict[str, Any], at: dict[str, Any]) -> bool:
-    """Arrows bind to the span around their end."""
+    """Assert that arrows end inside a span, to which they bind."""
     same = (span["pid"], span["tid"]) == (at["pid"], at["tid"])
     return bool(same and span["ts"] <= at["ts"] <= span["ts"] + span["dur"] + 1e-3)

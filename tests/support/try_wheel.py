@@ -1,4 +1,4 @@
-"""``make wheel``: install what was built into fresh environments, and use it from a folder without the repository.
+"""``make wheel``: install the built packages into fresh environments, and use them from a folder outside the repository.
 
 python tests/support/try_wheel.py FOLDER CONSTRAINTS PYTHON...
 """
@@ -45,7 +45,7 @@ def version_of(python: str) -> str:
 
 
 def tried(python: str, built: Path, constraints: Path) -> str:
-    """What goes wrong with ``built`` in a fresh environment; "" if nothing does."""
+    """Return the errors of ``built`` in a fresh environment; "" if there are none."""
     with tempfile.TemporaryDirectory(prefix="try-wheel-") as folder:
         own = f"{folder}/venv/bin/python"
         steps = [

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from parsed_modules import parse_source
 
 import dtensor as dt
 from dtensor.base.caches import BoundedDict
@@ -136,7 +137,7 @@ def test_functions_with_arguments_have_bounded_caches() -> None:
         f"{path.name}: {node.name}"
         for path in package.rglob("*.py")
         if "testing" not in path.parts and path.name != "caches.py"
-        for node in ast.parse(path.read_text()).body
+        for node in parse_source(path.read_text()).body
         if isinstance(node, ast.FunctionDef) and node.args.args and _decorators(node) & {"cache", "lru_cache"}
     ]
     assert unbounded == []

@@ -7,7 +7,6 @@ import doctest
 import importlib
 import io
 import os
-import pkgutil
 import re
 import runpy
 import subprocess
@@ -27,8 +26,11 @@ import dtensor
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("README.md"), *ROOT.glob("docs/**/*.md")])
-# importing a __main__ would run it
-MODULES = ["dtensor"] + [info.name for info in pkgutil.walk_packages(dtensor.__path__, "dtensor.") if "__main__" not in info.name]
+MODULES = sorted(  # without __main__, which would run at import
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    for path in (ROOT / "dtensor").rglob("*.py")
+    if path.stem != "__main__"
+)
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 _FENCE = re.compile(r"^```(?P<kind>[^\n]*)\n(?P<text>.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from fast_part import some
+from fast_part import diagonals, some
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import dtensor as dt
@@ -183,9 +183,12 @@ BATCHES: dict[str, Callable[[Callable[[Any], Any], Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize(("program", "scale"), [(distribute_squares, 1), (gather_squares, 1), (rebuild_squares_from_local, 2)])
-def test_redistribution_gather_and_to_local_under_vmap_equal_plain_torch(program: Any, scale: int, batch: str) -> None:
+@pytest.mark.parametrize(
+    ("case", "batch"),
+    diagonals([(distribute_squares, 1), (gather_squares, 1), (rebuild_squares_from_local, 2)], BATCHES),
+)
+def test_redistribution_gather_and_to_local_under_vmap_equal_plain_torch(case: tuple[Any, int], batch: str) -> None:
+    program, scale = case
     x = X.reshape(2, 5, 2)
     mesh, expected = dt.init_device_mesh("cpu", (3,)), BATCHES[batch](lambda x: square_plain(x, scale), x)
     for placement in (Replicate(), Shard(0), Shard(1), Shard(2), Shard(1, sizes=(0, 4, 1))):

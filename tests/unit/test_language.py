@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from parsed_modules import parse_source
 
 ROOT = Path(__file__).parents[2]
 PAGES = {str(page.relative_to(ROOT)): page for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]}
@@ -83,7 +84,9 @@ def test_page_problems_finds_each_kind_of_problem() -> None:
 
 
 # --- code -----------------------------------------------------------------------------------------------------------
-TREES = {path: ast.parse(path.read_text()) for path in MODULES}
+@functools.cache
+def module_trees() -> dict[Path, ast.Module]:
+    return {path: parse_source(path.read_text()) for path in MODULES}
 
 
 def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
@@ -102,19 +105,19 @@ def messages(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def banned_in_messages() -> Iterator[str]:
-    for path, tree in TREES.items():
+    for path, tree in module_trees().items():
         for line, text in messages(tree):
             yield from (f"{path}:{line} {found[0]!r}" for found in BANNED.finditer(re.sub(r"`[^`]*`", "", text)))
 
 
 def vague_openings() -> Iterator[str]:
-    for path, tree in TREES.items():
+    for path, tree in module_trees().items():
         yield from (f"{path}:{line} {text.splitlines()[0]}" for line, text in docstrings(tree) if text.startswith(OPENINGS))
 
 
 def modules_without_their_name() -> Iterator[str]:
     """Yield modules with a first paragraph that has no word of the file's name (of the folder's, for a package)."""
-    for path, tree in TREES.items():
+    for path, tree in module_trees().items():
         first = (ast.get_docstring(tree) or "").partition("\n\n")[0].lower()
         name = path.parent.name if path.stem == "__init__" else path.stem
         if path.stem != "__main__" and not any(word.rstrip("s")[:6] in first for word in name.split("_") if len(word) > 1):
@@ -123,7 +126,7 @@ def modules_without_their_name() -> Iterator[str]:
 
 def repeated_functions() -> Iterator[str]:
     modules: dict[str, list[Path]] = {}
-    for path, tree in TREES.items():
+    for path, tree in module_trees().items():
         for node in tree.body:
             if isinstance(node, ast.FunctionDef):
                 modules.setdefault(node.name, []).append(path)
@@ -163,7 +166,7 @@ def reference_exists(role: str, path: Path, module: str) -> bool:
 @functools.cache
 def names_of(folder: Path) -> set[str]:
     """Return the names of all functions and classes of a folder."""
-    trees = [tree for path, tree in TREES.items() if path.parent == folder]
+    trees = [tree for path, tree in module_trees().items() if path.parent == folder]
     return {node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
 
 
@@ -209,7 +212,7 @@ def test_code_has_no_language_problem(kind: str) -> None:
 
 
 def test_names_of_functions_have_several_words() -> None:
-    functions = [node.name for tree in TREES.values() for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    functions = [node.name for tree in module_trees().values() for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     names = [name for name in functions if not name.startswith("__")]
     one_word = [name for name in names if "_" not in name.strip("_")]
     assert len(one_word) <= MOST_ONE_WORD * len(names)

@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from parsed_modules import parse_source
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "dtensor"
@@ -90,7 +91,7 @@ def layer_of(module: str) -> int:
 @cache
 def nodes_of(source: str) -> list[ast.AST]:
     """Return the module and all its statements, without expressions."""
-    nodes: list[ast.AST] = [ast.parse(source)]
+    nodes: list[ast.AST] = [parse_source(source)]
     for node in nodes:
         nodes += [child for part in ("body", "orelse", "finalbody", "handlers", "cases") for child in getattr(node, part, ())]
     return nodes

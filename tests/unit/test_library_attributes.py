@@ -35,7 +35,7 @@ def test_operators_store_only_declared_attributes() -> None:
     assert len(tensors) >= len(results)
     names = {name for y in tensors for name in y.__dict__}
     assert names <= {"_local", "_layout", *ATTRIBUTES}
-    assert {"_names", "_grad_layout", "_wanted"} <= names
+    assert {"_local_indices", "_grad_layout", "_preferred_layout"} <= names
 
 
 @pytest.mark.parametrize("name", ATTRIBUTES)

@@ -65,7 +65,7 @@ MODES: list[tuple[Callable[[], AbstractContextManager[Any]], Callable[[], bool]]
 
 
 @pytest.fixture(autouse=True)
-def _check_modes_left(little_to_collect: None) -> Iterator[None]:
+def _check_modes_left(frozen_garbage: None) -> Iterator[None]:
     yield
     gc.collect()
     assert not any(on() for _, on in MODES)

@@ -142,7 +142,7 @@ def test_only_the_most_recent_leaf_tensors_keep_cached_copies() -> None:
         x @ w
     assert count_collectives(lambda: xs[-1] @ w) == 0
     assert count_collectives(lambda: xs[0] @ w) == 1
-    cached = [x for x in xs if any(forms for forms in x.__dict__["_forms"].copies.values())]
+    cached = [x for x in xs if any(forms for forms in x.__dict__["_cached_copies"].copies.values())]
     assert len(cached) == 4
 
 
@@ -250,9 +250,9 @@ def test_remember_parameters_caches_a_gathered_parameter_until_its_gradient_arri
     with dt.remember("parameters"):
         loss = run()
         assert count_all_gathers(run) == 0
-    assert any(w.__dict__["_forms"].copies.values())
+    assert any(w.__dict__["_cached_copies"].copies.values())
     assert count_all_gathers(loss.backward) == 0
-    assert not any(w.__dict__["_forms"].copies.values())
+    assert not any(w.__dict__["_cached_copies"].copies.values())
     assert torch.equal(w.grad.full_tensor(), expected.full_tensor())
     with dt.remember("parameters"):
         assert count_all_gathers(run) == 1

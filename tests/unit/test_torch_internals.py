@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from parsed_modules import parse_source
 
 from dtensor.base import torch_internals
 from dtensor.base.torch_internals import NAMES, Internal
@@ -51,7 +52,7 @@ def private_names(source: str) -> Iterator[tuple[str, int]]:
     """Yield names of torch with a part that begins with one underscore, except operators."""
     known: dict[str, str] = {}
     inner: set[ast.AST] = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parse_source(source)):
         match node:
             case ast.Import(names):
                 for name in names:
@@ -87,7 +88,7 @@ def test_factory_calls_of_the_library_name_a_device() -> None:
         f"{path.relative_to(PACKAGE)}:{node.lineno}: {ast.unparse(node)}"
         for path in sorted(PACKAGE.rglob("*.py"))
         if not exempt.intersection(path.relative_to(PACKAGE).parts)
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(parse_source(path.read_text()))
         if isinstance(node, ast.Call) and ast.unparse(node.func) in FACTORIES
         if not any(keyword.arg in ("device", None) for keyword in node.keywords)
     ]

@@ -31,18 +31,31 @@ from dtensor.watchdog.host_state import encode_error, is_process_alive, make_dia
 from dtensor.watchdog.levels import CheckLevel
 from dtensor.watchdog.watchdog import WaitThreads
 
+NUMBERS = [2.5, -3, float("nan"), 2**70, 1j, float("nan")]
 
-def test_state_file_can_be_read_after_its_writer_was_killed(tmp_path: Path) -> None:
+
+@pytest.fixture(scope="module")
+def killed_writer(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
+    """Return the state file of a killed process, and the hash of ``NUMBERS`` that the process printed."""
+    path = tmp_path_factory.mktemp("killed") / "state"
     program = f"""
 import os, signal
 from pathlib import Path
-from dtensor.watchdog.flight_recorder import StateFile
-state = StateFile(Path({str(tmp_path / "state")!r}), 4, writable=True)
+from dtensor.watchdog.flight_recorder import OperationHash, StateFile
+operation_hash, nan = OperationHash({{1}}), float("nan")
+operation_hash.numbers += {NUMBERS}
+print(operation_hash.read_hash(), flush=True)
+state = StateFile(Path({str(path)!r}), 4, writable=True)
 state.slots[0], state.slots[1] = 2**64 - 1, state.add_text("what it did last")
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == -9
-    state = StateFile(tmp_path / "state", 4, writable=False)
+    done = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True)
+    assert done.returncode == -9, done.stderr
+    return path, int(done.stdout)
+
+
+def test_state_file_can_be_read_after_its_writer_was_killed(killed_writer: tuple[Path, int]) -> None:
+    state = StateFile(killed_writer[0], 4, writable=False)
     assert state.slots[0] == 2**64 - 1
     assert state.read_text(state.slots[1]) == "what it did last"
 
@@ -247,21 +260,17 @@ def test_read_event_ignores_an_event_that_is_being_written() -> None:
     assert read_event(event_log.file, 1) is None
 
 
-def hash_numbers(numbers: list[Any], settle_after: tuple[int, ...] = ()) -> int:
+def hash_numbers(numbers: list[Any], read_after: tuple[int, ...] = ()) -> int:
     operation_hash = OperationHash(frozenset({0, 1}))
     for index, number in enumerate(numbers):
         operation_hash.numbers.append(number)
-        if index in settle_after:
+        if index in read_after:
             operation_hash.read_hash()
     return operation_hash.read_hash()
 
 
-def test_operation_hash_of_numbers_is_equal_in_all_processes_and_for_each_settle_order() -> None:
-    numbers = [2.5, -3, float("nan"), 2**70, 1j, float("nan")]
-    start = "from dtensor.watchdog.flight_recorder import *; t, nan = OperationHash({1}), float('nan')"
-    program = f"{start}; t.numbers += {numbers}; print(t.read_hash())"
-    printed = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout
-    assert int(printed) == hash_numbers(numbers) == hash_numbers(numbers, (0, 3))
+def test_operation_hash_of_numbers_is_equal_in_all_processes_and_for_each_read_order(killed_writer: tuple[Path, int]) -> None:
+    assert killed_writer[1] == hash_numbers(NUMBERS) == hash_numbers(NUMBERS, (0, 3))
     others = [-2.0, -1.0, 0.0, -0.0, 0, 1, 2, -1, -2, 0.5, 1e300, float("inf"), float("-inf"), float("nan"), 1j]
     assert len({hash_numbers([number]) for number in others}) == len(others)
     assert hash_numbers([1, 2]) != hash_numbers([2, 1])

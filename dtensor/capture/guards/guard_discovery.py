@@ -100,6 +100,7 @@ class _Discovery:
         self._unread: list[tuple[str, Any, str]] = []
         self._unread_data: list[tuple[str, Any, str]] = []
         self._reaches_code = self._computes_attributes = self._computes_imports = False
+        self._user_computes_attributes = False  # code of installed packages computes names for its own objects
 
     def discover(self, fn: Any) -> GuardSet:
         """Walk from the function and from all functions that runs were seen to call."""
@@ -196,7 +197,8 @@ class _Discovery:
             names = [part for x in value.__reduce__()[1] if isinstance(x, str) for part in x.split(".")]
             self._attribute_names.update(dict.fromkeys(names))
             self._read_attributes.update(names)
-        self._computes_attributes = self._computes_attributes or any(value is one for one in _NAME_COMPUTERS)
+        if any(value is one for one in _NAME_COMPUTERS):
+            self._computes_attributes = self._user_computes_attributes = True
         self._look_into_contents(value, path)
         if objects.has_user_state(value):
             self.containers.add_object(value)
@@ -221,7 +223,7 @@ class _Discovery:
         if get_content is not None:
             self.guards.add_state(get_content, path)
         if get_children is not None:
-            if isinstance(value, objects.CACHE_TYPE):  # its content tells when its entries change
+            if isinstance(value, objects.CACHE_TYPE):  # its content, the count of misses, changes with its entries
                 self._caches.append(value)
             else:
                 self.containers.add_objects(get_children)
@@ -322,7 +324,7 @@ class _Discovery:
         self._unread, self._unread_data = [], []
         for rest, attributes in ((self._unread, unnamed), (self._unread_data, data)):
             for name, value, path in attributes:
-                if self._computes_attributes or name in self._read_attributes:
+                if self._user_computes_attributes or name in self._read_attributes:
                     self._visit(value, path)
                 else:
                     rest.append((name, value, path))
@@ -356,6 +358,7 @@ class _Discovery:
         self._reaches_code, namespace = True, fn.__globals__
         if not names.codes.isdisjoint(self.guards.observed.computing):
             self._computes_attributes = self._computes_attributes or names.computes_attributes
+            self._user_computes_attributes |= names.computes_attributes and not objects.is_installed(fn)
             self._computes_imports = self._computes_imports or names.computes_imports
             if names.reads_any_variable:
                 self._open_namespaces[id(namespace)] = namespace, path

@@ -326,7 +326,7 @@ class DictCoverage:
 
     @property
     def versioned_dict(self) -> dict[Any, Any] | None:
-        """The dictionary with a version that tells each change; None if there is none. An OrderedDict keeps its order apart."""
+        """The dictionary with a version that changes with each write; None if there is none. An OrderedDict has its own order."""
         mapping = gc.get_referents(self.mapping)[0] if isinstance(self.mapping, MappingProxyType) else self.mapping
         has_own_order = isinstance(mapping, OrderedDict) and len(mapping) > 1
         return mapping if _HAS_DICT_VERSIONS and isinstance(mapping, dict) and not has_own_order else None

@@ -294,7 +294,7 @@ def wrapped_parts(value: Any) -> list[Any] | None:
 def make_children_getter(value: Any) -> Callable[[], list[Any]] | None:
     """Return a function for the objects that an object holds; None if it holds none.
 
-    An object of the library returns what programs may change of it from its method ``_guarded``.
+    An object of the library returns what programs may change of it from its method ``_guarded_children``.
     """
     for kind, get_children in _CHILDREN:
         if isinstance(value, kind):
@@ -302,7 +302,7 @@ def make_children_getter(value: Any) -> Callable[[], list[Any]] | None:
     if isinstance(value, numpy.ndarray):
         return (lambda: _array_objects(value)) if value.dtype.hasobject else None
     if module_name(type(value)).startswith("dtensor."):
-        return getattr(value, "_guarded", None)
+        return getattr(value, "_guarded_children", None)
     return None
 
 

@@ -315,7 +315,7 @@ class CommHookReducer:
     index: int
     last: bool
 
-    def _guarded(self) -> list[Any]:
+    def _guarded_children(self) -> list[Any]:
         """Return what ``capture`` guards."""
         return [self.hook, self.state]
 

@@ -106,7 +106,7 @@ class FSDPUnit:
         """Return the state of a copy, which starts between passes: unsharded and recorded values stay with the original."""
         return self.__dict__ | {"_pass": UnitPass(), "schedule": None, "post_optim_event": None}
 
-    def _guarded(self) -> list[Any]:
+    def _guarded_children(self) -> list[Any]:
         """Return the settings and the pending gradients, which ``capture`` guards."""
         own = self.keep_after_forward, self.keep_after_backward, self.unshards_in_backward, self.post_optim_event
         prefetched = [unit for units in (self.forward_prefetch, self.backward_prefetch) for unit in (units or ())]

@@ -200,8 +200,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
 
     def _own_shard(self, value: Tensor, layout: Layout) -> Any:
         """Return the local shard of ``value`` in ``layout``, in new memory."""
-        whole = self._stored_layout(value)
-        return redistribute_local(self._local_of(value), whole, layout.replace(dtype=whole.dtype, stride=whole.stride)).clone()
+        stored = self._stored_layout(value)
+        target = layout.replace(dtype=stored.dtype, stride=stored.stride)
+        return redistribute_local(self._local_of(value), stored, target).clone()
 
     def _local_of(self, value: Tensor) -> Any:
         return value._local if isinstance(value, DTensor) else _on_all_ranks(value, self.mesh)
@@ -264,8 +265,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         if isinstance(value, DTensor):
             return value
         target = layout.replace(dtype=value.dtype)
-        whole = target.replace(placements=[Replicate()] * layout.mesh.ndim)
-        return wrap(redistribute_local(_on_all_ranks(value, layout.mesh), whole, target).clone(), target)
+        replicated = target.replace(placements=[Replicate()] * layout.mesh.ndim)
+        return wrap(redistribute_local(_on_all_ranks(value, layout.mesh), replicated, target).clone(), target)
 
 
 def _concatenate(member: int, *shards: Tensor) -> list[Tensor]:

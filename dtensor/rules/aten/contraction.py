@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
+from ..bind_pattern import factors_of_pattern
 from ..call import Call
-from ..declare import bind, blockwise, einsum, kernel_rule
+from ..declare import blockwise, einsum, kernel_rule
 from ..kernel_context import KernelContext, on_contiguous, on_each_rank
 from ..notation import parse_notation
 from ..op_traits import declare_traits
@@ -144,7 +145,7 @@ def einsum_factors(call: Call) -> Factors | None:
         right = "..." * ("..." in left) + "".join(once)
     if any(term.count(letter) > 1 for term in left.split(",") for letter in term if letter.isalpha()):
         return None
-    return bind(parse_notation(f"{_lowercase_letters(left)} -> {_lowercase_letters(right)}"), call)
+    return factors_of_pattern(parse_notation(f"{_lowercase_letters(left)} -> {_lowercase_letters(right)}"), call)
 
 
 def _lowercase_letters(terms: str) -> str:
@@ -169,7 +170,7 @@ def trilinear_factors(call: Call) -> Factors | None:
     ``sumdim``."""
     dims = range(len(call.shape(0)) + len(call["expand1"]))
     terms = [" ".join(f"d{d}" for d in dims if d not in call[name]) for name in ("expand1", "expand2", "expand3", "sumdim")]
-    return bind(parse_notation(f"{', '.join(terms[:3])} -> {terms[3]}"), call)
+    return factors_of_pattern(parse_notation(f"{', '.join(terms[:3])} -> {terms[3]}"), call)
 
 
 register("_trilinear", Rule(trilinear_factors, linear("i1", "i2", "i3"), kind="einsum"))
@@ -191,7 +192,7 @@ def distances_of_coordinates(at: KernelContext, x: Any, y: Any, p: float, mode: 
 def distance_factors(call: Call) -> Factors | None:
     """Return factors with partial distances of coordinates: sums (p = 1, and counts of differences, p = 0), the largest (p =
     inf)."""
-    factors, p = bind(parse_notation("... p m, ... r m -> ... p r"), call, None), call["p"]
+    factors, p = factors_of_pattern(parse_notation("... p m, ... r m -> ... p r"), call, None), call["p"]
     if factors is None:
         return None
     if p in (0, 1):

@@ -18,9 +18,9 @@ from torch import Tensor
 from ...placement import Partial
 from ..call import Call
 from ..declare import by_pattern
+from ..declared_factors import by
 from ..halo_exchange import SlidingWindow, add_halo_gradients, held_positions, read_with_halo
 from ..kernel_context import At, KernelContext
-from ..notation_rules import by
 from ..registry import register
 from ..rule import Declaration, Factors, Kernel, LocalView
 

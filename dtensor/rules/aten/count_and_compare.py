@@ -15,9 +15,9 @@ from torch import Tensor
 from ...placement import Monoid, Partial
 from ..call import Call, Meta
 from ..declare import NO_FACTORS, blockwise, fold
+from ..declared_factors import by
 from ..folds import REDUCED_PATTERN
 from ..kernel_context import KernelContext
-from ..notation_rules import by
 from ..registry import register
 from ..rule import Kernel, R, Rule
 

@@ -22,8 +22,8 @@ from ...placement import Replicate
 from ...ranks.per_rank import shards_of
 from ..call import Call
 from ..declare import blockwise, kernel_rule
+from ..declared_factors import by
 from ..kernel_context import At, DataDependentResult, KernelContext, make_index_tensor
-from ..notation_rules import by
 from ..rule import Dims, Factors, Kernel, all_unsharded
 
 aten = torch.ops.aten

@@ -16,8 +16,8 @@ from ...base.recorder_hooks import recorded_op
 from ...placement import Partial
 from ..call import Call
 from ..declare import blockwise, kernel_rule
+from ..declared_factors import by
 from ..kernel_context import At, KernelContext, functional_overload, on_contiguous
-from ..notation_rules import by
 from ..rule import Along, Dims, Factors, Kernel, R, Strategy, StrategyChoice
 
 aten = torch.ops.aten
@@ -176,7 +176,7 @@ def embedding_bag_factors(call: Call) -> Factors | None:
         {"b": bags, "e": columns, "i": count},
         whole=frozenset("bi"),
         kernels={"e": Kernel(embedding_bag_of_blocks, joint=True)},
-        rows=(shard_bags,) if bags and count % bags == 0 else (),
+        listed_strategies=(shard_bags,) if bags and count % bags == 0 else (),
     )
 
 

@@ -161,14 +161,14 @@ class RaggedFactors(Declaration):
         factors = self.notation(call)
         if factors is None or call.get("offs") is None:
             return factors
-        factors = replace(factors, orderless=frozenset("kmn"))
+        factors = replace(factors, order_invariant=frozenset("kmn"))
         left, _, result = _dim_names(call)
         if result != "gmn" or "r" not in left:
             return replace(factors, groups={"r": ("g", "offs")})
         by_group = Strategy((R,) * len(factors.operands), (Along("g"),), "g")
         results = ((("g",), *factors.results[0][1:]),)
         sizes = {**factors.sizes, "g": _group_count(call)}
-        return replace(factors, results=results, sizes=sizes, rows=(by_group,), groups={"r": ("g", "offs")})
+        return replace(factors, results=results, sizes=sizes, listed_strategies=(by_group,), groups={"r": ("g", "offs")})
 
     def __str__(self) -> str:
         return str(self.notation)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from ..declare import blockwise
+from ..declared_factors import by
 from ..indexing import reads
-from ..notation_rules import by
 from ..partial_rules import linear
 from ..sharded_index_local import ELEMENTS, FLAT, PLACES, ROWS, TABLE, has_mask
 

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from ...base.memory_order import contiguous_stride, dense_stride
+from ..bind_pattern import factors_of_pattern
 from ..call import Call, Meta
-from ..declare import along, bind, blockwise, kernel_rule
+from ..declare import along, blockwise, kernel_rule
+from ..declared_factors import by
 from ..kernel_context import At, KernelContext
 from ..notation import parse_notation
-from ..notation_rules import by
 from ..partial_rules import linear
 from ..rule import Factors, Kernel
 
@@ -96,7 +97,7 @@ def solve_factors(call: Call) -> Factors | None:
     a, b = call.shape(0), call.shape(1)
     vector = len(b) == 1 or (len(b) == len(a) - 1 and b == a[:-1])
     right = "... [j]" if vector else "... [j] k" if call["left"] else "... k [j]"
-    factors = bind(parse_notation(f"... [i] [j], {right} -> {right}, ... [i] [j], ... [i], ..."), call, None)
+    factors = factors_of_pattern(parse_notation(f"... [i] [j], {right} -> {right}, ... [i] [j], ... [i], ..."), call, None)
     if factors is None:
         return None
     missing = {name for name in factors.sizes if any((name,) not in dims for dims in factors.results)} - factors.whole

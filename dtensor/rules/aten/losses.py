@@ -20,8 +20,8 @@ from torch import Tensor
 from ...placement import Partial
 from ..call import Call
 from ..declare import along, blockwise, by_pattern, kernel_rule
+from ..declared_factors import by
 from ..kernel_context import At, KernelContext, check_range, on_each_rank, statistics_bytes
-from ..notation_rules import by
 from ..rule import Along, Dims, Factors, Kernel, Partials, R, Strategy
 
 NONE, MEAN, SUM = 0, 1, 2  # the values of argument ``reduction``
@@ -78,7 +78,7 @@ blockwise(
 blockwise(
     "mse_loss_backward smooth_l1_loss_backward huber_loss_backward soft_margin_loss_backward binary_cross_entropy_backward",
     by("reduction", {NONE: ELEMENTWISE, MEAN: "each: [s*] -> s*", SUM: ELEMENTWISE}),
-    kernel=Kernel(mean_gradient(count_elements), joint=True, orderless=True),
+    kernel=Kernel(mean_gradient(count_elements), joint=True, order_invariant=True),
 )
 
 
@@ -103,7 +103,7 @@ def margin_factors(call: Call) -> Factors:
         call.results = tuple(
             meta and (replace(meta, shape=(), stride=()) if i == 0 else meta) for i, meta in enumerate(call.results)
         )
-    kernels = {} if loss else {"n": Kernel(loss_of_samples, lacking=PARTIAL_SUM, orderless=True)}
+    kernels = {} if loss else {"n": Kernel(loss_of_samples, lacking=PARTIAL_SUM, order_invariant=True)}
     return Factors(tuple(dims), results, {"n": samples}, kernels=kernels)
 
 
@@ -131,7 +131,7 @@ def zero_if_empty(loss: Tensor, x: Tensor) -> Tensor:
 def margin_gradient_factors(call: Call) -> Factors:
     dims, samples = margin_operand_dims(call, 1)
     grad: Dims = (("n",),) if call.shape(0) else ()
-    kernels = {"n": Kernel(mean_gradient(count_samples), orderless=True)} if call["reduction"] == MEAN else {}
+    kernels = {"n": Kernel(mean_gradient(count_samples), order_invariant=True)} if call["reduction"] == MEAN else {}
     return Factors((grad, *dims), (dims[0],), {"n": samples}, kernels=kernels)
 
 
@@ -252,7 +252,7 @@ def nll_factors(call: Call) -> Factors | None:
         collectives=int(mean),
         nbytes=lambda call: statistics_bytes(call, call["reduction"] == MEAN),
         joint=True,
-        orderless=True,
+        order_invariant=True,
     )
     kernels = {name: by_class if name == "c" else by_batch for name in factors.sizes if name == "c" or not keeps_operator}
     reduced = {name: "R" if none else "sum" for name in factors.sizes if name not in kernels}

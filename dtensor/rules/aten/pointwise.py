@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ...placement import REDUCE_OPS
 from ..declare import pointwise
+from ..declared_factors import by
 from ..kernel_context import on_each_rank
-from ..notation_rules import by
 from ..op_traits import declare_traits
 from ..partial_rules import copies, falling, forgets, linear, monotone, on_floats, one_of
 

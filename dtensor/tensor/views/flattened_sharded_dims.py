@@ -36,7 +36,7 @@ from ...rules.call import Meta
 from ...rules.rule import find_exact_dim, is_order_invariant
 from ..dtensor import DTensor, wrap
 from .flattened_layouts import DimSplits, find_kept_dim, find_merged_dim, merged_layout, stack_layout
-from .lazy_view import LazyView, Origin, is_local, plan_of
+from .lazy_view import LazyView, Origin, apply_views, is_local, plan_of
 
 _aten = torch.ops.aten
 
@@ -68,7 +68,7 @@ def run_on_stack(operator: OperatorSchema, args: tuple[Any, ...], kwargs: dict[s
 
     Returns NotImplemented for all other calls.
     """
-    if operator.facts.shows == "all":
+    if operator.traits.shows == "all":
         return _view_stack(operator, args, kwargs)
     if operator.is_view:
         return _permute_stack(operator, args, kwargs)
@@ -93,7 +93,7 @@ def run_on_stack(operator: OperatorSchema, args: tuple[Any, ...], kwargs: dict[s
         None if all(isinstance(x, DTensor) for x in tensors) else make_constants_runner(operator, operator.bind(args, kwargs))
     )
     if constants is not None:
-        return constants(args, kwargs)
+        return constants(args, kwargs, [], {})
     dims = _get_or_find_dims(operator, marked, tensors, flattened_by_tensor)
     if dims is None or any(
         _is_cheaper_to_read(*each, leader) for each in zip(tensors, flattened_by_tensor, dims[0], strict=True)
@@ -145,8 +145,8 @@ class _CachedCall(NamedTuple):
     cuts: DimSplits
 
 
-_CACHED_CALLS: BoundedDict[Any, _CachedCall] = BoundedDict(4096, "folded.placed")
-_VIEW_SHAPES: BoundedDict[Any, list[list[int]]] = BoundedDict(4096, "folded.shapes")
+_CACHED_CALLS: BoundedDict[Any, _CachedCall] = BoundedDict(4096, "flattened_dims.calls")
+_VIEW_SHAPES: BoundedDict[Any, list[list[int]]] = BoundedDict(4096, "flattened_dims.view_shapes")
 
 
 def _call_key(operator: OperatorSchema, args: tuple[Any, ...]) -> Any:
@@ -199,7 +199,7 @@ def _view_stack(operator: OperatorSchema, args: tuple[Any, ...], kwargs: dict[st
     key = None if tensor_key is None else (*tensor_key, nested_key(args[1]))
     shapes = None if key is None else _VIEW_SHAPES.get(key)
     if shapes is not None:
-        return _view_in_steps(args[0]._origin.base, shapes)
+        return apply_views(args[0]._origin.base, [(_aten.view.default, shape) for shape in shapes])
     flattened = _find_flattened(args[0])
     if flattened is None or flattened.after:
         return NotImplemented
@@ -213,22 +213,12 @@ def _view_stack(operator: OperatorSchema, args: tuple[Any, ...], kwargs: dict[st
     shapes = [stack_shape] if stack_shape is shape else [stack_shape, shape]
     if key is not None:
         _VIEW_SHAPES.keep(key, shapes)
-    return _view_in_steps(flattened.stack, shapes)
+    return apply_views(flattened.stack, [(_aten.view.default, shape) for shape in shapes])
 
 
 def _is_local_view(stack: DTensor, shape: list[int]) -> bool:
     """Return True if shards of the stack, viewed in that shape, are shards of the result."""
     return is_local(plan_of(operator_schema_of(_aten.view.default), (stack, shape), {}))
-
-
-def _view_in_steps(stack: DTensor, shapes: list[list[int]]) -> Any:
-    """View the stack in one shape after the other. It may be a lazy view, which later writes must reach."""
-    view, counted, result = _aten.view.default, stack.__dict__.get("_counted", stack), stack
-    for shape in shapes:
-        if result is not stack:
-            result.__dict__["_counted"] = counted
-        result = dispatch(DTensor, view, (), (result, shape)) if type(result) is DTensor else view(result, shape)
-    return result
 
 
 def _permute_stack(operator: OperatorSchema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -244,9 +234,9 @@ def _permute_stack(operator: OperatorSchema, args: tuple[Any, ...], kwargs: dict
     at, extra = flattened.at, len(flattened.sizes) - 1
     stack_dims = [range(d + extra * (d > at), d + extra * (d >= at) + 1) for d in range(len(dims_before))]
     order = [dims_before.index(name) for name in dims_after]
-    stack = _aten.permute.default(flattened.stack, [stack_dim for d in order for stack_dim in stack_dims[d]])
-    stack.__dict__.setdefault("_counted", flattened.stack.__dict__.get("_counted", flattened.stack))
-    return _aten.view.default(stack, [args[0].shape[d] for d in order])
+    permutation = [stack_dim for d in order for stack_dim in stack_dims[d]]
+    shape = [args[0].shape[d] for d in order]
+    return apply_views(flattened.stack, ((_aten.permute.default, permutation), (_aten.view.default, shape)))
 
 
 # --- flattened dims of views -----------------------------------------------------------------------------------------------
@@ -282,7 +272,7 @@ def _map_dim(plan: CallPlan, dim: int, place: int) -> int | None:
 
 # --- dependence on the order along the dim ---------------------------------------------------------------------------------
 FlattenedDims = tuple[tuple[int | None, ...], tuple[int | None, ...]]  # the flattened dim of each operand, and of each result
-_FLATTENED_DIMS: BoundedDict[Any, FlattenedDims | None] = BoundedDict(4096, "folded.places")
+_FLATTENED_DIMS: BoundedDict[Any, FlattenedDims | None] = BoundedDict(4096, "flattened_dims.positions")
 
 
 def _get_or_find_dims(
@@ -302,7 +292,7 @@ def _find_dims(
     """Return the position of the flattened dim in each operand and result; None if the operator depends on the order along it."""
     bound, rule = operator.bind(*_map_arguments(*marked, lambda mark: tensors[mark.place], _TensorMark)), lookup(operator.func)
     meshes = tuple(meshes_of(bound.values()))
-    if len(meshes) > 1 or rule is None or operator.facts.per_element or rule.measured:
+    if len(meshes) > 1 or rule is None or operator.traits.per_element or rule.measured:
         return None
     if rule.answer or rule.decompose or rule.local_args:  # these may use the offset of a shard
         return None
@@ -368,7 +358,7 @@ def _unflatten_result(x: DTensor, dim: int, sizes: tuple[int, ...], cuts: DimSpl
     stack_tensor = wrap(communicator_of(flat_layout.mesh).map(unflatten_shard, _redistribute_local(x, flat_layout)), stack)
     result = cast(DTensor, dispatch(DTensor, _aten.view.default, (), (stack_tensor, list(x.shape))))
     # user code holds the result or its views; the reference is weak because the result holds the stack
-    stack_tensor.__dict__["_counted"] = weakref.ref(result)
+    stack_tensor.__dict__["_version_owner"] = weakref.ref(result)
     return result
 
 

@@ -15,17 +15,16 @@ import torch
 
 from ...base.caches import BoundedDict, nested_key
 from ...base.tensor_tree import as_sequence
-from ...dispatch.dispatcher import dispatch
 from ...layout.layout import Layout
 from ...propagation.op_schema import OperatorSchema, operator_schema_of
 from ..dtensor import DTensor
-from .lazy_view import LazyView, Origin, changes_values, is_local, plan_of, trace_to_base
+from .lazy_view import LazyView, Origin, apply_views, changes_values, is_local, plan_of, trace_to_base
 
 _aten = torch.ops.aten
 _SINGLE_RESULT = {_aten.select.int, _aten.slice.Tensor}
 _MANY_RESULTS = {_aten.unbind.int, _aten.split.Tensor, _aten.split_with_sizes.default}
 _PART_OPERATORS = _SINGLE_RESULT | _MANY_RESULTS
-_SLICE, _VIEW, _PERMUTE = _aten.slice.Tensor, _aten.view.default, _aten.permute.default
+_VIEW = _aten.view.default
 
 
 class _BasePart(NamedTuple):
@@ -37,8 +36,15 @@ class _BasePart(NamedTuple):
     shape: tuple[int, ...]
     order: tuple[int, ...]
 
+    @property
+    def view_calls(self) -> list[tuple[Any, ...]]:
+        """Return the view operations from the base to the part."""
+        calls = [(_aten.slice.Tensor, self.dim, self.start, self.end), (_VIEW, list(self.shape))]
+        is_permuted = self.order != tuple(range(len(self.order)))
+        return [*calls, (_aten.permute.default, list(self.order))] if is_permuted else calls
 
-_BASE_PARTS: BoundedDict[Any, tuple[_BasePart, ...]] = BoundedDict(4096, "parts.of_views")
+
+_BASE_PARTS: BoundedDict[Any, tuple[_BasePart, ...]] = BoundedDict(4096, "fused_projection_slices.parts")
 
 
 def slice_of_base(operator: OperatorSchema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -57,8 +63,7 @@ def slice_of_base(operator: OperatorSchema, args: tuple[Any, ...], kwargs: dict[
     if parts is None:
         candidates = _find_parts(base._layout, links, operator, args[1:], kwargs)
         parts = _BASE_PARTS.keep(key, candidates if all(_is_local_part(base, part) for part in candidates) else ())
-    viewed = links[0][0].viewed
-    views = [_make_part_view(base, part, viewed.__dict__.get("_counted", viewed)) for part in parts]
+    views = [apply_views(base, part.view_calls) for part in parts]
     return NotImplemented if not views else views[0] if operator.func in _SINGLE_RESULT else views
 
 
@@ -107,20 +112,5 @@ def _find_part(base: torch.Tensor, part_view: torch.Tensor) -> _BasePart | None:
 
 def _is_local_part(base: DTensor, part: _BasePart) -> bool:
     """Return True if shards of the slice, viewed in the shape of the part, are shards of the part."""
-    base_slice = _slice_base(base, part)
+    base_slice = apply_views(base, part.view_calls[:1])
     return type(base_slice) is DTensor and is_local(plan_of(operator_schema_of(_VIEW), (base_slice, list(part.shape)), {}))
-
-
-def _make_part_view(base: DTensor, part: _BasePart, counted: Any) -> Any:
-    """Return the part as a view of the base. ``counted``: the tensor with the version counter of the base."""
-    view = _slice_base(base, part)
-    for func, dims in (_VIEW, part.shape), (_PERMUTE, part.order):
-        if dims != tuple(range(len(dims))):  # a permutation may be the identity
-            view.__dict__.setdefault("_counted", counted)
-            view = dispatch(DTensor, func, (), (view, list(dims)), {}) if type(view) is DTensor else func(view, list(dims))
-    return view
-
-
-def _slice_base(base: DTensor, part: _BasePart) -> Any:
-    """Return the slice of the base that contains the part."""
-    return dispatch(DTensor, _SLICE, (), (base, part.dim, part.start, part.end), {})

@@ -8,7 +8,7 @@ has changed since. Autograd keeps one version counter for a base and all its vie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -101,7 +101,7 @@ class Origin:
             base = wrap(self.memory.local, self.layout)
         else:
             base = _make_view(self.memory[0], self.layout, self.memory[1])
-        base.__dict__["_counted"] = self.viewed
+        base.__dict__["_version_owner"] = self.viewed.__dict__.get("_version_owner", self.viewed)
         return base
 
     def bases(self) -> Iterator[DTensor]:
@@ -177,7 +177,7 @@ def _flatten_view(view: LazyView) -> tuple[list[str], tuple[Any, ...]]:
 def _unflatten_view(inner_tensors: dict[str, torch.Tensor], constants: tuple[Any, ...], size: Any, stride: Any) -> Any:
     """Return the view of the base with the local tensor ``inner_tensors["_root"]``."""
     view = wrap(inner_tensors["_root"], constants[3])
-    view.__dict__["_counted"] = _UNCOUNTED  # other tensors may share this memory: the view is computed at each read
+    view.__dict__["_version_owner"] = _UNCOUNTED  # other tensors may share this memory: the view is computed at each read
     for func, static_args, options, place in constants[4]:
         operator, args, kwargs = operator_schema_of(func), (view, *static_args), dict(options)
         views = make_views(Origin(view, operator, args, kwargs, plan_of(operator, args, kwargs)))
@@ -226,7 +226,7 @@ class LazyView(DTensor):
 
     def _assign_memory_to(self, target: Any) -> None:
         origin, place, layout = self._origin, self._place, self._layout
-        target.__class__, target._begins = LazyView, self._begins
+        target.__class__, target._storage_start = LazyView, self._storage_start
         target._layout, target._origin, target._place = layout, origin, place
 
 
@@ -251,11 +251,12 @@ def make_lazy_runner(operator: OperatorSchema, plan: CallPlan) -> Runner:
     if operator.func is _AS_STRIDED:
         return _make_as_strided_runner(operator, plan)
 
+    # a local view of shape ``stack_shape`` comes first: only the dim that is flattened of several remains lazy
     stack_shape = find_stack_shape(plan.call.operands[0], plan.results[0].shape) if operator.func in _VIEW_OPERATORS else None
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
         if stack_shape is not None and type(args[0]) is DTensor:
-            return _view_through_stack(args[0], operator, stack_shape, args[1])
+            return apply_views(args[0], ((operator.func, stack_shape), (operator.func, args[1])))
         static_args = (args[0], *specialize_symbols(args[1:]))  # a compiled program with the view as an input makes it again
         views = make_views(Origin(args[0], operator, static_args, specialize_symbols(kwargs) if kwargs else kwargs, plan))
         if is_unrecorded_alias(operator):
@@ -265,14 +266,17 @@ def make_lazy_runner(operator: OperatorSchema, plan: CallPlan) -> Runner:
     return run
 
 
-def _view_through_stack(x: DTensor, operator: OperatorSchema, stack_shape: tuple[int, ...], shape: Any) -> Any:
-    """Return a view in two steps: a local view of shape ``stack_shape``, and a lazy view of that.
+def apply_views(base: DTensor, calls: Sequence[tuple[Any, ...]]) -> Any:
+    """Apply view operations to ``base``, one after the other. Each call is an operator and its arguments after the tensor.
 
-    Only the dim that is flattened of several remains lazy; see ``flattened_sharded_dims.py``.
+    Autograd does not see the views between base and result, so their version counter is that of the base.
     """
-    stack = dispatch(DTensor, operator.func, (), (x, stack_shape))
-    stack.__dict__["_counted"] = x
-    return make_views(Origin(stack, operator, (stack, shape), {}, plan_of(operator, (stack, shape), {})))
+    counted, view = base.__dict__.get("_version_owner", base), base
+    for func, *static_args in calls:
+        if view is not base:
+            view.__dict__["_version_owner"] = counted
+        view = dispatch(DTensor, func, (), (view, *static_args)) if type(view) is DTensor else func(view, *static_args)
+    return view
 
 
 def _run_with_ints(operator: OperatorSchema, args: tuple[Any, ...], kwargs: dict[str, Any], *_: Any) -> Any:
@@ -303,11 +307,11 @@ def _make_as_strided_runner(operator: OperatorSchema, plan: CallPlan) -> Runner:
         root = x._base
         local_view = view_in_plain_torch(root, x) if isinstance(root, DTensor) else None
         if local_view is None:
-            as_strided_plan, args = plan, (x, size, stride, None if offset is None else offset - x._begins)
-            if offset is not None and x._begins:
-                if offset < x._begins:
+            as_strided_plan, args = plan, (x, size, stride, None if offset is None else offset - x._storage_start)
+            if offset is not None and x._storage_start:
+                if offset < x._storage_start:
                     raise LayoutError(
-                        f"as_strided from offset {offset} of a view that starts at offset {x._begins}: under "
+                        f"as_strided from offset {offset} of a view that starts at offset {x._storage_start}: under "
                         "torch.inference_mode() the base of the view is unknown; call as_strided on the base"
                     )
                 as_strided_plan = plan_of(operator, args, {})
@@ -316,10 +320,10 @@ def _make_as_strided_runner(operator: OperatorSchema, plan: CallPlan) -> Runner:
             return make_views(Origin(x, operator, args, {}, as_strided_plan))
         if local_view.is_conj():
             root = dispatch(DTensor, torch.ops.aten._conj.default, (), (root,))
-            root.__dict__["_counted"] = x._base
+            root.__dict__["_version_owner"] = x._base
         if root.dtype != x.dtype:
             root = dispatch(DTensor, torch.ops.aten.view.dtype, (), (root, x.dtype))
-            root.__dict__["_counted"] = x._base
+            root.__dict__["_version_owner"] = x._base
         args = (root, size, stride, local_view.storage_offset() if offset is None else offset)
         return make_views(Origin(root, operator, args, {}, plan_of(operator, args, {})))
 
@@ -335,7 +339,7 @@ install_view_runners(make_view_runners)
 
 def is_local(plan: CallPlan) -> bool:
     """Return True if the plan computes the result from the base's local tensor only, without redistribution or kernel."""
-    return not plan.moves and (plan.chosen is None or plan.chosen.kernel_row is None)
+    return not plan.redistributions and (plan.chosen is None or plan.chosen.kernel_strategy is None)
 
 
 def changes_values(plan: CallPlan) -> bool:
@@ -374,7 +378,7 @@ def _make_view(origin: Origin, layout: Layout, place: int) -> LazyView:
     viewed, starts = origin.viewed, origin.plan.starts
     storage_offset = storage_offset_of_view(viewed, layout, starts[place]) if starts else 0
     view = _make(LazyView, layout.shape, layout.stride, storage_offset, dtype=layout.dtype, device=viewed.device)
-    view._layout, view._origin, view._place, view._begins = layout, origin, place, storage_offset
+    view._layout, view._origin, view._place, view._storage_start = layout, origin, place, storage_offset
     return cast(LazyView, view)
 
 

@@ -21,9 +21,9 @@ from ...comm import communicator_of
 from ...dispatch.dispatcher import dispatch
 from ...dispatch.list_ops import has_aliased_elements, run_per_element
 from ...dispatch.redistribution_cache import IN_DECOMPOSITION
+from ...dispatch.wrap import write_value as assign_local
 from ...errors import UnsupportedOperationError
 from ...propagation.op_schema import OperatorSchema, operator_schema_of
-from ...ranks.shared_tensors import write_value as assign_local
 from ...redistribute import redistribute_local
 from ...rules import lookup
 from ..copies import dense_copy
@@ -60,7 +60,7 @@ def dispatch_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
             f"({operator.name} of {written_views[0]._layout!r}): pass the base, or write to a clone"
         )
     if written_views and not operator.reshapes:
-        if operator.facts.per_element and has_aliased_elements(operator, args, kwargs):
+        if operator.traits.per_element and has_aliased_elements(operator, args, kwargs):
             return run_per_element(operator, args, kwargs)
         with IN_DECOMPOSITION:
             if _is_elementwise_write(operator, args, kwargs):

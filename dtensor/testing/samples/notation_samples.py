@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from ...base.tensor_tree import map_tensors, tensor_leaves
+from ...rules.declared_factors import by, fitting
 from ...rules.notation import EACH, Pattern, Term, argument_of, is_group, is_selected
-from ...rules.notation_rules import by, fitting
 from ...rules.rule import Rule
 from .sample import Sample
 from .schema_samples import DTYPES, error_in_plain_torch, make_sample, make_tensor

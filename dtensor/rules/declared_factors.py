@@ -1,4 +1,7 @@
-"""Notation rules: factors by declaration, with the reductions of absent factors and kernels of factors in brackets."""
+"""Declared factors: the factors of a call by a notation, with reductions of absent factors and kernels of factors in brackets.
+
+``notation`` parses the text, ``bind_pattern`` matches it with the tensors of a call, and this module adds what the rule declares.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from ..base.tensor_tree import tensor_leaves
 from ..comm.local_reduce import reduction_identity
 from ..layout.splits import Split
 from ..placement import Monoid, Partial
-from .bind_notation import Bound, Sizes, bind_call, notation_label
+from .bind_pattern import BoundPattern, Sizes, bind_pattern, notation_label
 from .call import Call
 from .kernel_context import At, KernelContext, run_operator
 from .notation import Pattern, Term, is_group
@@ -39,7 +42,7 @@ class fitting(Declaration):  # noqa: N801
     patterns: tuple[Pattern, ...]
 
     def __call__(self, call: Call) -> Pattern | None:
-        return next((pattern for pattern in self.patterns if bind_call(pattern, call, {}) is not None), None)
+        return next((pattern for pattern in self.patterns if bind_pattern(pattern, call, {}) is not None), None)
 
     @property
     def table(self) -> Mapping[Any, Pattern]:
@@ -50,8 +53,8 @@ ReduceChoice = Reduced | Callable[[Call], Reduced | None] | None  # "R": results
 
 
 @dataclass(frozen=True, slots=True)
-class Notation(Declaration):
-    """Factors by notation.
+class DeclaredFactors(Declaration):
+    """Factors by a notation, and what a rule declares of single factors.
 
     Attributes:
         pattern: a pattern, or a function that chooses one for a call.
@@ -81,7 +84,7 @@ class Notation(Declaration):
 
     def _factors_under(self, pattern: Pattern, call: Call) -> Factors | None:
         empty_results = _empty_results(pattern, call)
-        factors = bind_call(pattern, call, self.sizes, empty_results)
+        factors = bind_pattern(pattern, call, self.sizes, empty_results)
         if factors is None:
             return None
         reduced, kernels = self._reduced_factors(call, factors) if self.left else ({}, {})
@@ -97,7 +100,7 @@ class Notation(Declaration):
         results = factors.results if not empty_results else _insert_empty_results(factors, empty_results, call)
         return Factors(factors.operands, results, factors.sizes, unsharded, reduced, factors.recipe.additive, kernels)
 
-    def _reduced_factors(self, call: Call, factors: Bound) -> tuple[dict[str, Reduced], dict[str, Kernel]]:
+    def _reduced_factors(self, call: Call, factors: BoundPattern) -> tuple[dict[str, Reduced], dict[str, Kernel]]:
         """Return the reductions of absent factors, and kernels for blocks that the operator does not reduce by itself."""
         reduced: dict[str, Reduced] = {}
         for name in factors.summed:
@@ -140,7 +143,7 @@ def _is_unrequested(term: Term) -> bool:
     return own > 1 or (own == 0 and not term.dims)
 
 
-def _insert_empty_results(factors: Bound, markers: frozenset[int], call: Call) -> Any:
+def _insert_empty_results(factors: BoundPattern, markers: frozenset[int], call: Call) -> Any:
     following = iter(factors.results)
     positions = [i for i, meta in enumerate(call.results) if meta is not None or i in markers]
     return tuple([((),) if i in markers else next(following) for i in positions])
@@ -209,7 +212,7 @@ class OperatorOrIdentity(Declaration):
         return at.map(reduce_block, args, kwargs)
 
 
-WEIGHTED_MEANS = Kernel(WeightedMeans(), Partial("sum"), joint=True, orderless=True)
+WEIGHTED_MEANS = Kernel(WeightedMeans(), Partial("sum"), joint=True, order_invariant=True)
 
 
 @memoize(256)
@@ -217,4 +220,4 @@ def make_identity_kernel(op: Reduced) -> Kernel:
     """Return the kernel of a reduction with an operator that refuses empty blocks (cached)."""
     ops = op if isinstance(op, tuple) else (op,)
     lacking = tuple(Partial(each) for each in ops)
-    return Kernel(OperatorOrIdentity(ops), lacking if len(lacking) > 1 else lacking[0], joint=True, orderless=True)
+    return Kernel(OperatorOrIdentity(ops), lacking if len(lacking) > 1 else lacking[0], joint=True, order_invariant=True)

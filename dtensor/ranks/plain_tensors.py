@@ -1,7 +1,6 @@
-"""Write results: of kernels, into ``out=``, running statistics, views, and plain tensors that the ranks of one process share.
+"""Plain tensors in process: all ranks read and write one tensor, where on processes each rank has its own copy.
 
-On processes each rank has its own copy of a plain tensor. Here all ranks read and write one tensor. A rank's gradient with
-respect to it, and the value that a rank writes to it, must be equal on all ranks.
+A rank's gradient with respect to a plain tensor, and the value that a rank writes to it, must be equal on all ranks.
 """
 
 from __future__ import annotations
@@ -141,7 +140,9 @@ def write_equal_shards(target: Tensor, shards: Sequence[Tensor]) -> None:
     if target.shape != first.shape:
         target.resize_(first.shape)
     needs_grad = torch.is_grad_enabled() and any(shard.requires_grad for shard in shards)
-    write_value(target, JoinEqualShards.apply(*shards) if needs_grad else first)
+    value = JoinEqualShards.apply(*shards) if needs_grad else first
+    if value is not target:
+        target.copy_(value)
 
 
 class ReplicateToRanks(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Bind notations to calls: match a pattern with the tensors of a call, and find the factor of each tensor dim and its size.
+"""Bind patterns: match the pattern of a notation with the tensors of a call, and find the factor of each tensor dim and its size.
 
 A :class:`PatternMatch` depends on the numbers of dims and the selected dims only. It is cached, so another call of this kind only
 fills in sizes.
@@ -231,7 +231,7 @@ def notation_label(factor: str) -> str:
 
 # --- binding: a match with sizes ------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
-class Bound:
+class BoundPattern:
     """The factors of a call's tensors, and the pattern match that they come from."""
 
     recipe: PatternMatch
@@ -245,7 +245,7 @@ class Bound:
         return self.recipe.summed if self.results == self.recipe.results else reduced_factors(self.operands, self.results)
 
 
-def bind_call(pattern: Pattern, call: Call, sizes: Sizes, left_out: frozenset[int] = frozenset()) -> Bound | None:
+def bind_pattern(pattern: Pattern, call: Call, sizes: Sizes, left_out: frozenset[int] = frozenset()) -> BoundPattern | None:
     """Return the factors of ``call`` under a pattern, without the results ``left_out``. None if the number of dims does not
     fit."""
     metas = [None if meta is None or i in left_out else meta.shape for i, meta in enumerate(call.results)]
@@ -266,12 +266,12 @@ def bind_call(pattern: Pattern, call: Call, sizes: Sizes, left_out: frozenset[in
     results = tuple(
         [_drop_broadcast_dims(dims, shape, sizes_by_factor) for dims, shape in zip(recipe.results, result_shapes, strict=True)]
     )
-    return Bound(recipe, operands, results, sizes_by_factor)
+    return BoundPattern(recipe, operands, results, sizes_by_factor)
 
 
-def bind(pattern: Pattern, call: Call, reduce_op: Any = "sum", sizes: Sizes | None = None) -> Factors | None:
+def factors_of_pattern(pattern: Pattern, call: Call, reduce_op: Any = "sum", sizes: Sizes | None = None) -> Factors | None:
     """Return the factors of a call under a pattern. None if the number of dims does not fit."""
-    bound = bind_call(pattern, call, sizes or {})
+    bound = bind_pattern(pattern, call, sizes or {})
     if bound is None:
         return None
     reduced = {} if reduce_op is None else dict.fromkeys(bound.summed, reduce_op)
