@@ -14,7 +14,7 @@ from ..mesh.device_mesh import DeviceMesh
 from ..rules.op_traits import list_operator_names
 from .placements import get_or_make_mesh
 from .samples import Sample
-from .samples.of_schema import error_in_plain_torch, run_plain
+from .samples.schema_samples import error_in_plain_torch, run_plain
 
 
 @dataclass(frozen=True, slots=True)

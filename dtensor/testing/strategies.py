@@ -26,7 +26,7 @@ from ..mesh.device_mesh import DeviceMesh, init_device_mesh
 from ..placement import Placement
 from ..tensor.dtensor import DTensor
 from .placements import choose_placements, placement_kinds
-from .samples.of_schema import make_tensor
+from .samples.schema_samples import make_tensor
 from .scatter import can_be_partial, scatter
 
 __all__ = ["dtensors", "layouts", "meshes", "placements", "plain_tensors", "shapes"]

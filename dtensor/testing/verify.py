@@ -35,7 +35,7 @@ from .placements import placement_combinations, reductions_to_try
 from .rule_selection import rule_name
 from .samples import Sample, samples_of
 from .samples import full_name as full_name
-from .samples.of_schema import error_in_plain_torch
+from .samples.schema_samples import error_in_plain_torch
 
 MESHES = ((2,), (3,), (4,), (2, 2))
 _MOST_RANKS = 8

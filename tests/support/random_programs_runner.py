@@ -22,7 +22,7 @@ from dtensor.placement import Placement, Replicate, Shard
 from dtensor.testing.oracle import Outcome, compare
 from dtensor.testing.placements import choose_placements, get_or_make_mesh, placement_kinds
 from dtensor.testing.reproduction import python_source
-from dtensor.testing.samples.of_schema import make_tensor
+from dtensor.testing.samples.schema_samples import make_tensor
 
 INPUTS: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
     "a": ((5, 6), torch.float64),

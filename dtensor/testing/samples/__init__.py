@@ -10,7 +10,7 @@ from importlib import import_module
 import torch
 
 from ...rules import rules
-from .of_notation import samples_by_notation
+from .notation_samples import samples_by_notation
 from .sample import Builder, Sample, Samples
 
 __all__ = ["ELSEWHERE", "Builder", "Sample", "Samples", "rules_without_sample", "samples_of"]

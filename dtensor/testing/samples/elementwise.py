@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from ...rules import rules
-from .of_schema import DTYPES, samples_by_schema
 from .sample import Samples
 from .sample_syntax import sample_table
+from .schema_samples import DTYPES, samples_by_schema
 
 # Operators with operands between 0.1 and 0.9.
 _INSIDE = """

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from .of_schema import make_tensor
 from .sample import Samples
 from .sample_syntax import RandomIntegers, distinct_integers, sample_table
+from .schema_samples import make_tensor
 
 ROWS = torch.stack([distinct_integers(5, 3) for _ in range(6)], 1)
 MASK = torch.tensor([True, False, True, True, False])

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from .of_schema import make_tensor
 from .sample import Samples
 from .sample_syntax import sample_table
+from .schema_samples import make_tensor
 
 aten = torch.ops.aten
 # By number of spatial dims.

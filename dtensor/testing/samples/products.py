@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from .of_schema import make_tensor
 from .sample import Samples
 from .sample_syntax import sample_table
+from .schema_samples import make_tensor
 
 PRODUCTS = sample_table("""
 mm: {f/i/c}[5, 6], {f/i/c}[6, 7] | f[6, 5].t(), f[7, 6].t() | f[5, 0], f[0, 7] | f[1, 6], f[6, 1]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from .of_schema import make_tensor
 from .sample import Samples
 from .sample_syntax import sample_table
+from .schema_samples import make_tensor
 
 INF, NAN = float("inf"), float("nan")
 SPECIAL = torch.tensor([[1, NAN, 3, NAN, 0], [2, 5, 5, -1, 5], [INF, 1, INF, 0, -INF]], dtype=torch.float64)

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from .of_schema import make_tensor
 from .sample import Sample, Samples
+from .schema_samples import make_tensor
 
 _GROUP = re.compile(r"\{([^}]*)\}")
 _DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}

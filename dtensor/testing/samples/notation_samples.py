@@ -1,4 +1,7 @@
-"""Samples of a rule's notation: every factor has its own size, and arguments select the dims that the notation selects."""
+"""Notation samples: calls made from a rule's notation.
+
+Every factor has its own size, and arguments select the dims that the notation selects.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,8 @@ from ...base.tensor_tree import map_tensors, tensor_leaves
 from ...rules.declared_factors import by, fitting
 from ...rules.notation import EACH, Pattern, Term, argument_of, is_group, is_selected
 from ...rules.rule import Rule
-from .of_schema import DTYPES, error_in_plain_torch, make_sample, make_tensor
 from .sample import Sample
+from .schema_samples import DTYPES, error_in_plain_torch, make_sample, make_tensor
 
 _SIZES = (5, 7, 6, 3, 4, 8, 2)
 

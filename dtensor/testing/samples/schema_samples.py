@@ -1,4 +1,4 @@
-"""Samples of an operator's schema: every overload, in every dtype and broadcast that plain torch accepts."""
+"""Schema samples: calls made from an operator's schema, for every overload, dtype and broadcast that plain torch accepts."""
 
 from __future__ import annotations
 
