@@ -248,7 +248,7 @@ from dtensor.comm import events
 from dtensor.base.modes import MODES
 _setup_privateuseone_for_python_backend("pretended")
 
-class Seen(torch.autograd.Function):
+class RecordModes(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
         return torch.empty(x.shape, device=x.device)
@@ -256,14 +256,14 @@ class Seen(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         assert threading.get_ident() != main
-        events.report("event")
+        events.report_event("event")
         with dt.implicit_replication():
-            states.append((MODES.explicit, dt.random.DRAWING.mode, MODES.implicit_replication))
+            states.append((MODES.explicit, dt.random.RANDOM_MODE.mode, MODES.implicit_replication))
         return g
 
 def backward():
   with fake:
-    Seen.apply(x).backward(torch.empty(3, device="pretended"))
+    RecordModes.apply(x).backward(torch.empty(3, device="pretended"))
 
 main, states, reported = threading.get_ident(), [], []
 with FakeTensorMode() as fake:
