@@ -123,10 +123,10 @@ def seconds_of_checks(mesh: dt.DeviceMesh) -> float:
     chain = get_or_make_log(ranks_of(group), group.handle, group.backend)
     assert chain is not None
 
-    deed = CollectiveRecord.of("all_reduce(sum) float32[64]", "('dp',)")
+    record = CollectiveRecord.of("all_reduce(sum) float32[64]", "('dp',)")
 
     def once() -> None:
-        chain.log_and_compare(deed)
+        chain.log_and_compare(record)
         chain.begin_wait(chain.count)
         chain.end_wait()
 

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from divergent_loops import loop
-from divergent_programs import DEEDS, Program, R, Scene, Shard, dt
+from divergent_programs import ACTIONS, Program, R, Scene, Shard, dt
 
 from dtensor import DTensor
 
-Deed = Callable[[Scene], Any]
+Action = Callable[[Scene], Any]
 
 
 # --- calls of torch.distributed, by one rank or by all but one, beside what all do with us ------------------------------------
@@ -63,7 +63,7 @@ _CALLS: dict[str, Callable[[Scene, Any], Any]] = {
 _ALONE = ("send", "recv", "batch_isend_irecv")  # of which all ranks cannot do one thing
 
 
-def _own(call: str, of: str = "world", then: Deed = DEEDS["sum0"], before: Deed = DEEDS["sum0"]) -> Deed:
+def _own(call: str, of: str = "world", then: Action = ACTIONS["sum0"], before: Action = ACTIONS["sum0"]) -> Action:
     """Return a program with its own collective between calls of all ranks."""
 
     def run(at: Scene) -> Any:
@@ -92,19 +92,19 @@ def _of_stages(at: Scene) -> Any:
     return at.x.sum().item()
 
 
-_PRODUCT: Deed = lambda at: (at.x @ at.x.t()).redistribute(placements=[R]).to_local()  # noqa: E731
-_OWN: dict[str, tuple[Deed, Deed]] = {
+_PRODUCT: Action = lambda at: (at.x @ at.x.t()).redistribute(placements=[R]).to_local()  # noqa: E731
+_OWN: dict[str, tuple[Action, Action]] = {
     **{f"{call} of one": (_own(""), _own(call)) for call in _CALLS if call not in _ALONE},
     **{
         f"{call} of one on the mesh": (_own("", "mesh"), _own(call, "mesh")) for call in ("all_reduce", "all_to_all", "broadcast")
     },
     **{f"{call} of all but one": (_own(call), _own("")) for call in ("all_reduce", "all_to_all", "barrier", "async all_reduce")},
-    "all_reduce instead of a sum": (DEEDS["sum0"], lambda at: dist.all_reduce(torch.full((8,), 7.0))),
-    "all_to_all instead of a sum": (DEEDS["sum0"], lambda at: _exchanged(at, at.mesh.get_group())),
+    "all_reduce instead of a sum": (ACTIONS["sum0"], lambda at: dist.all_reduce(torch.full((8,), 7.0))),
+    "all_to_all instead of a sum": (ACTIONS["sum0"], lambda at: _exchanged(at, at.mesh.get_group())),
     "all_reduce beside a product": (_own("", then=_PRODUCT), _own("all_reduce", then=_PRODUCT)),
     "all_to_all beside a move": (
-        _own("", then=DEEDS["to_columns"], before=DEEDS["to_columns"]),
-        _own("all_to_all", then=DEEDS["to_columns"], before=DEEDS["to_columns"]),
+        _own("", then=ACTIONS["to_columns"], before=ACTIONS["to_columns"]),
+        _own("all_to_all", then=ACTIONS["to_columns"], before=ACTIONS["to_columns"]),
     ),
     **{
         f"all_reduce beside a {kind} model": (_own("", then=loop(kind)), _own("all_reduce", "mesh", loop(kind)))
@@ -119,7 +119,7 @@ def _indices(at: Scene, index: int) -> DTensor:
     return at.of(torch.full((8,), index), Shard(0))
 
 
-def _looked_up(index: int) -> Deed:
+def _looked_up(index: int) -> Action:
     def run(at: Scene) -> Any:
         rows = at.x
         with suppress(IndexError):
@@ -129,7 +129,7 @@ def _looked_up(index: int) -> Deed:
     return run
 
 
-def _written_in_place(index: int) -> Deed:
+def _written_in_place(index: int) -> Action:
     def run(at: Scene) -> Any:
         rows, indices = at.x.clone(), _indices(at, index).reshape(8, 1)
         with suppress(IndexError, RuntimeError):
@@ -139,7 +139,7 @@ def _written_in_place(index: int) -> Deed:
     return run
 
 
-def _divided(by: int) -> Deed:
+def _divided(by: int) -> Action:
     def run(at: Scene) -> Any:
         found, divisor = _indices(at, 3), _indices(at, by)
         with suppress(RuntimeError, ZeroDivisionError):
@@ -149,7 +149,7 @@ def _divided(by: int) -> Deed:
     return run
 
 
-def _summed_twice(by: int) -> Deed:
+def _summed_twice(by: int) -> Action:
     """Sum in a loop that skips a failed step."""
 
     def run(at: Scene) -> Any:
@@ -162,7 +162,7 @@ def _summed_twice(by: int) -> Deed:
     return run
 
 
-def _backward(index: int) -> Deed:
+def _backward(index: int) -> Action:
     def run(at: Scene) -> Any:
         x = at.x.detach().requires_grad_()
         x.register_hook(lambda gradient: F.embedding(_indices(at, index), at.w))
@@ -191,7 +191,7 @@ def _no_memory() -> Iterator[None]:
 _LONG = 30_000_000  # numbers: as many bytes as are asked of the system, and more than other threads give back meanwhile
 
 
-def _out_of_memory(short: bool, act: Callable[[Any], Any]) -> Deed:
+def _out_of_memory(short: bool, act: Callable[[Any], Any]) -> Action:
     def run(at: Scene) -> Any:
         x = DTensor.from_local(torch.ones(dist.get_world_size(), _LONG // dist.get_world_size()), at.mesh, [Shard(0)])
         found = x
@@ -213,7 +213,7 @@ def _columns(x: Any) -> Any:
     return x.redistribute(placements=[Shard(1)]).redistribute(placements=[Shard(0)])
 
 
-def _mapped(fails: bool) -> Deed:
+def _mapped(fails: bool) -> Action:
     """Return a program whose function of local tensors fails on one rank."""
 
     def own(x: torch.Tensor) -> torch.Tensor:
@@ -230,7 +230,7 @@ def _mapped(fails: bool) -> Deed:
     return run
 
 
-def _without_data(meta: bool, made: Callable[[Scene, torch.Tensor], Any]) -> Deed:
+def _without_data(meta: bool, made: Callable[[Scene, torch.Tensor], Any]) -> Action:
     """Return a program with meta tensors on one rank, which torch does not send."""
 
     def run(at: Scene) -> Any:
@@ -244,7 +244,7 @@ def _summed(at: Scene, x: torch.Tensor) -> Any:
     return DTensor.from_local(x, at.mesh, [Shard(0)], shape=(6 * dist.get_world_size(), 4), stride=(4, 1)).sum(0).full_tensor()
 
 
-_CAUGHT: dict[str, tuple[Deed, Deed]] = {
+_CAUGHT: dict[str, tuple[Action, Action]] = {
     "embedding": (_looked_up(1), _looked_up(99)),
     "scatter in place": (_written_in_place(1), _written_in_place(99)),
     "division": (_divided(1), _divided(0)),
@@ -258,8 +258,8 @@ DIFFERENT: dict[str, Program] = {
     f"own calls/{name}": Program(usual, other, k % 3) for k, (name, (usual, other)) in enumerate(_OWN.items())
 }
 RAISING: dict[str, Program] = {
-    f"own calls/{name} goes on": Program(deed, deed, 1)
-    for name, deed in {
+    f"own calls/{name} goes on": Program(action, action, 1)
+    for name, action in {
         **{f"{call} of one": partial(_both, one=call, other="") for call in ("recv", "batch_isend_irecv")},
         "recv beside barrier": partial(_both, one="recv", other="barrier"),
         "recv beside async all_reduce": partial(_both, one="recv", other="async all_reduce"),
@@ -321,6 +321,6 @@ def _left_pending(at: Scene) -> Any:
 DIFFERENT["caught/of copies alone"] = Program(lambda at: None, _of_copies, 1)
 ONLY_STRICT = frozenset({"caught/of copies alone"})
 HEALTHY: dict[str, Program] = {
-    f"healthy/{deed.__name__.strip('_').replace('_', ' ')}": Program(deed, deed, 0)
-    for deed in (_caught_by_all, _all_out_of_memory, _called_by_all, _left_pending)
+    f"healthy/{action.__name__.strip('_').replace('_', ' ')}": Program(action, action, 0)
+    for action in (_caught_by_all, _all_out_of_memory, _called_by_all, _left_pending)
 }

@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from divergent_programs import DEEDS, Program, R, Scene, Shard, dt
+from divergent_programs import ACTIONS, Program, R, Scene, Shard, dt
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from dtensor import checkpoint
 from dtensor.parallel import ColwiseParallel, RowwiseParallel, fully_shard, parallelize_module, replicate
 
-Deed = Callable[[Scene], Any]
+Action = Callable[[Scene], Any]
 WIDTH = 6
 
 
@@ -51,7 +51,7 @@ def loop(
     steps: int = 3,
     accumulated: bool = False,
     local: bool = False,
-) -> Deed:
+) -> Action:
     """Return a program that trains a model with these settings."""
 
     def run(at: Scene) -> Any:
@@ -107,7 +107,7 @@ _OWN = {(name, kind) for name in ("more rows", "autocast") for kind in ("sharded
 
 
 # --- what is loaded, looked up and put in order ---
-def _sums_in(order: int) -> Deed:
+def _sums_in(order: int) -> Action:
     def run(at: Scene) -> Any:
         values = {"a": at.x, "b": at.x[:3], "c": at.x.double()}
         return {name: float(values[name].sum()) for name in ("abc", "cab")[order]}
@@ -115,7 +115,7 @@ def _sums_in(order: int) -> Deed:
     return run
 
 
-def _mesh_in(order: int) -> Deed:
+def _mesh_in(order: int) -> Action:
     def run(at: Scene) -> Any:
         ranks = list(range(dist.get_world_size()))[::order]
         mesh = dt.DeviceMesh("cpu", ranks)
@@ -124,7 +124,7 @@ def _mesh_in(order: int) -> Deed:
     return run
 
 
-def _loaded(step: int) -> Deed:
+def _loaded(step: int) -> Action:
     def run(at: Scene) -> Any:
         folder = os.environ["POOL_FOLDER"] + "-steps"
         for number in range(2):
@@ -163,7 +163,7 @@ def _other_graph(x: Any) -> Any:
     return x.log_softmax(0).amax(0).redistribute(placements=[R])
 
 
-def _compiled(function: Callable[[Any], Any], cut: int = 0, calls: int = 2) -> Deed:
+def _compiled(function: Callable[[Any], Any], cut: int = 0, calls: int = 2) -> Action:
     def run(at: Scene) -> Any:
         torch._dynamo.reset()
         step, x = torch.compile(function, backend="aot_eager"), at.x
@@ -180,7 +180,7 @@ def _raising_graph(at: Scene) -> Any:
     raise ValueError("a reason of its own")
 
 
-def _captured(each_anew: bool) -> Deed:
+def _captured(each_anew: bool) -> Action:
     def run(at: Scene) -> Any:
         step = dt.capture(_graph)
         for _ in range(4):
@@ -196,7 +196,7 @@ def _eager(at: Scene) -> Any:
 
 
 # --- two mesh dims, and a pipeline ---
-def _on_grid(dims: str) -> Deed:
+def _on_grid(dims: str) -> Action:
     def run(at: Scene) -> Any:
         size, whole, found = dist.get_world_size(), torch.arange(64.0).reshape(8, 8), []
         cut: list[Any] = [Shard(0), Shard(1)]
@@ -213,7 +213,7 @@ def _on_grid(dims: str) -> Deed:
     return run
 
 
-def _piped(schedule: Any = ScheduleGPipe, raising: bool = False) -> Deed:
+def _piped(schedule: Any = ScheduleGPipe, raising: bool = False) -> Action:
     def run(at: Scene) -> Any:
         torch.manual_seed(0)
         size = dist.get_world_size()
@@ -239,7 +239,7 @@ def _interrupt(at: Scene) -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def _hooked(act: Deed) -> Deed:
+def _hooked(act: Action) -> Action:
     """Return a program that calls ``act`` in a backward hook."""
 
     def run(at: Scene) -> Any:
@@ -265,7 +265,7 @@ class _Failing(torch.autograd.Function):
         return gradient, None
 
 
-def _in_function(act: Deed) -> Deed:
+def _in_function(act: Action) -> Action:
     def run(at: Scene) -> Any:
         w = at.x.detach().requires_grad_()
         _Failing.apply(w * at.x, lambda: act(at)).sum().backward()
@@ -294,7 +294,7 @@ def _dropping(at: Scene) -> Any:
         sys.unraisablehook = unraisable
 
 
-def _in_a_loader(act: Deed) -> Deed:
+def _in_a_loader(act: Action) -> Action:
     def run(at: Scene) -> Any:
         found = 0.0
         for number, _ in enumerate(torch.utils.data.DataLoader(range(3), num_workers=1, multiprocessing_context="fork")):
@@ -331,7 +331,7 @@ for _k, (_name, _said) in enumerate(_SETTINGS.items()):
     for _n, _kind in enumerate(("sharded", "replicated", "tensor-parallel")):
         if (_name, _kind) not in _OWN:
             DIFFERENT[f"{_kind} loop/{_name}"] = Program(loop(_kind), loop(_kind, **_said), (_k + _n) % 3)
-_PAIRS: dict[str, tuple[Deed, Deed]] = {
+_PAIRS: dict[str, tuple[Action, Action]] = {
     "another order of a set": (_sums_in(0), _sums_in(1)),
     "another order of ranks": (_mesh_in(1), _mesh_in(-1)),
     "another step is loaded": (_loaded(0), _loaded(1)),
@@ -340,7 +340,7 @@ _PAIRS: dict[str, tuple[Deed, Deed]] = {
     "evaluates alone": (_nothing, _evaluated),
     "another graph": (_compiled(_graph), _compiled(_other_graph)),
     "a graph of other layouts": (_compiled(_graph), _compiled(_graph, cut=1)),
-    "no graph": (_compiled(_graph), DEEDS["item"]),
+    "no graph": (_compiled(_graph), ACTIONS["item"]),
     "a graph alone": (_nothing, _compiled(_graph)),
     "a graph once more": (_compiled(_graph), _compiled(_graph, calls=3)),
     "compiled alone": (_eager, _compiled(_graph, calls=4)),
@@ -362,10 +362,10 @@ RAISING: dict[str, Program] = {
     "pipeline/raises": Program(_piped(), _piped(raising=True), 1),
 }
 DEADLY: dict[str, Program] = {
-    "item/leaves": Program(DEEDS["item"], lambda at: sys.exit(0), 1),
-    "item/leaves with an error": Program(DEEDS["item"], lambda at: sys.exit(5), 2),
+    "item/leaves": Program(ACTIONS["item"], lambda at: sys.exit(0), 1),
+    "item/leaves with an error": Program(ACTIONS["item"], lambda at: sys.exit(5), 2),
 }
-for _name, _deed in {
+for _name, _action in {
     "batches of their own": loop("sharded", local=True),
     "replicated batches of their own": loop("replicated", local=True),
     "dropped with an error": _dropping,
@@ -374,7 +374,7 @@ for _name, _deed in {
     "a pipeline": _piped(),
     "a pipeline in turns": _piped(Schedule1F1B),
 }.items():
-    HEALTHY[f"healthy/{_name}"] = Program(_deed, _deed, 0)
+    HEALTHY[f"healthy/{_name}"] = Program(_action, _action, 0)
 # What copies are multiplied by, and what an optimizer does with them, is computed with copies alone: replicas= finds it.
 ONLY_STRICT = frozenset(
     {f"replicated loop/{_name}" for _name in ("another rate", "a gradient lost", "no zero_grad", "another order of parameters")}

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from divergent_programs import DEEDS, Program, R, Scene, Shard, dt, trained
+from divergent_programs import ACTIONS, Program, R, Scene, Shard, dt, trained
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint as recomputed
@@ -28,7 +28,7 @@ from dtensor.parallel import (
     replicate,
 )
 
-Deed = Callable[[Scene], Any]
+Action = Callable[[Scene], Any]
 WIDTH = 6
 
 
@@ -66,7 +66,7 @@ def fsdp(
     reshard: bool = True,
     of: Callable[[], nn.Module] = Blocks,
     rows: Callable[[Scene], int] = lambda at: 2,
-) -> Deed:
+) -> Action:
     """Return a program of three steps of a fully sharded model, with ``change`` called before each."""
 
     def run(at: Scene) -> Any:
@@ -88,7 +88,7 @@ def fsdp(
 
 def _with(
     options: Callable[[Scene, Any], dict[str, Any]], mesh: Callable[[Scene], Any] = lambda at: at.mesh, of: Any = None
-) -> Deed:
+) -> Action:
     """Return a program of two steps of a model in one unit with these options."""
 
     def run(at: Scene) -> Any:
@@ -100,7 +100,7 @@ def _with(
     return run
 
 
-def _hybrid(change: Callable[[Scene, Any, int], Any] = nothing) -> Deed:
+def _hybrid(change: Callable[[Scene, Any, int], Any] = nothing) -> Action:
     """Return a program of HSDP on four ranks, else FSDP."""
 
     def run(at: Scene) -> Any:
@@ -115,7 +115,7 @@ def _hybrid(change: Callable[[Scene, Any, int], Any] = nothing) -> Deed:
     return run
 
 
-def _zero(of: Any = torch.optim.AdamW, **options: Any) -> Deed:
+def _zero(of: Any = torch.optim.AdamW, **options: Any) -> Action:
     def run(at: Scene) -> Any:
         model = replicate(Blocks(), at.mesh)
         optimizer = ZeroRedundancyOptimizer(model.parameters(), of, lr=0.1, **options)
@@ -124,7 +124,7 @@ def _zero(of: Any = torch.optim.AdamW, **options: Any) -> Deed:
     return run
 
 
-def _backward(how: Callable[[Any, Any], Any]) -> Deed:
+def _backward(how: Callable[[Any, Any], Any]) -> Action:
     def run(at: Scene) -> Any:
         model: Any = Blocks()
         for layer in model.layers:
@@ -139,7 +139,7 @@ def second(act: Callable[[Scene, Any], Any]) -> Callable[[Scene, Any, int], Any]
     return lambda at, model, number: act(at, model) if number == 1 else None
 
 
-def _parallel(plan: Any, x: Any = lambda at: torch.ones(2, 3, WIDTH), around: Any = nullcontext) -> Deed:
+def _parallel(plan: Any, x: Any = lambda at: torch.ones(2, 3, WIDTH), around: Any = nullcontext) -> Action:
     def run(at: Scene) -> Any:
         model = parallelize_module(Blocks(), at.mesh, plan)
         with around():
@@ -150,7 +150,7 @@ def _parallel(plan: Any, x: Any = lambda at: torch.ones(2, 3, WIDTH), around: An
     return run
 
 
-def scores(parallel: bool) -> Deed:
+def scores(parallel: bool) -> Action:
     def run(at: Scene) -> Any:
         scores = at.of(torch.arange(36.0).reshape(3, 12), Shard(1)).requires_grad_()
         with loss_parallel() if parallel else nullcontext():
@@ -161,7 +161,7 @@ def scores(parallel: bool) -> Deed:
     return run
 
 
-def _attention(causal: bool = False, backend: Any = None, width: int = 4) -> Deed:
+def _attention(causal: bool = False, backend: Any = None, width: int = 4) -> Action:
     def run(at: Scene) -> Any:
         torch.manual_seed(0)
         q, k, v = (at.of(torch.rand(1, 2, 12, width), Shard(2)).requires_grad_() for _ in range(3))
@@ -173,7 +173,7 @@ def _attention(causal: bool = False, backend: Any = None, width: int = 4) -> Dee
     return run
 
 
-def _context(causal: bool = False, scale: float | None = None) -> Deed:
+def _context(causal: bool = False, scale: float | None = None) -> Action:
     """Return a program of context parallelism with plain tensors."""
 
     def run(at: Scene) -> Any:
@@ -191,7 +191,7 @@ def _plainly(at: Scene, model: Any) -> dict[str, Any]:
     return {}
 
 
-_PAIRS: dict[str, tuple[Deed, Deed]] = {
+_PAIRS: dict[str, tuple[Action, Action]] = {
     "other units": (fsdp(), fsdp(wrapped=(0, 1))),
     "no units inside": (fsdp(), fsdp(wrapped=())),
     "units in another order": (fsdp(), fsdp(wrapped=(2, 1, 0))),
@@ -269,6 +269,6 @@ _PAIRS: dict[str, tuple[Deed, Deed]] = {
     "another kernel": (_attention(True), _attention(True, SDPBackend.MATH)),
     "causal context": (_context(), _context(True)),
     "another scale of a context": (_context(scale=0.5), _context(scale=0.7)),
-    "no context": (_context(), DEEDS["item"]),
+    "no context": (_context(), ACTIONS["item"]),
 }
 DIFFERENT = {f"units/{name}": Program(usual, other, k % 3) for k, (name, (usual, other)) in enumerate(_PAIRS.items())}

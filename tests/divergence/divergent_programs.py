@@ -28,7 +28,7 @@ else:
     from dtensor.watchdog import collective_hooks
 
 R = Replicate()
-Deed = Callable[["Scene"], Any]
+Action = Callable[["Scene"], Any]
 
 
 class Scene:
@@ -58,16 +58,16 @@ def warm_up(level: str) -> None:
 class Program:
     """Program in which all ranks do ``usual``, but rank ``odd`` does ``other``, and then all sum ``x``."""
 
-    usual: Deed
-    other: Deed
+    usual: Action
+    other: Action
     odd: int
 
     def run(self, rank: int, all_do: str = "") -> list[Any]:
         """Return the sum, the result of the call, the second sum, and the collectives of the call."""
         scene = Scene(rank)
-        deed = {"": self.other if rank == self.odd else self.usual, "usual": self.usual, "other": self.other}[all_do]
+        action = {"": self.other if rank == self.odd else self.usual, "usual": self.usual, "other": self.other}[all_do]
         found = [float(scene.x.sum())]
-        value = deed(scene)
+        value = action(scene)
         found += [value.tolist() if isinstance(value, torch.Tensor) else value]
         collectives = _collectives()
         found += [float(scene.x.sum()), collectives]
@@ -82,8 +82,8 @@ def _collectives() -> Any:
     return watcher and sorted((ranks, chain.hash) for ranks, chain in watcher.logs.items())
 
 
-# --- deeds ---------------------------------------------------------------------------------------------------------------------
-DEEDS: dict[str, Deed] = {
+# --- actions ---------------------------------------------------------------------------------------------------------------
+ACTIONS: dict[str, Action] = {
     "sum0": lambda at: at.x.sum(0).full_tensor(),
     "sum1": lambda at: at.x.sum(1).full_tensor(),
     "max0": lambda at: at.x.amax(0).full_tensor(),
@@ -277,20 +277,20 @@ def _caught(at: Scene) -> None:
         dist.barrier()
 
 
-def _interrupted(deed: Deed) -> Deed:
+def _interrupted(action: Action) -> Action:
     """Return a program that gets Ctrl-C on this rank while it waits."""
 
     def run(at: Scene) -> Any:
         threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
-        return deed(at)
+        return action(at)
 
     return run
 
 
-def _after(seconds: float, deed: Deed) -> Deed:
+def _after(seconds: float, action: Action) -> Action:
     def late(at: Scene) -> Any:
         time.sleep(seconds)
-        return deed(at)
+        return action(at)
 
     return late
 
@@ -320,7 +320,7 @@ def _failing_backward(at: Scene) -> None:
     (x * 2).sum().backward()
 
 
-_FAILING: dict[str, Deed] = {
+_FAILING: dict[str, Action] = {
     "embedding": lambda at: F.embedding(_indices(at, 1, 99), at.w).sum(),
     "gather": lambda at: at.w.redistribute(placements=[Shard(0)]).gather(1, _indices(at, 1, 99).reshape(8, 1)).sum(),
     "floor division": lambda at: (_indices(at, 3, 1) // _indices(at, 1, 0)).sum(),
@@ -448,7 +448,7 @@ _MIXED = [
     "large",
 ]
 _OTHERS += [(_one, _MIXED[(5 * _k + 7 * _n) % len(_MIXED)]) for _n in (1, 2) for _k, _one in enumerate(_MIXED)]
-_ENDS: dict[str, Deed] = {
+_ENDS: dict[str, Action] = {
     "killed": lambda at: os.kill(os.getpid(), signal.SIGKILL),
     "aborted": lambda at: os.abort(),
     "exits": lambda at: os._exit(3),
@@ -458,23 +458,24 @@ _ENDS: dict[str, Deed] = {
 DIFFERENT: dict[str, Program] = {}
 for _usual, _others in _PAIRS:
     for _k, _other in enumerate(_others.split()):
-        DIFFERENT[f"{_usual}/{_other}"] = Program(DEEDS[_usual], DEEDS[_other], _k % 3)
+        DIFFERENT[f"{_usual}/{_other}"] = Program(ACTIONS[_usual], ACTIONS[_other], _k % 3)
 for _k, (_usual, _other) in enumerate(_OTHERS):
     if _usual != _other:
-        DIFFERENT.setdefault(f"{_usual}/{_other}", Program(DEEDS[_usual], DEEDS[_other], _k % 3))
+        DIFFERENT.setdefault(f"{_usual}/{_other}", Program(ACTIONS[_usual], ACTIONS[_other], _k % 3))
 RAISING: dict[str, Program] = {
-    f"{_usual}/is interrupted": Program(_after(1.5, DEEDS[_usual]), _interrupted(DEEDS[_usual]), 1) for _usual in ("item", "sum0")
+    f"{_usual}/is interrupted": Program(_after(1.5, ACTIONS[_usual]), _interrupted(ACTIONS[_usual]), 1)
+    for _usual in ("item", "sum0")
 }
 for _usual in ("sum0", "full", "large", "to_columns", "softmax", "distributed"):
-    for _k, (_name, _deed) in enumerate({"raises": _raise, "raises and goes on": _caught}.items()):
-        RAISING[f"{_usual}/{_name}"] = Program(DEEDS[_usual], _deed, _k)
+    for _k, (_name, _action) in enumerate({"raises": _raise, "raises and goes on": _caught}.items()):
+        RAISING[f"{_usual}/{_name}"] = Program(ACTIONS[_usual], _action, _k)
 DEADLY: dict[str, Program] = {
-    f"{usual}/{name}": Program(DEEDS[usual], deed, k % 3)
+    f"{usual}/{name}": Program(ACTIONS[usual], action, k % 3)
     for usual in ("sum0", "full", "large")
-    for k, (name, deed) in enumerate(_ENDS.items())
+    for k, (name, action) in enumerate(_ENDS.items())
 }
-HEALTHY = {f"healthy/{name}": Program(deed, deed, 0) for name, deed in DEEDS.items()}
-SLOW = {f"slow/{name}": Program(DEEDS[name], _after(5.0, DEEDS[name]), 1) for name in ("sum0", "large", "softmax")}
-FAILING = {f"failing/{name}": Program(deed, deed, 2) for name, deed in _FAILING.items()}
+HEALTHY = {f"healthy/{name}": Program(action, action, 0) for name, action in ACTIONS.items()}
+SLOW = {f"slow/{name}": Program(ACTIONS[name], _after(5.0, ACTIONS[name]), 1) for name in ("sum0", "large", "softmax")}
+FAILING = {f"failing/{name}": Program(action, action, 2) for name, action in _FAILING.items()}
 PROGRAMS = DIFFERENT | RAISING | DEADLY | HEALTHY | SLOW | FAILING
 ONLY_STRICT = frozenset({"nothing/copies"})  # what one rank computes with its copies alone: only "strict" compares it

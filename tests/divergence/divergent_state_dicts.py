@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from dtensor import checkpoint
 from dtensor.parallel import fully_shard
 
-Deed = Callable[[Scene], Any]
+Action = Callable[[Scene], Any]
 
 
 def folder(name: str) -> str:
@@ -22,7 +22,7 @@ def folder(name: str) -> str:
 
 def saves(
     state: Callable[[Scene], Any], name: Callable[[Scene], str] = lambda at: "saves", there: tuple[str, ...] = (), **options: Any
-) -> Deed:
+) -> Action:
     def run(at: Scene) -> Any:
         for place in there:
             os.makedirs(folder(place), exist_ok=True)
@@ -34,7 +34,7 @@ def saves(
     return run
 
 
-def _saves_then(again: bool | None) -> Deed:
+def _saves_then(again: bool | None) -> Action:
     """Return a program of two background saves, then another save or a load."""
 
     def run(at: Scene) -> Any:
@@ -51,7 +51,7 @@ def _saves_then(again: bool | None) -> Deed:
     return run
 
 
-def _loads(asked: Callable[[Scene], Any], **options: Any) -> Deed:
+def _loads(asked: Callable[[Scene], Any], **options: Any) -> Action:
     def run(at: Scene) -> Any:
         checkpoint.save({"x": at.x * 2, "y": at.x * 3}, folder("loads"))
         state = asked(at)
@@ -61,7 +61,7 @@ def _loads(asked: Callable[[Scene], Any], **options: Any) -> Deed:
     return run
 
 
-def _state_dict(full: bool = True, offload: bool = True, give: Callable[[Scene], bool] = lambda at: True) -> Deed:
+def _state_dict(full: bool = True, offload: bool = True, give: Callable[[Scene], bool] = lambda at: True) -> Action:
     def run(at: Scene) -> Any:
         model = fully_shard(Blocks(), mesh=at.mesh)
         if give(at):
@@ -73,7 +73,7 @@ def _state_dict(full: bool = True, offload: bool = True, give: Callable[[Scene],
     return run
 
 
-def _exported(name: str | None) -> Deed:
+def _exported(name: str | None) -> Action:
     def run(at: Scene) -> Any:
         if name is not None:
             checkpoint.save_safetensors({name: at.x}, folder("exported"))
@@ -82,7 +82,7 @@ def _exported(name: str | None) -> Deed:
     return run
 
 
-def _run(steps: int, resumes: bool = True, every: int = 2) -> Deed:
+def _run(steps: int, resumes: bool = True, every: int = 2) -> Action:
     """Return a program that saves checkpoints of a run and resumes from them."""
 
     def run(at: Scene) -> Any:
@@ -98,7 +98,7 @@ def _run(steps: int, resumes: bool = True, every: int = 2) -> Deed:
     return run
 
 
-_PAIRS: dict[str, tuple[Deed, Deed]] = {
+_PAIRS: dict[str, tuple[Action, Action]] = {
     "a key more is saved": (saves(lambda at: {"x": at.x}), saves(lambda at: {"x": at.x, "y": at.x})),
     "another key is saved": (saves(lambda at: {"x": at.x}), saves(lambda at: {"y": at.x})),
     "another number is saved": (saves(lambda at: {"x": at.x, "step": 1}), saves(lambda at: {"x": at.x, "step": 2})),

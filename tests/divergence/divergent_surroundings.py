@@ -19,7 +19,7 @@ from dtensor import DTensor, Partial
 from dtensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from dtensor.watchdog.levels import CheckLevel
 
-Deed = Callable[[Scene], Any]
+Action = Callable[[Scene], Any]
 
 
 def _step_of(at: Scene, act: Callable[[], Any] = nothing) -> Callable[[Any], Any]:
@@ -30,7 +30,7 @@ def _step_of(at: Scene, act: Callable[[], Any] = nothing) -> Callable[[Any], Any
     return step
 
 
-def captured(change: Callable[[Scene, int], Any] = lambda at, number: None, calls: int = 4, inside: Any = nothing) -> Deed:
+def captured(change: Callable[[Scene, int], Any] = lambda at, number: None, calls: int = 4, inside: Any = nothing) -> Action:
     def run(at: Scene) -> Any:
         step = dt.capture(_step_of(at, lambda: inside(at)))
         found = None
@@ -42,11 +42,11 @@ def captured(change: Callable[[Scene, int], Any] = lambda at, number: None, call
     return run
 
 
-def when(number: int, act: Deed) -> Callable[[Scene, int], Any]:
+def when(number: int, act: Action) -> Callable[[Scene, int], Any]:
     return lambda at, now: act(at) if now == number else None
 
 
-def training(captured: bool, act: Callable[[Scene, int], Any] = lambda at, number: None) -> Deed:
+def training(captured: bool, act: Callable[[Scene, int], Any] = lambda at, number: None) -> Action:
     def run(at: Scene) -> Any:
         torch.manual_seed(0)
         model = parallelize_module(Blocks(), at.mesh, {"layers.0": ColwiseParallel(), "layers.1": RowwiseParallel()})
@@ -68,7 +68,7 @@ def training(captured: bool, act: Callable[[Scene, int], Any] = lambda at, numbe
     return run
 
 
-def _branching(bound: float) -> Deed:
+def _branching(bound: float) -> Action:
     """Return a program that branches on a global number, with another bound on one rank."""
 
     def run(at: Scene) -> Any:
@@ -80,24 +80,24 @@ def _branching(bound: float) -> Deed:
     return run
 
 
-def _masked(bound: float) -> Deed:
+def _masked(bound: float) -> Action:
     return lambda at: at.x[at.x > bound].sum().item()
 
 
-def _in_threads(order: int, at_once: bool = False) -> Deed:
+def _in_threads(order: int, at_once: bool = False) -> Action:
     """Return a program of collectives in two threads, in this order or concurrently."""
 
     def run(at: Scene) -> Any:
-        deeds = [lambda: float(at.x.sum()), lambda: float(at.x.double().sum(0).full_tensor().sum())][::order]
+        actions = [lambda: float(at.x.sum()), lambda: float(at.x.double().sum(0).full_tensor().sum())][::order]
         with ThreadPoolExecutor(2) as pool:
             if at_once:
-                return sum(work.result() for work in [pool.submit(deed) for deed in deeds])
-            return sum(pool.submit(deed).result() for deed in deeds)
+                return sum(work.result() for work in [pool.submit(action) for action in actions])
+            return sum(pool.submit(action).result() for action in actions)
 
     return run
 
 
-def _grids(shape: tuple[int, ...] | None, dim: str | None = None, flat: bool = False) -> Deed:
+def _grids(shape: tuple[int, ...] | None, dim: str | None = None, flat: bool = False) -> Action:
     def run(at: Scene) -> Any:
         size = dist.get_world_size()
         mesh = dt.init_device_mesh("cpu", (size, 1) if shape is None else shape, mesh_dim_names=("a", "b"))
@@ -111,7 +111,7 @@ def _grids(shape: tuple[int, ...] | None, dim: str | None = None, flat: bool = F
     return run
 
 
-def _part(ranks: list[int] | None) -> Deed:
+def _part(ranks: list[int] | None) -> Action:
     def run(at: Scene) -> Any:
         mesh = at.mesh if ranks is None else dt.DeviceMesh("cpu", [rank % dist.get_world_size() for rank in ranks])
         x = dt.distribute_tensor(torch.arange(12.0), mesh, [Shard(0)], src_data_rank=None)
@@ -120,11 +120,11 @@ def _part(ranks: list[int] | None) -> Deed:
     return run
 
 
-def _distributed(**options: Any) -> Deed:
+def _distributed(**options: Any) -> Action:
     return lambda at: dt.distribute_tensor(torch.ones(6, 2), at.mesh, [Shard(0)], **options).sum().item()
 
 
-def _levels(level: str | None, when: int = 1) -> Deed:
+def _levels(level: str | None, when: int = 1) -> Action:
     def run(at: Scene) -> Any:
 
         was = CheckLevel.now
@@ -142,7 +142,7 @@ def _levels(level: str | None, when: int = 1) -> Deed:
     return run
 
 
-def _inference(mode: Any) -> Deed:
+def _inference(mode: Any) -> Action:
     def run(at: Scene) -> Any:
         with mode():
             x = at.x.detach().clone().requires_grad_() if mode is nullcontext else at.x.detach().clone()
@@ -151,7 +151,7 @@ def _inference(mode: Any) -> Deed:
     return run
 
 
-def _eval(trains: bool) -> Deed:
+def _eval(trains: bool) -> Action:
     def run(at: Scene) -> Any:
         torch.manual_seed(0)
         model = parallelize_module(
@@ -165,7 +165,7 @@ def _eval(trains: bool) -> Deed:
     return run
 
 
-def _registered(dim: int) -> Deed:
+def _registered(dim: int) -> Action:
     """Return a program with its own sharding rule, which communicates."""
 
     def run(at: Scene) -> Any:
@@ -178,7 +178,7 @@ def _registered(dim: int) -> Deed:
     return run
 
 
-def _drawn(mode: str) -> Deed:
+def _drawn(mode: str) -> Action:
     def run(at: Scene) -> Any:
         torch.manual_seed(0)
         with dt.random_mode(mode):
@@ -187,7 +187,7 @@ def _drawn(mode: str) -> Deed:
     return run
 
 
-def _world_of(fewer: int) -> Deed:
+def _world_of(fewer: int) -> Action:
     """Return a program that counts some ranks."""
 
     def run(at: Scene) -> Any:
@@ -197,7 +197,7 @@ def _world_of(fewer: int) -> Deed:
     return run
 
 
-def _norm(kind: float) -> Deed:
+def _norm(kind: float) -> Action:
     def run(at: Scene) -> Any:
         w = nn.Parameter(at.x.detach())
         (w * at.x).sum().backward()
@@ -206,7 +206,7 @@ def _norm(kind: float) -> Deed:
     return run
 
 
-_PAIRS: dict[str, tuple[Deed, Deed]] = {
+_PAIRS: dict[str, tuple[Action, Action]] = {
     "another layout is captured": (captured(), captured(when(3, lambda at: at.x.redistribute(placements=[Shard(1)])))),
     "another size is captured": (captured(), captured(when(3, lambda at: at.of(torch.ones(12, 8), Shard(0))))),
     "a call more": (captured(), captured(calls=5)),

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from divergent_programs import DEEDS, Program, Scene, dt
+from divergent_programs import ACTIONS, Program, Scene, dt
 from torch import nn
 
 from dtensor import checkpoint
@@ -95,12 +95,12 @@ def _nothing(at: Scene, stage: str, number: int) -> None:
     pass
 
 
-def at_stage(stage: str, deed: Callable[[Scene], Any]) -> Callable[[Scene, str, int], None]:
-    """Return a function that calls ``deed`` at that stage of the second step."""
+def at_stage(stage: str, action: Callable[[Scene], Any]) -> Callable[[Scene, str, int], None]:
+    """Return a function that calls ``action`` at that stage of the second step."""
 
     def act(at: Scene, now: str, number: int) -> None:
         if (now, number) == (stage, 1):
-            deed(at)
+            action(at)
 
     return act
 
@@ -193,12 +193,12 @@ for _name, (_usual, _other) in {
     "another captured step": ("captured", "captured otherwise"),
     "sums, others replay": ("captured", "sum"),
 }.items():
-    _both = WHOLE | {"sum": DEEDS["item"]}
+    _both = WHOLE | {"sum": ACTIONS["item"]}
     DIFFERENT[f"whole/{_name}"] = Program(_both[_usual], _both[_other], 1)
 RAISING = _of("raises")
 for _of_what in ("parameter", "state", "generator"):
-    _deed = functools.partial(_drifting, of=_of_what)
-    RAISING[f"a {_of_what} drifts"] = Program(_deed, _deed, 1)
+    _action = functools.partial(_drifting, of=_of_what)
+    RAISING[f"a {_of_what} drifts"] = Program(_action, _action, 1)
 DEADLY = _of("is killed")
 SLOW = {f"slow/{name}": program for name, program in _of("is slow").items()}
-HEALTHY = {f"healthy/{name}": Program(deed, deed, 0) for name, deed in (_USUAL | WHOLE).items()}
+HEALTHY = {f"healthy/{name}": Program(action, action, 0) for name, action in (_USUAL | WHOLE).items()}

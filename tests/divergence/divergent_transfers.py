@@ -14,13 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from divergent_programs import DEEDS, Program, R, Scene, Shard, dt, trained
+from divergent_programs import ACTIONS, Program, R, Scene, Shard, dt, trained
 from torch import nn
 
 from dtensor import DTensor, Partial, checkpoint
 from dtensor.parallel import ColwiseParallel, RowwiseParallel, fully_shard, parallelize_module, replicate
 
-Deed = Callable[[Scene], Any]
+Action = Callable[[Scene], Any]
 
 # --- ends amid large messages --------------------------------------------------------------------------------------------
 WIDTH = 6
@@ -39,7 +39,7 @@ def _summed(x: DTensor) -> None:
     DTensor.from_local(x.to_local(), x.device_mesh, [Partial()]).redistribute(placements=[R])
 
 
-def _amid(act: Callable[[DTensor], None], sign: signal.Signals | None) -> Deed:
+def _amid(act: Callable[[DTensor], None], sign: signal.Signals | None) -> Action:
     """Return a program of large messages, during which this rank gets a signal."""
 
     def run(at: Scene) -> Any:
@@ -80,7 +80,7 @@ class _Experts(nn.Module):
         return x
 
 
-def _experts(order: str) -> Deed:
+def _experts(order: str) -> Action:
     def run(at: Scene) -> Any:
         model = fully_shard(_Experts(at, order), mesh=at.mesh)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -89,7 +89,7 @@ def _experts(order: str) -> Deed:
     return run
 
 
-def _trained(kind: str, change: Callable[[Scene, nn.Module, int], None], of: Any = torch.optim.SGD, layers: int = 2) -> Deed:
+def _trained(kind: str, change: Callable[[Scene, nn.Module, int], None], of: Any = torch.optim.SGD, layers: int = 2) -> Action:
     """Return a program of two steps, with ``change`` called on the model before each."""
 
     def run(at: Scene) -> Any:
@@ -146,7 +146,7 @@ _CHANGES: dict[str, tuple[Callable[[Scene, Any], Any], tuple[str, ...]]] = {
         ("sharded", "replicated"),
     ),
 }
-_OTHER: dict[str, tuple[Deed, Deed]] = {
+_OTHER: dict[str, tuple[Action, Action]] = {
     "experts in another order": (_experts("ab"), _experts("ba")),
     "an expert left out": (_experts("ab"), _experts("a")),
     "another expert": (_experts("a"), _experts("b")),
@@ -167,7 +167,7 @@ _OTHER: dict[str, tuple[Deed, Deed]] = {
 }
 
 
-def _seeded(seed: int) -> Deed:
+def _seeded(seed: int) -> Action:
     def run(at: Scene) -> Any:
         torch.manual_seed(0)
         F.dropout(at.x, 0.5)
@@ -177,7 +177,7 @@ def _seeded(seed: int) -> Deed:
     return run
 
 
-def _meshes(shape: Callable[[int], tuple[int, int]]) -> Deed:
+def _meshes(shape: Callable[[int], tuple[int, int]]) -> Action:
     def run(at: Scene) -> Any:
         mesh = dt.init_device_mesh("cpu", shape(dist.get_world_size()), mesh_dim_names=("a", "b"))
         return dt.distribute_tensor(torch.arange(12.0), mesh, [Shard(0), R], src_data_rank=None).sum().item()
@@ -185,15 +185,15 @@ def _meshes(shape: Callable[[int], tuple[int, int]]) -> Deed:
     return run
 
 
-def _times(number: torch.Tensor) -> Deed:
+def _times(number: torch.Tensor) -> Action:
     return lambda at: (at.x * number).sum().item()
 
 
-def _given(value: torch.Tensor) -> Deed:
+def _given(value: torch.Tensor) -> Action:
     return lambda at: dt.distribute_tensor(value, at.mesh, [Shard(0)]).sum().item()
 
 
-def _restored(loads: bool) -> Deed:
+def _restored(loads: bool) -> Action:
     """Return a program in which one rank does not load the checkpoint."""
 
     def run(at: Scene) -> Any:
@@ -207,7 +207,7 @@ def _restored(loads: bool) -> Deed:
     return run
 
 
-def _saved(comes: bool) -> Deed:
+def _saved(comes: bool) -> Action:
     def run(at: Scene) -> Any:
         if comes:
             checkpoint.save({"x": at.x}, os.environ["POOL_FOLDER"] + "-saved")
@@ -216,14 +216,14 @@ def _saved(comes: bool) -> Deed:
     return run
 
 
-def _fails(error: BaseException) -> Deed:
+def _fails(error: BaseException) -> Action:
     def run(at: Scene) -> Any:
         raise error
 
     return run
 
 
-def _scaled(skips: bool) -> Deed:
+def _scaled(skips: bool) -> Action:
     """Return a program in which one rank has a NaN gradient and skips the step."""
 
     def run(at: Scene) -> Any:
@@ -239,7 +239,7 @@ def _scaled(skips: bool) -> Deed:
     return run
 
 
-def _until(bound: float) -> Deed:
+def _until(bound: float) -> Action:
     """Return a program of steps until a local number is small enough."""
 
     def run(at: Scene) -> Any:
@@ -266,12 +266,12 @@ _OTHER |= {
 }
 RAISING = {name: program for name, program in _ENDED.items() if "interrupted" in name}
 RAISING |= {f"hostile/raises before a save of {odd}": Program(_saved(True), _fails(ValueError("mine")), odd) for odd in (0, 1)}
-RAISING |= {"hostile/raises what ends a loop": Program(DEEDS["sum0"], _fails(StopIteration()), 2)}
+RAISING |= {"hostile/raises what ends a loop": Program(ACTIONS["sum0"], _fails(StopIteration()), 2)}
 DIFFERENT = {f"hostile/{name}": Program(usual, other, k % 3) for k, (name, (usual, other)) in enumerate(_OTHER.items())}
 
 
 # --- what ranks may do --------------------------------------------------------------------------------------------------------
-def _busy(seconds: float, how: str) -> Deed:
+def _busy(seconds: float, how: str) -> Action:
     """Make this rank slow in several ways."""
 
     def run(at: Scene) -> Any:
@@ -322,14 +322,14 @@ def _part_of_world(at: Scene) -> Any:
 
 HEALTHY = {
     **{
-        f"slow/{how}": Program(DEEDS["item"], _busy(seconds, how), 1)
+        f"slow/{how}": Program(ACTIONS["item"], _busy(seconds, how), 1)
         for how, seconds in {"sleeps for long": 14.0, "keeps the interpreter": 6.0, "with one under way": 5.0}.items()
         if how != "with one under way"
     },
     "slow/with one under way": Program(_busy(0.0, "with one under way"), _busy(5.0, "with one under way"), 2),
     **{
-        f"healthy/{name}": Program(deed, deed, 0)
-        for name, deed in {
+        f"healthy/{name}": Program(action, action, 0)
+        for name, action in {
             "ends one after the other": _last,
             "in a thread": _in_a_thread,
             "own data": _own_data,

@@ -224,7 +224,7 @@ def _replicated(mesh: DeviceMesh) -> None:
     _trained(replicate(_layers(), axes))
 
 
-DEEDS: dict[str, Callable[[DeviceMesh], Any]] = {
+ACTIONS: dict[str, Callable[[DeviceMesh], Any]] = {
     "computes without a collective": lambda mesh: (_value(mesh) * 2).relu(),
     "reads a sum": lambda mesh: _value(mesh).sum().item(),
     "gathers": lambda mesh: _value(mesh).full_tensor(),
@@ -275,12 +275,12 @@ class Healthy:
     """Program in which some ranks work on their mesh, and then all ranks compute together."""
 
     workers: str
-    deed: str
+    action: str
 
     def go(self, at: Meshes) -> list[float]:
         for mesh, times in WORKERS[self.workers](at):
             for _ in range(times):
-                DEEDS[self.deed](mesh)
+                ACTIONS[self.action](mesh)
         return _together(at)
 
 
@@ -293,7 +293,10 @@ _NOT_OF = {
     )
 }
 PROGRAMS = {
-    f"{workers}/{deed}": Healthy(workers, deed) for workers in WORKERS for deed in DEEDS if workers not in _NOT_OF.get(deed, ())
+    f"{workers}/{action}": Healthy(workers, action)
+    for workers in WORKERS
+    for action in ACTIONS
+    if workers not in _NOT_OF.get(action, ())
 }
 
 

@@ -82,10 +82,10 @@ class Judge:
 
     def _results(self, name: str, side: str) -> list[Outcome]:
         """Return the results of each rank if all ranks do ``usual``, or all do ``other``."""
-        deed = getattr(PROGRAMS[name], side)
-        if deed not in self._right:
-            self._right[deed] = self.pool.run(name, side)
-        return self._right[deed]
+        action = getattr(PROGRAMS[name], side)
+        if action not in self._right:
+            self._right[action] = self.pool.run(name, side)
+        return self._right[action]
 
     def _different(
         self, name: str, found: list[Outcome], odd: int, usual: list[list[object]], other: list[list[object]]

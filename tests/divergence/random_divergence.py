@@ -17,16 +17,16 @@ from typing import Any
 for folder in ("../support", "."):
     sys.path.insert(0, str(Path(__file__).parent / folder))
 
-from divergent_programs import DEEDS, Scene, torch  # noqa: E402
+from divergent_programs import ACTIONS, Scene, torch  # noqa: E402
 from process_pool import Outcome, Pool  # noqa: E402
 
 FAULTS = ("none", "none", "other", "fewer", "more", "raises", "killed", "stopped", "slow")
 NAMES = [
     name
-    for name in DEEDS
+    for name in ACTIONS
     if name not in ("destroyed", "forked", "loaded by a worker", "written to a file", "random", "another seed", "drawn before")
 ]
-_RIGHT: dict[str, Any] = {}  # in a rank: what each deed gives when all do it
+_RIGHT: dict[str, Any] = {}  # in a rank: what each action gives when all do it
 
 
 class Random:
@@ -34,8 +34,8 @@ class Random:
 
     def __init__(self, seed: int, size: int) -> None:
         dice = random.Random(seed)
-        self.seed, self.deeds = seed, [dice.choice(NAMES) for _ in range(dice.randint(3, 12))]
-        self.fault, self.odd, self.place = dice.choice(FAULTS), dice.randrange(size), dice.randrange(len(self.deeds))
+        self.seed, self.actions = seed, [dice.choice(NAMES) for _ in range(dice.randint(3, 12))]
+        self.fault, self.odd, self.place = dice.choice(FAULTS), dice.randrange(size), dice.randrange(len(self.actions))
         self.instead = dice.choice(NAMES)
 
     def run(self, rank: int, all_do: str = "") -> Any:
@@ -55,9 +55,9 @@ class Random:
         return "right"
 
     def _own(self, rank: int) -> list[str]:
-        before, after = self.deeds[: self.place], self.deeds[self.place :]
+        before, after = self.actions[: self.place], self.actions[self.place :]
         if rank != self.odd or self.fault not in ("other", "fewer", "more"):
-            return self.deeds
+            return self.actions
         return {
             "other": [*before, self.instead, *after[1:]],
             "fewer": before + after[1:],
@@ -77,7 +77,7 @@ class Random:
 
 
 def _value(name: str, at: Scene) -> Any:
-    found = DEEDS[name](at)
+    found = ACTIONS[name](at)
     return found.tolist() if isinstance(found, torch.Tensor) else found
 
 

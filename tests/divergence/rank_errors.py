@@ -29,7 +29,7 @@ from dtensor import checkpoint
 from dtensor.debug import CommDebugMode
 from dtensor.parallel import fully_shard, replicate
 
-Deed = Callable[[Scene], Any]
+Action = Callable[[Scene], Any]
 
 
 def _raise(at: Scene | None = None, *_: Any) -> None:
@@ -48,11 +48,11 @@ def _counted(act: Callable[[], Any], nth: int) -> Callable[[], Any]:
     return run
 
 
-def _hooked(register: Callable[[Any, Callable[..., Any]], Any], act: Callable[..., Any]) -> Deed:
+def _hooked(register: Callable[[Any, Callable[..., Any]], Any], act: Callable[..., Any]) -> Action:
     return fsdp(lambda at, model, number: register(model, lambda *_: act(at)) if number == 1 else None)
 
 
-def _optimized(register: str, act: Callable[..., Any]) -> Deed:
+def _optimized(register: str, act: Callable[..., Any]) -> Action:
     def run(at: Scene) -> Any:
         w = nn.Parameter(at.x.detach() / 64)
         optimizer = torch.optim.SGD([w], 0.1)
@@ -66,7 +66,7 @@ def _optimized(register: str, act: Callable[..., Any]) -> Deed:
     return run
 
 
-def _replicas(act: Callable[..., Any]) -> Deed:
+def _replicas(act: Callable[..., Any]) -> Action:
     """Return a program with a hook on a reduced gradient."""
 
     def run(at: Scene) -> Any:
@@ -93,7 +93,7 @@ class _Stateful:
         self.act(self.at)
 
 
-def _states(act: Callable[..., Any], load: bool = False) -> Deed:
+def _states(act: Callable[..., Any], load: bool = False) -> Action:
     def run(at: Scene) -> Any:
         if load:
             checkpoint.save({"s": _Stateful(at, nothing)}, folder("states"))
@@ -107,7 +107,7 @@ def _states(act: Callable[..., Any], load: bool = False) -> Deed:
     return run
 
 
-def _thread(act: Deed) -> Deed:
+def _thread(act: Action) -> Action:
     """Return a program whose thread raises in a collective; the main thread gets the error from the future."""
 
     def run(at: Scene) -> Any:
@@ -121,7 +121,7 @@ def _thread(act: Deed) -> Deed:
     return run
 
 
-def _compiled_model(act: Callable[..., Any]) -> Deed:
+def _compiled_model(act: Callable[..., Any]) -> Action:
     def run(at: Scene) -> Any:
         torch._dynamo.reset()
         model = fully_shard(Blocks(), mesh=at.mesh)
@@ -135,7 +135,7 @@ def _compiled_model(act: Callable[..., Any]) -> Deed:
     return run
 
 
-_RAISING: dict[str, Callable[[Callable[..., Any]], Deed]] = {
+_RAISING: dict[str, Callable[[Callable[..., Any]], Action]] = {
     "in a pre-hook of a unit": lambda act: _hooked(lambda model, run: model.layers[1].register_forward_pre_hook(run), act),
     "in a hook of a unit": lambda act: _hooked(lambda model, run: model.layers[1].register_forward_hook(run) and None, act),
     "in a backward hook of a unit": lambda act: _hooked(
@@ -175,7 +175,7 @@ _ENDS: dict[str, Callable[..., Any]] = {
     "crashes": lambda at, *_: ctypes.string_at(0),
 }
 DEADLY: dict[str, Program] = {
-    f"ends/{end} {place}": Program(_RAISING[place](nothing), _RAISING[place](deed), (k + n) % 3)
+    f"ends/{end} {place}": Program(_RAISING[place](nothing), _RAISING[place](action), (k + n) % 3)
     for k, place in enumerate(
         (
             "in a backward hook of a unit",
@@ -186,7 +186,7 @@ DEADLY: dict[str, Program] = {
             "in a thread",
         )
     )
-    for n, (end, deed) in enumerate(_ENDS.items())
+    for n, (end, action) in enumerate(_ENDS.items())
 }
 
 
@@ -271,8 +271,8 @@ def _looser(at: Scene, change: Callable[[Scene, Any], Any]) -> Any:
 
 
 HEALTHY: dict[str, Program] = {
-    f"healthy/{name}": Program(deed, deed, 0)
-    for name, deed in {
+    f"healthy/{name}": Program(action, action, 0)
+    for name, action in {
         "looked on by one": _profiled,
         "shown by one": _printed,
         "threads beside": _of_threads,

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gloo_processes import run_gloo
-from healthy_groups import DEEDS, PROGRAMS, SIZE, WORKERS, alarms
+from healthy_groups import ACTIONS, PROGRAMS, SIZE, WORKERS, alarms
 from process_pool import Pool
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
@@ -34,8 +34,8 @@ def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
 def test_groups_of_ranks_may_do_different_work(pool: Pool) -> None:
     """Run each work once and each set of workers at least twice, in one world."""
     workers, names = list(WORKERS), []
-    for number, deed in enumerate(DEEDS):
-        names += [name for k in range(2) if (name := f"{workers[(number + 7 * k) % len(workers)]}/{deed}") in PROGRAMS]
+    for number, action in enumerate(ACTIONS):
+        names += [name for k in range(2) if (name := f"{workers[(number + 7 * k) % len(workers)]}/{action}") in PROGRAMS]
     assert not list(alarms(pool, names))
 
 
@@ -47,7 +47,7 @@ def test_each_set_of_ranks_may_do_all_kinds_of_work(workers: str, pool: Pool) ->
 
 @pytest.mark.parametrize("workers", [pytest.param(name, marks=[pytest.mark.slow] * (k > 0)) for k, name in enumerate(WORKERS)])
 def test_first_work_in_a_world_may_be_by_some_ranks(workers: str, pool: Pool) -> None:
-    names = [f"{workers}/{deed}" for deed in ("reads a sum", "trains a sharded model", "draws random numbers")]
+    names = [f"{workers}/{action}" for action in ("reads a sum", "trains a sharded model", "draws random numbers")]
     assert not list(alarms(pool, names, at_once=1))
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from killable_processes import DEAD, Points, run_mortal
+from killable_processes import DEAD, Points, run_killable
 
 import dtensor as dt
 from dtensor import Replicate, Shard
@@ -97,9 +97,9 @@ def kill_while(what: str, seed: int, folder: Path) -> str:
     else:
         calls, extra = calls_of(what, folder), ()
     if from_outside:
-        outcomes = run_mortal(run, RANKS, *args, None, *extra, kill=(victim, dice.random() * 0.4))
+        outcomes = run_killable(run, RANKS, *args, None, *extra, kill=(victim, dice.random() * 0.4))
     else:
-        outcomes = run_mortal(run, RANKS, *args, dice.randrange(1, calls[victim]), *extra)
+        outcomes = run_killable(run, RANKS, *args, dice.randrange(1, calls[victim]), *extra)
     left = [outcome for outcome in outcomes if outcome != DEAD]
     kinds = {kind for kind, _ in left}
     told = {words for kind, words in left if kind == "error"}
@@ -131,7 +131,7 @@ def calls_of(what: str, folder: Path) -> list[int]:
         with tempfile.TemporaryDirectory() as other:
             shutil.copytree(folder, f"{other}/c")
             run = saving if what == "save" else loading
-            _CALLS[what] = [count for _, count in run_mortal(run, RANKS, f"{other}/c", 1, 0, None)]
+            _CALLS[what] = [count for _, count in run_killable(run, RANKS, f"{other}/c", 1, 0, None)]
     return _CALLS[what]
 
 
@@ -157,8 +157,8 @@ def kill_in_a_series(seed: int, folder: Path) -> None:
     victim = 0 if dice.random() < 0.6 else dice.randrange(RANKS)
     if "series" not in _CALLS:
         with tempfile.TemporaryDirectory() as other:
-            _CALLS["series"] = [count for _, count in run_mortal(keeping, RANKS, f"{other}/c", 0, None)]
-    outcomes = run_mortal(keeping, RANKS, str(folder), victim, dice.randrange(1, _CALLS["series"][victim]))
+            _CALLS["series"] = [count for _, count in run_killable(keeping, RANKS, f"{other}/c", 0, None)]
+    outcomes = run_killable(keeping, RANKS, str(folder), victim, dice.randrange(1, _CALLS["series"][victim]))
     complete = max((step for kind, step in (o for o in outcomes if o != DEAD) if kind == "error"), default=4)
     state = state_of(0)
     with Manager(folder, keep=2, best="min") as manager:

@@ -1,4 +1,4 @@
-"""``run_mortal``: run one function on the processes of a gloo group, some of which may be killed."""
+"""``run_killable``: run one function on the processes of a gloo group, some of which may be killed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from gloo_processes import _processes
 DEAD = "killed"
 
 
-def run_mortal(
+def run_killable(
     fn: Callable[..., Any], world_size: int, *args: Any, kill: tuple[int, float] | None = None, timeout_s: float = 60.0
 ) -> list[Any]:
     """Run ``fn(*args)`` on each rank and return the results, ``DEAD`` for killed ranks.
