@@ -87,8 +87,7 @@ class PooledDicts(Generic[KeyT, ValueT]):
     its own entries first.
 
     The oldest half of the entries is dropped at once. A dropped entry that is still needed is computed again and is then the
-    newest.
-    A lookup is a plain ``dict.get`` and needs no lock in any thread.
+    newest. A lookup is a plain ``dict.get`` and needs no lock in any thread.
     """
 
     def __init__(self, each: int, together: int) -> None:

@@ -1,9 +1,9 @@
 """Recorder hooks: how lower packages tell a recorder of ``capture`` what is one step of the program that it records.
 
 ``recorded_op`` marks functions that are one recorded step and run again at each replay: collectives, random generation.
-``recorded_mutation``
-marks functions that write to the memory of their arguments. ``untracked`` marks functions that run once and are not replayed:
-checks, setup, and exchanges of tensor shapes between ranks. Without an active recorder each marker costs one truth test.
+``recorded_mutation`` marks functions that write to the memory of their arguments. ``untracked`` marks functions that run once and
+are not replayed: checks, setup, and exchanges of tensor shapes between ranks. Without an active recorder each marker costs one
+truth test.
 """
 
 from __future__ import annotations

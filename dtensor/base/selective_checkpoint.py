@@ -1,11 +1,9 @@
-"""Selective checkpointing (``create_selective_checkpoint_contexts``): torch's two dispatch modes, and work that is hidden from
-them.
+"""Selective checkpointing: find torch's two modes of it, and hide from both the work that only one of the passes does.
 
-The first mode asks a policy about each operator of a forward pass. The second mode answers the operators of the recomputation
-with
-saved results, by position: the k-th ``mm`` of the recomputation gets the k-th saved ``mm``. So both must see the same
-operators.
-Work that only one of the passes does (a gather that is still valid, a value that is cached) is hidden from both.
+``create_selective_checkpoint_contexts`` makes the modes. The first asks a policy about each operator of a forward pass. The
+second answers the operators of the recomputation with saved results, by position: the k-th ``mm`` of the recomputation gets the
+k-th saved ``mm``. So both must see the same operators. A gather that is still valid, and a value that is cached, are work of one
+pass only.
 """
 
 from __future__ import annotations

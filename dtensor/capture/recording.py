@@ -347,7 +347,7 @@ class Recording:
                     gradient._local  # noqa: B018  waits for a pending local value, or computes a lazy one
         self.recorder.views.clear()
         if key not in program.backwards:
-            program.add_backward(key, self._make_backward(incoming, grads, steps, gradients))
+            program.add_backward(key, self._make_backward_tape(incoming, grads, steps, gradients))
         copied = iter(program.backwards[key].copied)
         return tuple(None if x is None else _own_gradient(x, copied) for x in gradients)
 
@@ -359,9 +359,10 @@ class Recording:
             return grad, variables
         return join_locals(locals_, grad._layout if isinstance(grad, DTensor) else None), variables
 
-    def _make_backward(
+    def _make_backward_tape(
         self, incoming: list[Any], grads: tuple[Any, ...], steps: list[Step], gradients: list[Any]
     ) -> BackwardTape:
+        """Return the tape of a recorded backward pass: its incoming gradients, its steps, and the gradients that they compute."""
         variables = tuple(() if pair is None else pair[1] for pair in incoming)
         strides = tuple(() if pair is None else tuple(local.stride() for local in local_tensors_of(pair[0])) for pair in incoming)
         layouts = tuple(grad._layout if isinstance(grad, DTensor) else None for grad in grads)

@@ -189,7 +189,9 @@ def check_name(name: Any, said_by: StoragePath) -> str:
     """
     plain = isinstance(name, str) and name not in ("", ".", "..") and not {"/", "\\", "\0"}.intersection(name)
     if not plain:
-        raise CheckpointError(f"{said_by} refers to {name!r}, which is outside of its folder, so it is not read")
+        raise CheckpointError(
+            f"{said_by} refers to {name!r}, which is outside of its folder, so it is not read; save the checkpoint again"
+        )
     return name
 
 

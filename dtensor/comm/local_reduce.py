@@ -1,4 +1,4 @@
-"""Local reduction: the reduction of the addends of a group in group order, with one definition for all backends.
+"""Local reduction: reduce the addends of a group in group order, alike in one process and on gloo. NCCL has its own kernels.
 
 [Note: Semantics of reductions]
 The dtype never changes. Integers wrap around. On bools, ``sum`` and ``max`` are *or*, ``product`` and ``min`` are *and*, as in

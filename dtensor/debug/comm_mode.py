@@ -84,7 +84,7 @@ class CommDebugMode:
     def __enter__(self) -> CommDebugMode:
         self.events.clear()
         self._world = dist.group.WORLD
-        block = events.LISTENING.enter(self._on_event)
+        block = events.LISTENING.enter(self._handle_own_event)
         self._blocks.append(block)
         self._modules.start_tracking(lambda: events.LISTENING.sees(block))
         c10d_calls.REPORT_C10D_CALLS.__enter__()
@@ -95,11 +95,12 @@ class CommDebugMode:
         events.LISTENING.leave_last(self._blocks)
         self._modules.stop_tracking()
 
-    def _on_event(self, event: Event) -> events.CollectiveWrapper | None:
+    def _handle_own_event(self, event: Event) -> events.CollectiveWrapper | None:
+        """Handle an event, unless it is of another rank in a program with one thread per rank."""
         if self._world is None:  # the process group was created inside the block
             self._world = dist.group.WORLD
         if event.mesh is not None and event.mesh.kind == "process_group" and event.mesh._root.world is not self._world:
-            return None  # event of another rank in a program with one thread per rank
+            return None
         return self._handle_event(event)
 
     def _handle_event(self, event: Event) -> events.CollectiveWrapper | None:

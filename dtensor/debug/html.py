@@ -50,11 +50,11 @@ def html_of(x: Any) -> str:
         return _render_template(_PICTURE_TEMPLATE, picture=_as_markup(svg_of(boxes)), values=repr(x))
     match x:
         case ProgramPlan():
-            return _listing_html(x, _plan_lines(x))
+            return _listing_html(x, _program_plan_lines(x))
         case Sharding():
             rows = [*x.placements.items(), *((f"batch {i}", places) for i, places in enumerate(x.batch))]
             return _listing_html(
-                x, _plan_lines(x.plan), placements=[(name, ", ".join(placement_texts(places))) for name, places in rows]
+                x, _program_plan_lines(x.plan), placements=[(name, ", ".join(placement_texts(places))) for name, places in rows]
             )
         case Explanation():
             return _listing_html(x, _explanation_lines(x), modules=x.module_table)
@@ -143,7 +143,8 @@ def _explanation_lines(x: Explanation) -> Iterator[CostlyLine]:
         yield CostlyLine(line.place, line.bytes, summary, tuple(text.removeprefix("  ") for text in details))
 
 
-def _plan_lines(x: ProgramPlan) -> Iterator[CostlyLine]:
+def _program_plan_lines(x: ProgramPlan) -> Iterator[CostlyLine]:
+    """Yield the lines of a program plan with their costs."""
     for line in x.lines:
         summary = line.head.removeprefix(f"{line.place.line}: ")
         yield CostlyLine(line.place, line.nbytes, summary, tuple(line.details))

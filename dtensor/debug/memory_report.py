@@ -40,8 +40,7 @@ class Memory:
             the run that are no parameters: inputs, buffers).
         timeline: every change on each rank, in order.
         lines: for the first rank of this process with the highest peak, the lines that allocated the memory of its peak, with
-            bytes.
-            Tensors from before the run have no line.
+            bytes. Tensors from before the run have no line.
         result: the return value of the function.
 
     A record: reading it communicates nothing and raises nothing.

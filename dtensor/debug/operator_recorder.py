@@ -1,7 +1,7 @@
 """Operator recorder: records operands, results, FLOP and time of every operator on each rank.
 
-Each operator runs unchanged: one on DTensors through their ``__torch_dispatch__``,
-one on local tensors by redispatch. Planning runs operators without data and is not recorded.
+Each operator runs unchanged: one on DTensors through their ``__torch_dispatch__``, one on local tensors by redispatch. Planning
+runs operators without data and is not recorded.
 """
 
 from __future__ import annotations

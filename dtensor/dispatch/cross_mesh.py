@@ -151,7 +151,7 @@ def _plain_value(value: Any, name: str, ranked: bool) -> Any:
     if not layout.mesh.spans_root and not all(shard.equal(first) for shard in local.shards):
         raise MeshError(
             f"{name}: a 0-d tensor on {layout.mesh!r}, with values that differ between the submeshes, would "
-            "be written to a plain tensor"
+            "be written to a plain tensor; reduce it over the other mesh dims first, or write to a DTensor on that mesh"
         )
     return first
 

@@ -16,8 +16,7 @@ from an attribute of the tensor:
   partial tensor.
 
 Disjoint rows and local indices hold for the values that the tensor had: a write to it ends them, and where torch counts no
-writes there are none.
-Dropping a fact is always safe. All of this follows from the program, so ranks agree.
+writes there are none. Dropping a fact is always safe. All of this follows from the program, so ranks agree.
 """
 
 from __future__ import annotations

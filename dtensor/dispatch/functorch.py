@@ -71,14 +71,14 @@ def make_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
         return apply
 
-    def apply_under_transforms(*args: Any) -> Any:
+    def apply_with_or_without_transforms(*args: Any) -> Any:
         if functorch_active():
             return boxed.apply(*map(_LayoutBox.of, args))
         return apply_batched(*args) if any(map(_is_legacy_wrapped, args)) else apply_directly(*args)
 
-    boxed = _make_boxed_function(function, apply_under_transforms)
-    apply_batched = super(torch.autograd.Function, _make_legacy_function(function, apply_under_transforms)).apply  # type: ignore[misc]
-    return apply_under_transforms
+    boxed = _make_boxed_function(function, apply_with_or_without_transforms)
+    apply_batched = super(torch.autograd.Function, _make_legacy_function(function, apply_with_or_without_transforms)).apply  # type: ignore[misc]
+    return apply_with_or_without_transforms
 
 
 class _LayoutBox:

@@ -1,4 +1,4 @@
-"""Output aliasing: results do not share memory with a redistributed operand, and pending results see writes to their sources.
+"""Output aliasing: results share no memory with a redistributed operand; pending ones raise if their source was written to.
 
 A redistributed operand may be a cached copy, and users write to results.
 """

@@ -18,11 +18,10 @@ Elsewhere such a write is refused.
 [Note: Constants of torch]
 Some Python functions of torch make plain tensors and combine them with DTensors. Dispatch cannot tell such a tensor from one of
 the user's. The stack can: :data:`CONSTANT_MAKERS` declares these functions, and a call on the way from one of them to dispatch
-takes
-plain tensors as replicated. This holds only if the function itself was given no plain tensor, so that none of the user's can be
-among them. A function that draws random numbers uses the generator of each rank, so its constants are compared between ranks in
-every call. Such a call is recognized after a cache miss, and its plan is not cached under its own key: the same operator and
-operands in the user's code are refused.
+takes plain tensors as replicated. This holds only if the function itself was given no plain tensor, so that none of the user's
+can be among them. A function that draws random numbers uses the generator of each rank, so its constants are compared between
+ranks in every call. Such a call is recognized after a cache miss, and its plan is not cached under its own key: the same operator
+and operands in the user's code are refused.
 """
 
 from __future__ import annotations

@@ -4,11 +4,11 @@
 DTensors. All others count as plain tensors: they would stay sharded in a full state dict, or be sent to ranks that expect another
 size. The patches concern private torch API:
 
-- ``torch.distributed._state_dict_utils``: four names are replaced after its import. -
-``torch.distributed.checkpoint.state_dict``: two functions. They ask the process group for the first rank. With all ranks in this
-process there is no process group, and this process is the first rank. - ``StateDictStager``
-(``torch.distributed.checkpoint.async_save``): a method that copies a tensor subclass attribute by attribute. For DTensors it
-copies the local tensors.
+- ``torch.distributed._state_dict_utils``: four names are replaced after its import.
+- ``torch.distributed.checkpoint.state_dict``: two functions. They ask the process group for the first rank. With all ranks in
+  this process there is no process group, and this process is the first rank.
+- ``StateDictStager`` (``torch.distributed.checkpoint.async_save``): a method that copies a tensor subclass attribute by
+  attribute. For DTensors it copies the local tensors.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .import_hooks import on_import
 def install_state_dicts() -> None:
     """Patch torch's state-dict tools, now or when they are imported."""
     on_import("torch.distributed._state_dict_utils", _patch_utils)
-    on_import("torch.distributed.checkpoint.state_dict", _patch_options)
+    on_import("torch.distributed.checkpoint.state_dict", _patch_for_ranks_in_process)
     on_import("torch.distributed.checkpoint._state_dict_stager", _patch_stager)
 
 
@@ -64,7 +64,8 @@ def _patch_utils(module: Any) -> None:
     module.DTensor = _make_either_class(theirs)
 
 
-def _patch_options(module: Any) -> None:
+def _patch_for_ranks_in_process(module: Any) -> None:
+    """With all ranks in this process, do not broadcast from the first one, and load full state dicts onto meta models."""
     verify, load = (getattr(module, name, None) for name in ("_verify_options", "_load_model_state_dict"))
     if verify is None or load is None:
         return

@@ -1,4 +1,4 @@
-"""Create meshes: over the world, with new process groups, and for dry runs."""
+"""Create the meshes that the library itself makes: the default one over the world, copies with new process groups, dry runs."""
 
 from __future__ import annotations
 

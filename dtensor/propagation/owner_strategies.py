@@ -58,7 +58,7 @@ def disjoint_strategies(rule: Rule, factors: Factors, call: Call, count: int) ->
 def is_elementwise_on_floats(rule: Rule, call: Call) -> bool:
     """Return True if the operator computes floating numbers (or bools from them) element by element, cannot raise, and writes at
     most to its first operand."""
-    if torch.Tag.pointwise not in call.func.tags or not writes_only_first_operand(call) or rule.run is not None:
+    if torch.Tag.pointwise not in call.func.tags or not writes_at_most_first_operand(call) or rule.run is not None:
         return False
     if torch.Tag.nondeterministic_seeded in call.func.tags:
         return False
@@ -67,8 +67,8 @@ def is_elementwise_on_floats(rule: Rule, call: Call) -> bool:
     return all(dtype.is_floating_point or dtype is torch.bool for dtype in (*dtypes, *result_dtypes))
 
 
-def writes_only_first_operand(call: Call) -> bool:
-    """Return True if the operator writes nothing but its first operand, which it returns."""
+def writes_at_most_first_operand(call: Call) -> bool:
+    """Return True if the operator writes nothing, or nothing but its first operand, which it returns."""
     schema = call.func._schema
     mutated = [argument.name for argument in schema.arguments if argument.alias_info is not None and argument.alias_info.is_write]
     return not schema.is_mutable or (mutated == [schema.arguments[0].name] == [call.names[0]] and len(schema.returns) == 1)
@@ -141,7 +141,7 @@ def find_disjoint_results(
     factors: Factors, call: Call, strategies: Sequence[Strategy], operands: Sequence[Layout], results: Sequence[Layout | None]
 ) -> tuple[DisjointResult, ...]:
     """Return the results that have disjoint rows if these strategies are selected."""
-    if not writes_only_first_operand(call) or not (call.disjoint_splits or factors.groups):
+    if not writes_at_most_first_operand(call) or not (call.disjoint_splits or factors.groups):
         return ()
     result_layouts = [layout for layout in results if layout is not None]
     disjoint = {

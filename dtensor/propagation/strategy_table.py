@@ -1,7 +1,6 @@
-"""Strategy tables: the strategies of a rule that a call allows, and the placements that each needs. Pure: a function of global
-facts.
+"""Strategy tables: the strategies of a rule that factors and dtypes (not sizes) allow, and the placements that each needs.
 
-A table depends on the factors of tensor dims and on dtypes, not on sizes. So a :class:`StrategyTable` serves calls of all sizes.
+So a :class:`StrategyTable` serves calls of all sizes. Pure: a function of global facts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Autograd functions: a user's ``torch.autograd.Function`` over ``PerRank`` tensors.
+"""Autograd functions: a user's ``torch.autograd.Function`` runs once for all ranks, and gets ``PerRank`` tensors.
 
 ``Function.apply`` is not a torch function, so ``PerRank`` cannot map it: torch would see wrappers that require no gradient, and
 detach the graph. Here the function runs once for all ranks, as the code around it does. Its ``forward`` and ``backward`` get

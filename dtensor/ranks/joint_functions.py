@@ -1,6 +1,6 @@
-"""Joint functions: torch functions over ``PerRank`` tensors that run once for all ranks.
+"""Joint functions over ``PerRank`` tensors, which run once for all ranks: autograd passes, random functions, and sizes.
 
-They are autograd passes, functions of autograd nodes, random functions, and sizes. All other functions run once per rank.
+Functions of autograd nodes are joint too. All other functions run once per rank.
 """
 
 from __future__ import annotations

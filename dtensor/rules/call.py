@@ -123,7 +123,7 @@ class Call:
 
     @property
     def number_kinds(self) -> tuple[tuple[int | str, NumberKind], ...]:
-        """The kind of each number, by its position among the operands or by its name."""
+        """The kind of each number (zero, or its range of magnitude), by its position among the operands or by its name."""
         kinds: list[tuple[int | str, NumberKind]] = []
         for i in sorted(self.plain):
             if isinstance(number := self.arguments[self.names[i]], (int, float, complex)):

@@ -252,7 +252,7 @@ class _IndexExchange:
         return (*shape[: self.lead], count, *shape[self.lead + self.ndim :])
 
     def shape_between(self, requester: int, owner: int, giver: int) -> tuple[int, ...]:
-        """Return the shape of the elements that one rank requests and another owns, in the giver's block."""
+        """Return the shape of what one rank requests of another. ``giver``: the rank of the two that sends it."""
         mesh = self.at.call.mesh
         k, j = (mesh.index_over(self.at.mesh_dims, mesh.coordinates[member]) for member in (requester, owner))
         counts = self._table.get(giver) or next(iter(self._table.values()))  # a process with one rank only asks about its group

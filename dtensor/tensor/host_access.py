@@ -124,14 +124,14 @@ def with_subclass_dispatch(convert: Callable[[Any], Any]) -> Callable[[Any], Any
     """
 
     @functools.wraps(convert)
-    def converted(x: Any) -> Any:
+    def convert_with_dispatch(x: Any) -> Any:
         if not is_key_excluded(_PYTHON):
             return convert(x)
         included, excluded = included_keys(), excluded_keys()
         with ForceDispatchKeyGuard(included, excluded.remove(_PYTHON).remove(_SNAPSHOT)):
             return convert(x)
 
-    return converted
+    return convert_with_dispatch
 
 
 to_bool, to_int, to_index = (with_subclass_dispatch(convert) for convert in (Tensor.__bool__, Tensor.__int__, Tensor.__index__))

@@ -78,7 +78,7 @@ def _draw_smaller_trial(draw: Callable[[Any], Any], trial: Trial) -> Trial:
     sizes = {size: draw(st.integers(min(size, 1), size)) for size in sorted({size for x in xs for size in x.shape})}
     narrowed = [_narrow_dims(x, sizes) for x in xs]
     kinds = [draw(st.sampled_from(["small", "rounded", "given"])) for _ in narrowed]
-    arguments = fill_tensors(sample.arguments, [_draw_values(draw, x, kind) for x, kind in zip(narrowed, kinds, strict=True)])
+    arguments = fill_tensors(sample.arguments, [_simplify_values(draw, x, kind) for x, kind in zip(narrowed, kinds, strict=True)])
     variant = replace(trial.case.variant, sample=sample.with_arguments(arguments))
     placements = tuple(
         _fit_placements(of_tensor, x, mesh_shape) for of_tensor, x in zip(trial.case.placements, narrowed, strict=True)
@@ -105,7 +105,8 @@ def _narrow_dims(x: torch.Tensor, sizes: dict[int, int]) -> torch.Tensor:
     return torch.empty_like(x).copy_(x)
 
 
-def _draw_values(draw: Callable[[Any], Any], x: torch.Tensor, kind: str) -> torch.Tensor:
+def _simplify_values(draw: Callable[[Any], Any], x: torch.Tensor, kind: str) -> torch.Tensor:
+    """Return ``x`` with simpler values, by ``kind``: small integers that are drawn, rounded ones, or those given."""
     from hypothesis import strategies as st
 
     if kind == "given" or x.dtype is torch.bool or x.dtype.itemsize == 1:

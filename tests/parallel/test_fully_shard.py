@@ -171,7 +171,7 @@ def test_to_local_and_local_map_of_parameters_in_forward(how: str) -> None:
 @pytest.mark.gloo
 # full_tensor needs processes: in one process it gives one plain tensor for all ranks
 @pytest.mark.parametrize("how", ["to_local", "local_map", "full_tensor"])
-def test_to_local_and_full_tensor_of_parameters_on_process_groups(how: str) -> None:
+def test_gradients_through_to_local_and_full_tensor_of_parameters_on_process_groups(how: str) -> None:
     run_gloo(_check_local_tensors_of_parameters, 4, how)
 
 

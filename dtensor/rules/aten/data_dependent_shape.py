@@ -81,7 +81,8 @@ def nonzero_of_blocks(at: KernelContext, x: Any) -> Any:
         offset = make_index_tensor(block.device, layout.local_offset(coordinates[here.member]))
         return torch.nonzero(block).add_(offset)
 
-    def sort_rows(_: Any, parts: list[Tensor]) -> Tensor:
+    def join_positions(_: Any, parts: list[Tensor]) -> Tensor:
+        """Return the positions of all parts in row-major order."""
         rows = torch.cat(parts)
         flat = torch.zeros_like(rows[:, 0])
         for d, size in enumerate(shape):
@@ -92,7 +93,7 @@ def nonzero_of_blocks(at: KernelContext, x: Any) -> Any:
     kept_mesh_dims = () if ACTIVE_RECORDERS or is_tracing() else row_major_mesh_dims(layout)
     if gathered_mesh_dims := tuple([mesh_dim for mesh_dim in at.mesh_dims if mesh_dim not in kept_mesh_dims]):
         gather_context = replace(at, mesh_dims=gathered_mesh_dims)
-        rows = at.map(sort_rows, all_gather_rows(gather_context, rows))
+        rows = at.map(join_positions, all_gather_rows(gather_context, rows))
     if not kept_mesh_dims:
         return rows
     lengths = _count_rows(replace(at, mesh_dims=kept_mesh_dims), rows)

@@ -32,7 +32,7 @@ ELSEWHERE = {
 
 @cache
 def _builders_by_name() -> dict[str, list[Builder]]:
-    """Return all samples by full operator name, ``"aten::add"`` or ``"aten::add.Tensor"``."""
+    """Return the builders of all samples by full operator name, ``"aten::add"`` or ``"aten::add.Tensor"``."""
     by_name: dict[str, list[Builder]] = {}
     for module in sorted(info.name for info in pkgutil.iter_modules(__path__)):
         samples: Samples = getattr(import_module(f"{__name__}.{module}"), "SAMPLES", {})
