@@ -34,15 +34,13 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn import functional as F
 
 import dtensor as dt
-from dtensor.cost import calibrate
-from dtensor.debug import CommDebugMode
-from dtensor.plan.api import broadcast_result, make_plan
+from dtensor.debug import CommDebugMode, calibrate
 from dtensor.plan.graph_recorder import record_graph
 from dtensor.plan.liveness import MemoryModel
+from dtensor.plan.make_plan import broadcast_result, make_plan
 from dtensor.plan.plan_builder import eager_plan
 from dtensor.plan.plan_executor import PlanExecutor
 from dtensor.plan.strategy_options import recorded_options
-from dtensor.redistribute import moves
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 from live_memory import Live  # as the tests count memory
@@ -164,7 +162,7 @@ def order(rows: Sequence[Row]) -> float:
 def compare(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(prefix="predicted-") as folder:
         profile = Path(folder, "profile.json")
-        calibrate.run_calibration(moves, options.ranks, "cpu", profile, options.seconds)
+        calibrate.run_calibration(options.ranks, "cpu", profile, options.seconds)
         os.environ["DTENSOR_PROFILE"] = str(profile)
         spawn(rank_main, (options.ranks, folder, options.width, options.layers, options.runs), nprocs=options.ranks)
         rows = [Row(*row) for row in json.loads(Path(folder, "rows").read_text())]

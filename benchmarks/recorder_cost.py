@@ -27,7 +27,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import dtensor
 from dtensor.base.recorder_hooks import ACTIVE_RECORDERS, current_recorder
-from dtensor.comm import backends, reductions, transfer
+from dtensor.comm import reductions, torch_backends, transfer
 from dtensor.comm.communicator import Communicator
 from dtensor.dispatch import program
 from dtensor.redistribute import coalesce, executor
@@ -56,7 +56,7 @@ def unasked(comm: Any, issue: Callable[..., Any], step: Any) -> executor.BoundSt
 
 def native(group: Any, op: Any) -> Callable[..., Any]:
     """Replace ``backends.all_reduction``, without recording."""
-    issue, options = group.handle.allreduce, backends._async_options(dist.AllreduceOptions(), reduceOp=op)
+    issue, options = group.handle.allreduce, torch_backends._async_options(dist.AllreduceOptions(), reduceOp=op)
     return lambda x: issue([x], options)
 
 
@@ -67,7 +67,7 @@ def without_door() -> Iterator[None]:
     taken += [patch.object(executor, "_bind_collective", unasked), patch.object(reductions, "bind_native_all_reduce", native)]
     taken += [patch.object(module, "because", lambda cause, fn: fn) for module in (program, coalesce)]
     for module in (transfer, reductions):
-        names = [name for name in vars(module) if hasattr(getattr(backends, name, None), "__wrapped__")]
+        names = [name for name in vars(module) if hasattr(getattr(torch_backends, name, None), "__wrapped__")]
         taken += [patch.object(module, name, getattr(module, name).__wrapped__) for name in names]
     for each in taken:
         each.start()

@@ -112,7 +112,7 @@ _LAZY_NAMES = {  # public name -> module that defines it
     "ProgramPlan": "plan.program_plan",
     "Sharding": "plan.auto_sharding",
     "auto_shard": "plan.auto_sharding",
-    "plan": "plan.api",
+    "plan": "plan.make_plan",
     "Explanation": "debug.explain",
     "budget": "debug.budget",
     "explain": "debug.explain",

@@ -22,12 +22,10 @@ from .base.spawn_ranks import spawn_ranks
 from .base.tables import print_table
 from .clusters import MODELS
 from .clusters import cli as cluster_plan
-from .cost import calibrate
 from .cost.profile import is_calibrated
-from .debug import bench, doctor, run_script
+from .debug import bench, calibrate, doctor, run_script
 from .debug.operator_tables import operator_tables
 from .errors import ArgumentError, DTensorError
-from .redistribute import moves
 from .rules import rules
 from .testing.rule_selection import select_rules
 from .testing.samples import rules_without_sample, samples_of
@@ -267,7 +265,7 @@ def _add_calibrate(commands: Any) -> None:
 
 
 def _run_calibrate(options: argparse.Namespace) -> int:
-    path, profile = calibrate.run_calibration(moves, options.ranks, options.device, options.output, options.seconds)
+    path, profile = calibrate.run_calibration(options.ranks, options.device, options.output, options.seconds)
     if run_script.is_printing_rank():
         for title, rows in calibrate.report_tables(profile, "nccl" if options.device == "cuda" else "gloo"):
             print(title)

@@ -19,7 +19,7 @@ ParamsT = ParamSpec("ParamsT")
 ResultT = TypeVar("ResultT")
 
 
-class Recorder(Protocol):
+class RecorderProtocol(Protocol):
     """Interface of a recorder.
 
     Attributes:
@@ -55,17 +55,18 @@ class CrossCallState(dict[Any, Any]):
     """
 
 
-ACTIVE_RECORDERS: list[Recorder] = []  # of all threads; a recorder is a dispatch mode of one thread and of its backward passes
+# Recorders of all threads. Each is a dispatch mode of one thread and of its backward passes.
+ACTIVE_RECORDERS: list[RecorderProtocol] = []
 
 
-def current_recorder() -> Recorder | None:
+def current_recorder() -> RecorderProtocol | None:
     """Return the recorder that is active in this thread; None if there is none or it is paused."""
     if not ACTIVE_RECORDERS:
         return None
     mode: Any
     for mode in reversed(_get_current_dispatch_mode_stack()):
         if mode in ACTIVE_RECORDERS:
-            return None if mode.paused else cast(Recorder, mode)
+            return None if mode.paused else cast(RecorderProtocol, mode)
     return None
 
 

@@ -21,7 +21,7 @@ from ..base.torch_internals import (
 )
 from ..base.tracing import has_only_observers
 from ..errors import ArgumentError, CaptureError
-from ..plan.api import run_and_plan
+from ..plan.make_plan import run_and_plan
 from ..plan.plan_executor import PlanExecutor
 from ..plan.program_plan import ProgramPlan
 from .captured_program import Program, Sources

@@ -14,7 +14,12 @@ from torch import Tensor
 
 from ..mesh.process_groups import Group
 from ..placement import Monoid
-from .backends import (
+from .communicator import BoundReduction
+from .flat_rows import chunk_lengths, view_as_row
+from .local_reduce import FUSED_SUM_DTYPES, Op, fold, reduce_stack, row_major_copy
+from .pack import Box, Packing, Scatter, view_region
+from .pending import Pending
+from .torch_backends import (
     Waitable,
     all_gather_rows,
     all_to_all_rows,
@@ -27,11 +32,6 @@ from .backends import (
     traits_of,
     wait_then,
 )
-from .communicator import BoundReduction
-from .flat_rows import chunk_lengths, view_as_row
-from .local_reduce import FUSED_SUM_DTYPES, Op, fold, reduce_stack, row_major_copy
-from .pack import Box, Packing, Scatter, view_region
-from .pending import Pending
 from .transfer import ROW_FACTOR, Issue, list_message_regions, peer_order
 
 

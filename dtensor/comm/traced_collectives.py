@@ -36,7 +36,14 @@ from ..base.tracing import has_range_observer, is_traced, registered_object
 from ..errors import UnsupportedOperationError
 from ..mesh.process_groups import Group, backend_name, library_group
 from ..placement import Monoid
-from .backends import (
+from .checked_collectives import wrap_checked
+from .communicator import BoundCollective, BoundReduction
+from .events import Event, all_reduce_bytes, listeners, report_events
+from .flat_rows import chunk_lengths, view_as_row
+from .local_reduce import Op, fold, row_major_copy
+from .pack import Packing, Scatter, Transfer
+from .pending import Pending
+from .torch_backends import (
     Waitable,
     all_gather_rows,
     all_to_all_rows,
@@ -47,13 +54,6 @@ from .backends import (
     row_major,
     traits_of,
 )
-from .checked_collectives import wrap_checked
-from .communicator import BoundCollective, BoundReduction
-from .events import Event, all_reduce_bytes, listeners, report_events
-from .flat_rows import chunk_lengths, view_as_row
-from .local_reduce import Op, fold, row_major_copy
-from .pack import Packing, Scatter, Transfer
-from .pending import Pending
 from .transfer import Issue, is_native_gather, make_gather_packing, make_packings
 
 _ROW_COLLECTIVES = ("gather", "reduce", "reduce_scatter")

@@ -22,7 +22,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..mesh.process_groups import Group
-from .backends import (
+from .flat_rows import flatten_to_bytes, view_as_row
+from .local_reduce import row_major_copy
+from .pack import Box, Packing, SendRecvPlan, Traffic, Transfer, contiguous_run, view_region
+from .pending import Pending
+from .torch_backends import (
     all_gather_rows,
     all_to_all_rows,
     broadcast_row,
@@ -32,10 +36,6 @@ from .backends import (
     traits_of,
     wait_then,
 )
-from .flat_rows import flatten_to_bytes, view_as_row
-from .local_reduce import row_major_copy
-from .pack import Box, Packing, SendRecvPlan, Traffic, Transfer, contiguous_run, view_region
-from .pending import Pending
 
 Issue = Callable[[Tensor], Pending[Tensor]]
 

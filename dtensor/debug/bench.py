@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from ..base.units import bytes_text, seconds_text
-from ..cost.calibrate import median_of_slowest_rank
 from ..errors import ArgumentError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
@@ -21,6 +20,7 @@ from ..placement import REDUCE_OPS, Partial, Placement, Replicate, Shard
 from ..redistribute import plan
 from ..tensor.distribute import distribute_tensor
 from ..tensor.dtensor import DTensor
+from .calibrate import median_of_slowest_rank
 
 Shape = tuple[int, ...]
 Placements = tuple[Placement, ...]

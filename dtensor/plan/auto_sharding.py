@@ -22,10 +22,10 @@ from ..tensor.distribute import distribute_tensor
 from ..tensor.dtensor import DTensor
 from ..tensor.observers import OBSERVERS
 from ..tensor.stale_params import ParamAttributes
-from .api import broadcast_result, choose_options
 from .graph import Graph
 from .graph_recorder import GraphRecorder
 from .liveness import MemoryModel
+from .make_plan import broadcast_result, choose_options
 from .meta_substitution import MetaSubstitution, find_objects
 from .plan_builder import build_plan
 from .program_plan import ProgramPlan, placement_texts

@@ -20,8 +20,8 @@ from ..base.group_by import group_by_key
 from ..layout.layout import Layout
 from ..redistribute import VIEWS
 from ..redistribute import plan as plan_redistribution
-from .costs import redistribute_seconds
 from .graph import Graph, Node, Value
+from .node_costs import redistribute_seconds
 from .objective import Move, Objective
 from .strategy_options import CanonicalLayout, Option, canonical_layout
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 
 from ..layout.layout import Layout
 from ..redistribute import plan as plan_redistribution
-from .costs import NEGLIGIBLE_SECONDS, kernel_bytes, kernel_seconds, redistribute_seconds
 from .graph import Graph, Node
+from .node_costs import NEGLIGIBLE_SECONDS, kernel_bytes, node_kernel_seconds, redistribute_seconds
 from .strategy_options import CanonicalLayout, Option, canonical_layout
 
 Move = tuple[Layout, Layout]  # a redistribution: source and target
@@ -44,7 +44,7 @@ class Objective:
     def local_seconds(self, options: Sequence[Option]) -> float:
         """Return the seconds of the work of a rank, with local redistributions and without communication."""
         pairs = zip(self.graph.nodes, options, strict=True)
-        kernels = (kernel_seconds(node, option.strategies) for node, option in pairs if node.query is not None)
+        kernels = (node_kernel_seconds(node, option.strategies) for node, option in pairs if node.query is not None)
         all_moves = self.list_all_moves(options).values()
         local_moves = (move for moves in all_moves for move in moves if not plan_redistribution(*move).communicates)
         return sum(option.seconds for option in options) - sum(kernels) + moves_seconds(local_moves)

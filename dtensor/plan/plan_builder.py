@@ -11,10 +11,10 @@ from ..layout.layout import Layout
 from ..placement import Monoid
 from ..propagation.strategy_table import texts_of_strategies
 from ..redistribute import plan as plan_redistribution
-from .costs import recorded_collective_seconds, redistribute_seconds
 from .disjoint_placements import list_strategies
 from .graph import Graph, Node
 from .liveness import CopyKey, MemoryModel, MemoryUsage
+from .node_costs import recorded_collective_seconds, redistribute_seconds
 from .objective import Move, Objective
 from .program_plan import PlannedCall, PlannedMove, ProgramPlan, Spelled, placement_texts
 from .repeated_layers import NodeClasses

@@ -20,8 +20,8 @@ from typing import Any
 from ..base.group_by import group_by_key
 from ..errors import PlanError
 from ..layout.layout import Layout
-from .costs import NEGLIGIBLE_SECONDS, redistribute_seconds
 from .liveness import MemoryModel, makes_copy
+from .node_costs import NEGLIGIBLE_SECONDS, redistribute_seconds
 from .repeated_layers import NodeClasses
 from .strategy_options import CanonicalLayout, Option, Options, canonical_layout, replicated_along
 

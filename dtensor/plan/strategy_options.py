@@ -13,7 +13,6 @@ from ..propagation.select_strategy import realize_selection
 from ..propagation.strategy_table import BoundStrategy, DimPlacement
 from ..rules.call import Call
 from ..rules.rule import Strategy
-from .costs import work_seconds
 from .disjoint_placements import (
     DisjointPartial,
     disjoint_marks,
@@ -26,6 +25,7 @@ from .disjoint_placements import (
     without_sizes,
 )
 from .graph import Graph, Node, RuleQuery
+from .node_costs import work_seconds
 from .repeated_layers import NodeClass, NodeClasses, find_classes
 
 CanonicalLayout = Layout  # equal for layouts that differ only in strides, and in the placement on mesh dims of one rank

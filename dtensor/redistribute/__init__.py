@@ -2,7 +2,7 @@
 
 from .across_meshes import Transit, move_between, plan_between
 from .coalesce import execute_many
-from .executor import execute, moves, redistribute_local, start
+from .executor import execute, redistribute_local, redistribution_between, start
 from .planner import estimate, plan
 from .step import VIEWS, AllGather, AllReduce, Exchange, Once, Plan, ReduceScatter, Repeat, Slice, Spread, Step
 
@@ -23,9 +23,9 @@ __all__ = [
     "execute",
     "execute_many",
     "move_between",
-    "moves",
     "plan",
     "plan_between",
     "redistribute_local",
+    "redistribution_between",
     "start",
 ]

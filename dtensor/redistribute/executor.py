@@ -67,14 +67,14 @@ def _run_steps(steps: Sequence[BoundStep], local: LocalValue) -> LocalValue:
 
 
 class BoundRedistribution(NamedTuple):
-    """Redistribution plan that is ready to run, for measurements (see ``cost.calibrate``)."""
+    """Redistribution plan that is ready to run, for measurements (see ``debug.calibrate``)."""
 
     collectives: int
     bytes: int
     run: Callable[[LocalValue], LocalValue]
 
 
-def moves(src: Layout, dst: Layout) -> BoundRedistribution:
+def redistribution_between(src: Layout, dst: Layout) -> BoundRedistribution:
     """Return the redistribution between two layouts, ready to run."""
     found_plan = plan_of(src, dst)
     return BoundRedistribution(found_plan.collectives, found_plan.bytes, functools.partial(execute, found_plan))

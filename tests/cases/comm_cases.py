@@ -17,7 +17,7 @@ from case_lists import Cases
 from torch import Tensor
 
 import dtensor as dt
-from dtensor.comm import Communicator, Pending, backends, communicator_of, events
+from dtensor.comm import Communicator, Pending, communicator_of, events, torch_backends
 from dtensor.errors import LayoutError, MeshError, UnsupportedOperationError
 from dtensor.mesh import process_groups
 from dtensor.mesh.device_mesh import DeviceMesh
@@ -498,8 +498,8 @@ def _flattened_groups() -> None:
 
 def _native_collectives() -> None:
     """Run NCCL's path, on which the backend itself reduces and gathers, for the calls that gloo supports."""
-    ours = backends._TRAITS["gloo"]
-    backends._TRAITS["gloo"] = backends.BackendTraits(reduces=True, sends_lists=False)
+    ours = torch_backends._TRAITS["gloo"]
+    torch_backends._TRAITS["gloo"] = torch_backends.BackendTraits(reduces=True, sends_lists=False)
     try:
         for mesh in (DeviceMesh("cpu", [2, 0, 3, 1]), DeviceMesh("cpu", [[3, 1], [0, 2]])):
             comm = communicator_of(mesh)
@@ -511,7 +511,7 @@ def _native_collectives() -> None:
                         _reduces_natively(mesh, comm, dims, dtype, op)
             _sums_complex(mesh, comm)
     finally:
-        backends._TRAITS["gloo"] = ours
+        torch_backends._TRAITS["gloo"] = ours
 
 
 def _reduces_natively(mesh: DeviceMesh, comm: Communicator, dims: Dims, dtype: torch.dtype, op: str) -> None:

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 import dtensor as dt
 from dtensor import DTensor
-from dtensor.comm import backends
+from dtensor.comm import torch_backends
 
 pytestmark = pytest.mark.gloo
 SAMPLE = dict(map(random_case, range(3)))
@@ -130,7 +130,7 @@ def test_programs_compiled_by_eager_backend_equal_eager(name: str) -> None:
 
 def compare_with_backend_collectives(names: list[str]) -> dict[str, str]:
     """Compare with a backend whose own reductions and gathers are used."""
-    backends._TRAITS["gloo"] = replace(backends._TRAITS["gloo"], reduces=True)
+    torch_backends._TRAITS["gloo"] = replace(torch_backends._TRAITS["gloo"], reduces=True)
     return compare_cases(names, "aot_eager")
 
 

@@ -260,7 +260,12 @@ def test_later_steps_bind_no_collectives(way: str, monkeypatch: pytest.MonkeyPat
 
     made: list[str] = []
     train()  # after this step all plans are cached
-    for at, name in ((InProcess, "_transfer"), (InProcess, "_reduce_scatter"), (InProcess, "_all_reduce"), (FlatRows, "from_layouts")):
+    for at, name in (
+        (InProcess, "_transfer"),
+        (InProcess, "_reduce_scatter"),
+        (InProcess, "_all_reduce"),
+        (FlatRows, "from_layouts"),
+    ):
         monkeypatch.setattr(at, name, lambda *args, name=name: made.append(name))
     train()
     assert not made

@@ -14,9 +14,9 @@ from torch.nn import functional as F
 import dtensor as dt
 from dtensor.base.units import bytes_text
 from dtensor.debug import CommDebugMode
-from dtensor.plan.api import make_plan
 from dtensor.plan.graph_recorder import record_graph
 from dtensor.plan.liveness import MemoryModel
+from dtensor.plan.make_plan import make_plan
 from dtensor.plan.plan_executor import PlanExecutor
 from dtensor.plan.strategy_options import recorded_options
 

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 import dtensor as dt
 from dtensor.capture.captured import MAX_PLANS
-from dtensor.plan.api import run_and_plan
+from dtensor.plan.make_plan import run_and_plan
 from dtensor.plan.plan_executor import PlanExecutor
 
 MESHES = [pytest.param((4,), marks=pytest.mark.slow), (2, 2)]

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 import dtensor as dt
 from dtensor.debug import CommDebugMode
-from dtensor.plan.api import make_plan, run_and_plan
 from dtensor.plan.graph_recorder import record_graph
+from dtensor.plan.make_plan import make_plan, run_and_plan
 from dtensor.plan.plan_executor import PlanExecutor
 from dtensor.plan.program_plan import ProgramPlan, placement_texts, placements_of
 from dtensor.plan.solver import PlanningProblem

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dtensor as dt
 from dtensor import Partial, Replicate, Shard
-from dtensor.comm import backends
+from dtensor.comm import torch_backends
 from dtensor.cost import profile as profiles
 from dtensor.cost.device import DEVICES
 from dtensor.cost.profile import BUILT_IN_PROFILE, Profile
@@ -106,7 +106,7 @@ PROGRAMS = (matrices, redistributions, styles, kernels)
 def received(size: int) -> list[tuple[int, int, list[str]]]:
     """Return for each program the received bytes, the bytes of its events, and the operators that are not counted."""
     # small all-reduces on gloo use one round, which sends more: use two rounds, as for large ones
-    backends._TRAITS["gloo"] = replace(backends._TRAITS["gloo"], one_round_bytes=0)
+    torch_backends._TRAITS["gloo"] = replace(torch_backends._TRAITS["gloo"], one_round_bytes=0)
     mesh = dt.init_device_mesh("cpu", (size,))
     found = []
     for program in PROGRAMS:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from redistribute_cases import all_layouts, make_addends, reduce_addends, slice_local, wrong_members
 
 import dtensor as dt
-from dtensor.comm import PerRank, backends, per_rank
+from dtensor.comm import PerRank, per_rank, torch_backends
 from dtensor.debug import CommDebugMode
 from dtensor.errors import MeshError
 from dtensor.layout.layout import Layout
@@ -133,7 +133,7 @@ def test_redistribute_to_another_kind_of_mesh_raises() -> None:
 # --- processes -------------------------------------------------------------------------------------------------------------
 def _between_on_gloo(message_by_message: bool) -> list[list[torch.Tensor]]:
     if message_by_message:
-        backends._TRAITS["gloo"] = backends.BackendTraits(False, False, direct_bytes=0, one_round_bytes=-1)
+        torch_backends._TRAITS["gloo"] = torch_backends.BackendTraits(False, False, direct_bytes=0, one_round_bytes=-1)
     results = []
     for name, (first, second) in RANKS.items():
         a, b = DeviceMesh("cpu", first), DeviceMesh("cpu", second)

@@ -26,7 +26,7 @@ from redistribute_cases import (
     wrong_members,
 )
 
-from dtensor.comm import backends, events, per_rank
+from dtensor.comm import events, per_rank, torch_backends
 from dtensor.errors import LayoutError
 from dtensor.layout.layout import Layout
 from dtensor.mesh.device_mesh import DeviceMesh
@@ -202,8 +202,8 @@ MESHES = (torch.arange(4), torch.arange(4).reshape(2, 2), torch.tensor([2, 0, 1]
 def _redistribute_on_gloo(message_by_message: bool) -> list[list[torch.Tensor]]:
     results = []
     if message_by_message:  # as for large tensors
-        traits = backends._TRAITS["gloo"]
-        backends._TRAITS["gloo"] = dataclasses.replace(traits, direct_bytes=0, one_round_bytes=-1, exchanged_bytes=-1)
+        traits = torch_backends._TRAITS["gloo"]
+        torch_backends._TRAITS["gloo"] = dataclasses.replace(traits, direct_bytes=0, one_round_bytes=-1, exchanged_bytes=-1)
     for ranks in MESHES:
         mesh = DeviceMesh("cpu", ranks)
         member = mesh.current_member()

@@ -16,7 +16,7 @@ from redistribute_cases import make_addends, reduce_addends, slice_local, uneven
 
 import dtensor as dt
 from dtensor import DeviceMesh, DTensor, Partial, Replicate, Shard
-from dtensor.comm import backends
+from dtensor.comm import torch_backends
 from dtensor.debug import CommDebugMode
 from dtensor.errors import DTensorError
 from dtensor.layout.layout import Layout
@@ -130,8 +130,8 @@ PAIRS: tuple[tuple[Any, Any], ...] = (([S0], [S1]), ([S0], [R]), ([P], [S0]), ([
 def _issue_on_first_rank_first(direct: bool) -> None:
     """Issue all redistributions on the first rank before other ranks begin, which works only if issuing does not wait."""
     if direct:
-        traits = backends._TRAITS["gloo"]
-        backends._TRAITS["gloo"] = dataclasses.replace(traits, direct_bytes=0, one_round_bytes=-1)
+        traits = torch_backends._TRAITS["gloo"]
+        torch_backends._TRAITS["gloo"] = dataclasses.replace(traits, direct_bytes=0, one_round_bytes=-1)
     mesh, rank = dt.init_device_mesh("cpu", (4,)), dist.get_rank()
     other = DeviceMesh("cpu", [2, 3, 0])
     value, aside, flag = torch.arange(1600.0).view(40, 40), dist.new_group(), torch.zeros(1)
@@ -172,8 +172,8 @@ DTYPES = (torch.bool, torch.bfloat16, torch.complex64, torch.float8_e4m3fn, torc
 def _run_random_redistributions(direct: bool) -> list[Any]:
     """Check random redistributions of all dtypes on process groups against their plans, and return the plans."""
     if direct:
-        traits = backends._TRAITS["gloo"]
-        backends._TRAITS["gloo"] = dataclasses.replace(traits, direct_bytes=0, one_round_bytes=-1, exchanged_bytes=-1)
+        traits = torch_backends._TRAITS["gloo"]
+        torch_backends._TRAITS["gloo"] = dataclasses.replace(traits, direct_bytes=0, one_round_bytes=-1, exchanged_bytes=-1)
     draw, plans = random.Random(7), []
     for ranks in (torch.arange(4), torch.arange(4).reshape(2, 2), torch.tensor([[3, 1], [0, 2]])):
         mesh = DeviceMesh("cpu", ranks)

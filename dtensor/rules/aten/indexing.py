@@ -10,7 +10,7 @@ import torch
 
 from ..declare import blockwise
 from ..declared_factors import by
-from ..indexing import reads
+from ..index_rules import reads
 from ..partial_rules import linear
 from ..sharded_index_local import ELEMENTS, FLAT, PLACES, ROWS, TABLE, has_mask
 

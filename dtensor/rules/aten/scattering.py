@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..call import Call
-from ..indexing import CONSTANT_REDUCTIONS, accumulate_if_asked, adds, combine_by_reduce, combine_on_owner, replaces, writes
+from ..index_rules import CONSTANT_REDUCTIONS, accumulate_if_asked, adds, combine_by_reduce, combine_on_owner, replaces, writes
 from ..rule import Factors, StrategyChoice, factors_of_first_operand
 from ..sharded_index_local import ELEMENTS, FLAT, PLACES, ROWS, TABLE, has_mask
 from .indexing import masks_to_indices

@@ -19,7 +19,7 @@ from ...placement import REDUCE_OPS, Partial
 from ..call import Call
 from ..declare import local_size, view
 from ..dim_windows import count_below
-from ..indexing import allows_zero_fill
+from ..index_rules import allows_zero_fill
 from ..kernel_context import At, KernelContext
 from ..partial_rules import copies, one_of
 from ..rule import LINEAR_PARTIAL, Declaration, Factors, Kernel, LocalView, factors_of_first_operand, name_dims

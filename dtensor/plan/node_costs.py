@@ -45,17 +45,17 @@ def work_seconds(
     node: Node, strategies: Sequence[Strategy], operands: Sequence[Layout | None], results: Sequence[Layout | None]
 ) -> float:
     """Return the seconds of a call with one strategy per mesh dim: the collectives of its kernels and its local work."""
-    return kernel_seconds(node, strategies) + local_seconds(node, strategies, operands, results)
+    return node_kernel_seconds(node, strategies) + node_local_seconds(node, strategies, operands, results)
 
 
-def kernel_seconds(node: Node, strategies: Sequence[Strategy]) -> float:
+def node_kernel_seconds(node: Node, strategies: Sequence[Strategy]) -> float:
     """Return the seconds of the collectives of a call's kernels."""
     assert node.query is not None
     call = node.query.call
     return sum(kernel_seconds_of(strategy, call, mesh_dim) for mesh_dim, strategy in enumerate(strategies))
 
 
-def local_seconds(
+def node_local_seconds(
     node: Node, strategies: Sequence[Strategy], operands: Sequence[Layout | None], results: Sequence[Layout | None]
 ) -> float:
     """Return the seconds of a call's local work."""

@@ -1,9 +1,8 @@
 """Calibrate the cost model (``dtensor calibrate``): measure collectives and compute on this machine, and fit the constants.
 
-Every collective runs through the library's own executor, so the measured algorithm is the one that is used later. The caller
-passes the executor, because it plans with the constants that are measured here. The model ``latency + per_peer * other ranks +
-bytes / bandwidth`` is fitted to relative errors: small tensors count as much as large ones. Compute is measured while all ranks
-compute: matrix products by kind of arithmetic, copies, and an operation on one number.
+Every collective runs through the library's own executor, so the measured algorithm is the one that is used later. The model
+``latency + per_peer * other ranks + bytes / bandwidth`` is fitted to relative errors: small tensors count as much as large ones.
+Compute is measured while all ranks compute: matrix products by kind of arithmetic, copies, and an operation on one number.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from time import perf_counter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,13 +21,14 @@ import torch.distributed as dist
 from ..base.progress import iterate_with_progress
 from ..base.spawn_ranks import spawn_ranks
 from ..base.units import seconds_text
+from ..cost.device import DEFAULT_DEVICE, DEVICES, Device, nearest_device
+from ..cost.profile import MEASURED_COLLECTIVES, Link, Profile, Rate, profile_path
 from ..errors import MeshError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.process_groups import backend_name
 from ..placement import Partial, Placement, Replicate, Shard
-from .device import DEFAULT_DEVICE, DEVICES, Device, nearest_device
-from .profile import MEASURED_COLLECTIVES, Link, Profile, Rate, profile_path
+from ..redistribute.executor import redistribution_between
 
 _PLACEMENT_PAIRS: dict[str, tuple[Placement, Placement]] = {
     "exchange": (Shard(0), Shard(1)),
@@ -39,21 +39,6 @@ _PLACEMENT_PAIRS: dict[str, tuple[Placement, Placement]] = {
 assert tuple(_PLACEMENT_PAIRS) == MEASURED_COLLECTIVES
 _MAX_SECONDS = 3600.0  # time limit of all measurements
 _SIDES = (32, 128, 512, 2048)  # sides of square float32 tensors: 4 KB to 16 MB
-
-
-class BoundRedistribution(Protocol):
-    """Redistribution that is ready to run: its number of collectives, and the bytes that one rank receives."""
-
-    @property
-    def collectives(self) -> int: ...
-
-    @property
-    def bytes(self) -> int: ...
-
-    def run(self, local: torch.Tensor) -> Any: ...
-
-
-MakeRedistribution = Callable[[Layout, Layout], BoundRedistribution]
 
 
 class CollectiveSample(NamedTuple):
@@ -87,7 +72,7 @@ def fit_rate(samples: Sequence[CollectiveSample]) -> Rate:
     return Rate(float(constants[0]), float(constants[1]), float(1 / max(constants[2], 1e-15)))
 
 
-def measure_profile(moves: MakeRedistribution, device_type: str, seconds: float = 0.05) -> Profile:
+def measure_profile(device_type: str, seconds: float = 0.05) -> Profile:
     """Return the constants of the world's backend, equal on all its ranks. All of them must call it.
 
     Args:
@@ -102,11 +87,11 @@ def measure_profile(moves: MakeRedistribution, device_type: str, seconds: float 
     between: dict[str, Link] = {}
     sizes = sorted({n for n in (2, 4, 8, per_host) if 1 < n <= min(per_host, world)})
     if sizes:
-        links[backend] = _measure_link(moves, [ranks[:n] for n in sizes], device_type, seconds)
+        links[backend] = _measure_link([ranks[:n] for n in sizes], device_type, seconds)
     if per_host < world:
         heads = ranks[::per_host]
         groups = [heads[:n] for n in sorted({2, len(heads)}) if len(heads) >= n]
-        between[backend] = _measure_link(moves, [*groups, ranks], device_type, seconds)
+        between[backend] = _measure_link([*groups, ranks], device_type, seconds)
     devices = {device_type: _measure_device(device_type, seconds)}
     return Profile(links, between, per_host if per_host < world else 0, devices)
 
@@ -137,11 +122,11 @@ def _measure_matmul_rate(dtype: torch.dtype, device_type: str, seconds: float) -
     return max(rates)
 
 
-def _measure_link(moves: MakeRedistribution, groups: Sequence[Sequence[int]], device_type: str, seconds: float) -> Link:
+def _measure_link(groups: Sequence[Sequence[int]], device_type: str, seconds: float) -> Link:
     memory = _measure_copy_rate(device_type, seconds)
     measurements = list(product(groups, MEASURED_COLLECTIVES, _SIDES))
     steps = iterate_with_progress(measurements, len(measurements), "calibrating") if dist.get_rank() == 0 else iter(measurements)
-    results = [_measure_collective(moves, kind, group, side, device_type, memory, seconds) for group, kind, side in steps]
+    results = [_measure_collective(kind, group, side, device_type, memory, seconds) for group, kind, side in steps]
     samples = [sample for sample in results if sample is not None]
     rates = {kind: fit_rate([sample for sample in samples if sample.kind == kind]) for kind in MEASURED_COLLECTIVES}
     return Link(**rates, memory=memory)
@@ -154,17 +139,17 @@ def _measure_copy_rate(device_type: str, seconds: float) -> float:
 
 
 def _measure_collective(
-    moves: MakeRedistribution, kind: str, group: Sequence[int], side: int, device_type: str, memory: float, seconds: float
+    kind: str, group: Sequence[int], side: int, device_type: str, memory: float, seconds: float
 ) -> CollectiveSample | None:
     """Return one measurement without the modeled time of its local part. None if this rank is not in ``group``'s measurement."""
     mesh = DeviceMesh(device_type, list(group))
     src, dst = (Layout.of(mesh, [placement], (side, side)) for placement in _PLACEMENT_PAIRS[kind])
-    move = moves(src, dst)
-    assert move.collectives == 1, f"{kind} is one collective, not {move}"
+    redistribution = redistribution_between(src, dst)
+    assert redistribution.collectives == 1, f"{kind} is one collective, not {redistribution}"
     local = torch.ones(src.local_shape(mesh.get_coordinate()), device=device_type)
     members = () if mesh.current_member() is None else group
-    elapsed = median_of_slowest_rank(lambda: moves(src, dst).run(local), seconds / 5, device_type, members)
-    nbytes = move.bytes
+    elapsed = median_of_slowest_rank(lambda: redistribution_between(src, dst).run(local), seconds / 5, device_type, members)
+    nbytes = redistribution.bytes
     copied_bytes = {"all_reduce": 0, "reduce_scatter": nbytes}.get(kind, dst.max_local_nbytes)
     return CollectiveSample(kind, len(group), nbytes, max(elapsed - copied_bytes / memory, elapsed / 4))
 
@@ -194,9 +179,7 @@ def median_of_slowest_rank(run: Callable[[], Any], seconds: float, device_type: 
 
 
 # --- processes ------------------------------------------------------------------------------------------------------------
-def run_calibration(
-    moves: MakeRedistribution, ranks: int, device_type: str, path: Path | None, seconds: float
-) -> tuple[Path, Profile]:
+def run_calibration(ranks: int, device_type: str, path: Path | None, seconds: float) -> tuple[Path, Profile]:
     """Measure and write the profile. Starts ``ranks`` processes, unless torchrun has.
 
     Returns:
@@ -211,16 +194,14 @@ def run_calibration(
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         os.environ["DTENSOR_PROFILE"] = "off"  # measure with plans of the built-in constants
         try:
-            profile = measure_profile(moves, device_type, seconds)
+            profile = measure_profile(device_type, seconds)
             if os.environ.get("LOCAL_RANK", "0") == "0":
                 _write_profile(path, profile)
             dist.barrier()
         finally:
             dist.destroy_process_group()
         return path, profile
-    (text,) = spawn_ranks(
-        ranks, _measure_profile_json, moves, device_type, seconds, seconds=_MAX_SECONDS, device_type=device_type
-    )
+    (text,) = spawn_ranks(ranks, _measure_profile_json, device_type, seconds, seconds=_MAX_SECONDS, device_type=device_type)
     profile = Profile.loads(text)
     _write_profile(path, profile)
     return path, profile
@@ -234,11 +215,11 @@ def _write_profile(path: Path, profile: Profile) -> None:
     temporary.replace(path)  # atomic: a reader sees the old file or the new file
 
 
-def _measure_profile_json(moves: MakeRedistribution, device_type: str, seconds: float) -> Iterator[str]:
+def _measure_profile_json(device_type: str, seconds: float) -> Iterator[str]:
     """Yield the measured profile as JSON, on each rank."""
     torch.set_num_threads(1)
     os.environ["DTENSOR_PROFILE"] = "off"
-    yield measure_profile(moves, device_type, seconds).dumps()
+    yield measure_profile(device_type, seconds).dumps()
 
 
 def report_tables(profile: Profile, backend: str) -> Iterator[tuple[str, list[tuple[str, ...]]]]:
