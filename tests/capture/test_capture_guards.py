@@ -570,6 +570,22 @@ def whether_gradients_are_on() -> Case:
     return lambda x: x * (2.0 if torch.is_grad_enabled() else 1.0), lambda: torch.set_grad_enabled(False)
 
 
+def test_module_attributes_with_names_like_tables_of_hooks_are_attributes() -> None:
+    model = dt.parallel.parallelize_module(nn.Sequential(nn.Linear(6, 4)), MESH, {"0": dt.parallel.ColwiseParallel()})
+    model.my_hooks, model.kept_hooks = (2.0,), [len]
+
+    def step(x: torch.Tensor) -> Any:
+        return model(x).sum() * model.my_hooks[0]
+
+    captured, x = dt.capture(step), torch.ones(3, 6)
+    with torch.no_grad():
+        for _ in range(3):
+            captured(x)
+        assert captured.cache_info().replayed >= 1
+        model.my_hooks = (3.0,)
+        assert torch.equal(captured(x), step(x))
+
+
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -44,7 +44,9 @@ from .guard_set import GuardSet, ObservedCode, cell_contents
 from .object_model import MISSING, VALUES, ById
 from .setting_guards import settings_of
 
-_HOOK_TABLES = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")  # ends of the names of a module's tables of hooks
+_HOOK_TABLES = frozenset(
+    name for name in vars(torch.nn.Module()) if "_hooks" in name
+)  # torch's own; a user may name an attribute so
 _LONG_LIST = 64  # a longer list of plain values is one entry of the key
 _GETTER_TYPES = (operator.attrgetter, operator.methodcaller)
 _NAME_COMPUTERS = (getattr, hasattr, vars, dir)
@@ -64,7 +66,9 @@ _CODE_TYPES = (
 )
 _BOUND_METHODS = (types.MethodType, types.BuiltinMethodType)
 _DEFINITIONS = (type, types.FunctionType, types.BuiltinFunctionType)  # objects with the name of the module that defines them
-_GLOBAL_HOOKS = {name: table for name, table in vars(torch.nn.modules.module).items() if name.endswith(_HOOK_TABLES)}
+_GLOBAL_HOOKS = {
+    name: table for name, table in vars(torch.nn.modules.module).items() if "_hooks" in name and isinstance(table, dict)
+}
 
 
 def discover_guards(fn: Any, observed: ObservedCode | None = None) -> GuardSet:
@@ -290,9 +294,9 @@ class _Discovery:
 
     def _look_into_module_attributes(self, kind: type, attributes: Mapping[str, Any], path: str) -> None:
         """Visit the attributes of an ``nn.Module``; of the tables of hooks, only the user's hooks."""
-        self._visit_attributes(kind, (pair for pair in attributes.items() if not pair[0].endswith(_HOOK_TABLES)), path)
+        self._visit_attributes(kind, (pair for pair in attributes.items() if pair[0] not in _HOOK_TABLES), path)
         for name, table in list(attributes.items()):
-            if name.endswith("_hooks") and self.guards.add_object(table):
+            if name in _HOOK_TABLES and name.endswith("_hooks") and self.guards.add_object(table):
                 hooks = objects.user_hooks(table)
                 if table:
                     self.containers.add_objects(functools.partial(objects.user_hooks, table))
