@@ -44,9 +44,6 @@ from .guard_set import GuardSet, ObservedCode, cell_contents
 from .object_model import MISSING, VALUES, ById
 from .setting_guards import settings_of
 
-_HOOK_TABLES = frozenset(
-    name for name in vars(torch.nn.Module()) if "_hooks" in name
-)  # torch's own; a user may name an attribute so
 _LONG_LIST = 64  # a longer list of plain values is one entry of the key
 _GETTER_TYPES = (operator.attrgetter, operator.methodcaller)
 _NAME_COMPUTERS = (getattr, hasattr, vars, dir)
@@ -66,9 +63,8 @@ _CODE_TYPES = (
 )
 _BOUND_METHODS = (types.MethodType, types.BuiltinMethodType)
 _DEFINITIONS = (type, types.FunctionType, types.BuiltinFunctionType)  # objects with the name of the module that defines them
-_GLOBAL_HOOKS = {
-    name: table for name, table in vars(torch.nn.modules.module).items() if "_hooks" in name and isinstance(table, dict)
-}
+_GLOBAL_HOOKS = {name: x for name, x in vars(torch.nn.modules.module).items() if "_hooks" in name and isinstance(x, dict)}
+_HOOK_TABLES = {name for name in vars(torch.nn.Module()) if "_hooks" in name} | _GLOBAL_HOOKS.keys()  # not a user's attributes
 
 
 def discover_guards(fn: Any, observed: ObservedCode | None = None) -> GuardSet:
