@@ -111,13 +111,18 @@ def _block_sizes(levels: list[tuple[int, Shard]], dim: int, size: int) -> tuple[
     return blocks
 
 
+def without_sizes(placement: Placement) -> Placement:
+    """Return a placement without shard sizes and level, which a layout chooses."""
+    return Shard(placement.dim) if isinstance(placement, Shard) else placement
+
+
 def canonical_placements(
     mesh: DeviceMesh, placements: Sequence[Placement], splits: Sequence[Split | None], shape: Sequence[int]
 ) -> tuple[Placement, ...]:
     """Return the one spelling of the placements: levels only if not in mesh-dim order, sizes only if not those of
     ``torch.chunk``.
     """
-    result = [Shard(p.dim) if isinstance(p, Shard) else p for p in placements]
+    result = [*map(without_sizes, placements)]
     for dim, split in enumerate(splits):
         if split is None:
             continue

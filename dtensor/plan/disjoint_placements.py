@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 from ..layout.layout import Layout
-from ..layout.splits import Split
-from ..placement import Partial, Placement, Shard
+from ..layout.splits import Split, without_sizes
+from ..placement import Partial, Placement
 from ..propagation.select_strategy import bound_strategies_of
 from ..propagation.strategy_table import BoundStrategy
 from ..rules.disjoint_partial import DisjointResult, DisjointSplit, OperandFacts
@@ -31,11 +31,6 @@ class DisjointPartial(Partial):
 def disjoint_marks(layout: Layout) -> frozenset[tuple[int, DisjointPartial]]:
     """Return the disjoint partial placements of a layout, with their mesh dims."""
     return frozenset((i, p) for i, p in enumerate(layout.placements) if type(p) is DisjointPartial)
-
-
-def without_sizes(placement: Placement) -> Placement:
-    """Return a placement without shard sizes and level, which a layout chooses."""
-    return Shard(placement.dim) if isinstance(placement, Shard) else placement
 
 
 def with_placement(layout: Layout, mesh_dim: int, placement: Placement) -> Layout:

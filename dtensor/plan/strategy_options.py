@@ -8,6 +8,7 @@ from typing import Any
 
 from ..base.caches import memoize
 from ..layout.layout import Layout
+from ..layout.splits import without_sizes
 from ..placement import Partial, Replicate, Shard
 from ..propagation.select_strategy import realize_selection
 from ..propagation.strategy_table import BoundStrategy, DimPlacement
@@ -22,7 +23,6 @@ from .disjoint_placements import (
     operand_facts,
     with_placement,
     without_marks,
-    without_sizes,
 )
 from .graph import Graph, Node, RuleQuery
 from .node_costs import work_seconds

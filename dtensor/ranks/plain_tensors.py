@@ -18,26 +18,6 @@ from ..base.tracing import has_no_values
 from ..errors import LayoutError, MixedTensorError
 from .per_rank_functorch import unwrap_functorch
 
-
-def write_value(target: Any, value: Any) -> Any:
-    """Copy ``value`` into ``target``, which has the same shape, and return ``target``.
-
-    Args:
-        target: a DTensor (its local value is written), a local value, or a plain tensor to which all ranks write one value.
-        value: a local value in the layout of ``target``, replicated if ``target`` is plain; or a DTensor, which is
-            redistributed to the layout of ``target``.
-    """
-    if value is target:
-        return target
-    if hasattr(value, "_layout"):
-        return target.copy_(value)
-    destination = target._local if hasattr(target, "_layout") else target
-    if value is not destination:
-        # all ranks have the same value
-        destination.copy_(value if hasattr(destination, "shards") else getattr(value, "shards", (value,))[0])
-    return target
-
-
 _INPLACE_METHODS = frozenset(
     ("__setitem__", "__iadd__", "__isub__", "__imul__", "__idiv__", "__itruediv__", "__ifloordiv__", "__imod__")
 )

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ..base.tensor_tree import fill_tensors, tensor_leaves
+from ..layout.splits import without_sizes
 from ..placement import Placement, Shard
 from .forced_cases import Case
 from .locate_fault import Fault, Trial, find_faulty_operator, is_backward, shows_fault
@@ -83,7 +84,7 @@ def _draw_smaller_trial(draw: Callable[[Any], Any], trial: Trial) -> Trial:
     placements = tuple(
         _fit_placements(of_tensor, x, mesh_shape) for of_tensor, x in zip(trial.case.placements, narrowed, strict=True)
     )
-    cotangents = trial.cotangents and tuple(map(_without_sizes, trial.cotangents))
+    cotangents = trial.cotangents and tuple(map(without_sizes, trial.cotangents))
     return replace(trial, case=Case(variant, mesh_shape, placements, trial.case.strategies), cotangents=cotangents)
 
 
@@ -117,10 +118,6 @@ def _simplify_values(draw: Callable[[Any], Any], x: torch.Tensor, kind: str) -> 
     return x.round() + 0 if x.dtype.is_floating_point else x
 
 
-def _without_sizes(placement: Placement) -> Placement:
-    return Shard(placement.dim) if isinstance(placement, Shard) else placement
-
-
 def _fit_placements(placements: Sequence[Placement], x: torch.Tensor, mesh_shape: tuple[int, ...]) -> tuple[Placement, ...]:
     """Return placements for a tensor of other sizes on a mesh of another size. Uneven shards stay uneven."""
     fitted = []
@@ -128,6 +125,6 @@ def _fit_placements(placements: Sequence[Placement], x: torch.Tensor, mesh_shape
         if isinstance(placement, Shard) and placement.sizes is not None and len(placement.sizes) == ranks:
             placement = ragged_shard(placement.dim, x.shape[placement.dim], ranks)
         else:
-            placement = _without_sizes(placement)
+            placement = without_sizes(placement)
         fitted.append(placement)
     return tuple(fitted)
