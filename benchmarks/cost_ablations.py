@@ -1,13 +1,13 @@
-"""Cost ablations: switch off one term of the cost model at a time, and list the rows of ``program_cost.py`` that change.
+"""Cost ablations: switch off one part of the cost model at a time, and list the rows of ``program_cost.py`` that change.
 
-    python benchmarks/cost_ablations.py [TERMS...] [--families llama,gpt2,...] [--layouts tp,fsdp,dp,tp_dp] [--out rows.jsonl]
+    python benchmarks/cost_ablations.py [PARTS...] [--families llama,gpt2,...] [--layouts tp,fsdp,dp,tp_dp] [--out rows.jsonl]
     python benchmarks/cost_ablations.py --every [--layouts tp,fsdp,tp_dp]      # the rows of every_family.py instead
 
-A term is a function or an expression of ``dtensor/propagation``. Its ablation is a replacement in the source text, so the package
-needs no switches. A term whose text is no longer in the module raises an error that names it.
+A part is a function or an expression of ``dtensor/propagation``. Its ablation is a replacement in the source text, so the package
+needs no switches. A part whose text is no longer in the module raises an error that names it.
 
-Each cell is the bytes (or the matrix FLOPs) without the term, over those with it. Rows that change by less than ``--least``
-(0.05) are not printed. These are counts, so they do not depend on the load of the machine. Each term runs in its own process.
+Each cell is the bytes (or the matrix FLOPs) without the part, over those with it. Rows that change by less than ``--least``
+(0.05) are not printed. These are counts, so they do not depend on the load of the machine. Each part runs in its own process.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from program_cost import measure, prepared, step_of
 
 from dtensor.propagation import cost_model, select_strategy
 
-# term -> (module, text in its source, replacement). An empty text replaces the function that the replacement defines.
-TERMS: dict[str, tuple[ModuleType, str, str]] = {
+# part -> (module, text in its source, replacement). An empty text replaces the function that the replacement defines.
+PARTS: dict[str, tuple[ModuleType, str, str]] = {
     "free strategies first": (cost_model, "", "def select_free_strategies(*_):\n    return None"),
     "a reduce-scatter costs an all-reduce": (
         cost_model,
@@ -106,9 +106,9 @@ TERMS: dict[str, tuple[ModuleType, str, str]] = {
 }
 
 
-def switch_off(term: str) -> None:
-    """Redefine the function that holds a term, without the term, in its module and in all modules that imported it."""
-    module, text, replacement = TERMS[term]
+def switch_off(part: str) -> None:
+    """Redefine the function that holds a part, without the part, in its module and in all modules that imported it."""
+    module, text, replacement = PARTS[part]
     source = inspect.getsource(module)
     if text:
         functions = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
@@ -116,15 +116,15 @@ def switch_off(term: str) -> None:
         holders = [name for name, segment in segments.items() if text.strip() in segment]
         if len(holders) != 1 or source.count(text) != 1:
             raise SystemExit(
-                f"cost_ablations: {module.__name__} has the text of {term!r} {source.count(text)} times: update TERMS"
+                f"cost_ablations: {module.__name__} has the text of {part!r} {source.count(text)} times: update PARTS"
             )
         name, code = holders[0], segments[holders[0]].replace(text.strip(), replacement.strip())
     else:
         name, code = replacement.partition("(")[0].removeprefix("def "), replacement
     original = getattr(module, name, None)
     if original is None:
-        raise SystemExit(f"cost_ablations: {module.__name__} has no {name} (term {term!r}): update TERMS")
-    exec(compile(code, f"<without {term}>", "exec", __future__.annotations.compiler_flag), vars(module))
+        raise SystemExit(f"cost_ablations: {module.__name__} has no {name} (part {part!r}): update PARTS")
+    exec(compile(code, f"<without {part}>", "exec", __future__.annotations.compiler_flag), vars(module))
     for importer in [m for key, m in sys.modules.items() if key.startswith("dtensor.")]:
         if vars(importer).get(name) is original:
             setattr(importer, name, vars(module)[name])
@@ -152,7 +152,7 @@ def measure_model_rows(families: list[str], layouts: list[str]) -> Iterator[dict
 
 
 def measure_family_rows(families: list[str], layouts: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the same of the rows of ``every_family.py``, where bytes and FLOPs are ratios."""
+    """Yield ratios of bytes and of FLOPs, and collectives, of the rows of ``every_family.py``."""
     for name in families or [name for name in every_family.CONFIG_MAPPING if every_family.classes_of(name)]:
         try:
             for row in every_family.rows_of(name, layouts):
@@ -161,8 +161,8 @@ def measure_family_rows(families: list[str], layouts: list[str]) -> Iterator[dic
             yield {"row": name, "error": f"{type(error).__name__}: {error}"[:120]}
 
 
-def print_changes(term: str, rows: list[dict[str, Any]], complete: Mapping[str, dict[str, Any]], least: float) -> None:
-    """Print the rows that change without the term, and a summary."""
+def print_changes(part: str, rows: list[dict[str, Any]], complete: Mapping[str, dict[str, Any]], least: float) -> None:
+    """Print the rows that change without the part, and a summary."""
     changed = []
     for row in rows:
         base = complete.get(row["row"], {})
@@ -173,18 +173,18 @@ def print_changes(term: str, rows: list[dict[str, Any]], complete: Mapping[str, 
             or row.get("equal") != base.get("equal")
         ):
             changed.append(f"    {row['row']:24} " + (row.get("error") or " ".join(f"{ratio:6.2f}" for ratio in ratios)))
-    print(f"{term}: {len(changed)} of {len(rows)} rows change", *changed, sep="\n", flush=True)
+    print(f"{part}: {len(changed)} of {len(rows)} rows change", *changed, sep="\n", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("terms", nargs="*", help="default: all")
+    parser.add_argument("parts", nargs="*", help="default: all")
     parser.add_argument("--families", default="", help="default: the usual ones, or with --every all")
     parser.add_argument("--layouts", default="tp,fsdp,dp,tp_dp,styles")
     parser.add_argument("--every", action="store_true", help="the rows of every_family.py")
     parser.add_argument("--least", type=float, default=0.05)
     parser.add_argument("--out", type=Path, default=Path("build/cost_ablations.jsonl"), help="rows that it has are not run again")
-    parser.add_argument("--without", help=argparse.SUPPRESS)  # the child's term
+    parser.add_argument("--without", help=argparse.SUPPRESS)  # the child's part
     options = parser.parse_args()
     families, layouts = [name for name in options.families.split(",") if name], options.layouts.split(",")
     if options.without is not None:
@@ -198,17 +198,17 @@ def main() -> None:
         return
     options.out.parent.mkdir(parents=True, exist_ok=True)
     known = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.exists() else []
-    done = {record["term"]: record["rows"] for record in known if record["arguments"] == [options.every, families, layouts]}
-    for term in ["", *(options.terms or TERMS)]:
-        if term not in done:
-            command = [sys.executable, __file__, "--without", term, "--layouts", options.layouts, "--families", options.families]
+    done = {record["part"]: record["rows"] for record in known if record["arguments"] == [options.every, families, layouts]}
+    for part in ["", *(options.parts or PARTS)]:
+        if part not in done:
+            command = [sys.executable, __file__, "--without", part, "--layouts", options.layouts, "--families", options.families]
             child = subprocess.run([*command, *(["--every"] * options.every)], stdout=subprocess.PIPE, text=True, check=True)
-            done[term] = [json.loads(line) for line in child.stdout.splitlines() if line.startswith("{")]
-            record = {"term": term, "arguments": [options.every, families, layouts], "rows": done[term]}
+            done[part] = [json.loads(line) for line in child.stdout.splitlines() if line.startswith("{")]
+            record = {"part": part, "arguments": [options.every, families, layouts], "rows": done[part]}
             with options.out.open("a") as file:
                 file.write(json.dumps(record) + "\n")
-        if term:
-            print_changes(term, done[term], {row["row"]: row for row in done[""]}, options.least)
+        if part:
+            print_changes(part, done[part], {row["row"]: row for row in done[""]}, options.least)
 
 
 if __name__ == "__main__":

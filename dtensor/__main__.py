@@ -1,4 +1,4 @@
-"""Command line: ``dtensor`` or ``python -m dtensor``, with one subcommand for each tool."""
+"""Main program, the command line: ``dtensor`` or ``python -m dtensor``, with one subcommand for each tool."""
 
 from __future__ import annotations
 
