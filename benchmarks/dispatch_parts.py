@@ -29,7 +29,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._foreach_utils import _foreach_supported_types as foreach_types
 
 import dtensor as dt
-from dtensor.dispatch.wrap import wrap_local
+from dtensor.state.wrap import wrap_local
 
 
 class Idle(torch.Tensor):

@@ -9,7 +9,6 @@ from .base.late_binding import register_provider as _register_provider
 from .base.modes import explicit, implicit_replication, remember
 from .comm import PerRank, map_ranks, per_rank
 from .dispatch.cache_info import CacheInfo, cache_info
-from .dispatch.register_sharding import register_sharding, unregister_sharding
 from .interop.dlpack import install_dlpack as _install_dlpack
 from .interop.dynamo import define_inplace_operators as _define_inplace_operators
 from .interop.dynamo import skip_library_frames as _skip_library_frames
@@ -34,6 +33,7 @@ from .tensor.replica_check import follow_check_level as _follow_check_level
 from .tensor.views.inplace_view_ops import install_inplace_view_methods as _install_inplace_view_methods
 from .tensor.views.lazy_view import install_view_dispatch as _install_view_dispatch
 from .tensor.views.view_writeback import dispatch_view as _dispatch_view
+from .user_rules.register_sharding import register_sharding, unregister_sharding
 from .watchdog.levels import check_ranks
 from .watchdog.levels import set_level_from_environment as _set_level_from_environment
 

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from . import __version__
-from .base.progress import iterate_with_progress
-from .base.spawn_ranks import spawn_ranks
-from .base.tables import print_table
 from .clusters import MODELS
 from .clusters import cli as cluster_plan
+from .command_line.progress import iterate_with_progress
+from .command_line.spawn_ranks import spawn_ranks
+from .command_line.tables import print_table
 from .cost.profile import is_calibrated
 from .debug import bench, calibrate, doctor, run_script
 from .debug.operator_tables import operator_tables

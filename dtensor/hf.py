@@ -22,7 +22,7 @@ from .errors import ArgumentError, CheckpointError, MeshError, PlacementError
 from .mesh.device_mesh import as_mesh
 from .parallel.tensor.parallelize import parameters_at, submodules_at
 from .tensor.dtensor import DTensor
-from .tensor.materialize import materialize
+from .tensor.modules.materialize import materialize
 
 __all__ = ["adapted_plan", "from_pretrained", "prepared", "save_pretrained"]
 

@@ -17,13 +17,13 @@ from torch.autograd.graph import increment_version
 from ..base.group_by import group_by_key
 from ..base.torch_internals import autocast_enabled, pytree
 from ..comm import PerRank, communicator_of
-from ..dispatch.functorch import make_apply
 from ..dispatch.local_op import below_autograd
-from ..dispatch.wrap import wrap_local
 from ..errors import CaptureError
 from ..layout.layout import Layout
+from ..state.functorch import make_apply
+from ..state.wrap import wrap_local
 from ..tensor.dtensor import DTensor
-from ..tensor.views.block_owners import local_tensors_of
+from ..tensor.views.checkpoint_blocks import local_tensors_of
 from .carried_gradients import GradGuards, set_carried_state
 from .codegen import TapeFunction
 from .outputs import (

@@ -14,7 +14,7 @@ import torch
 from ..base.group_by import group_by_key
 from ..base.torch_internals import OpOverload
 from ..comm import PerRank, communicator_of
-from ..dispatch.wrap import wrap_local
+from ..state.wrap import wrap_local
 from .outputs import ComputedTensor
 from .tape import PerRankVars, Step, Tape, Var
 

@@ -11,10 +11,10 @@ from torch.autograd.graph import increment_version
 
 from ..base import tensor_tree
 from ..base.torch_internals import autocast_enabled, pytree
-from ..dispatch.wrap import wrap_local
 from ..errors import CaptureError
+from ..state.wrap import wrap_local
 from ..tensor.dtensor import DTensor
-from ..tensor.views.block_owners import local_tensors_of
+from ..tensor.views.checkpoint_blocks import local_tensors_of
 from .captured_program import BackwardTape, InputSpec, Program, Recorded, detach_same_layout, grads_key, join_locals
 from .carried_gradients import LeafGradients, reachable_from, redistribute_leaf_gradients, suspend_hooks
 from .float_provenance import TracedFloat, to_plain_float

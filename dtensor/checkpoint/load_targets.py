@@ -20,7 +20,7 @@ from ..errors import CheckpointError
 from ..layout.layout import Layout
 from ..redistribute import redistribute_local
 from ..tensor.dtensor import DTensor, wrap
-from ..tensor.views.block_owners import LocalBlock, StackedLayout, local_tensors_of, members_here, stack_of
+from ..tensor.views.checkpoint_blocks import LocalBlock, StackedLayout, local_tensors_of, members_here, stack_of
 from ..tensor.views.lazy_view import LazyView
 from .tree import Stored
 

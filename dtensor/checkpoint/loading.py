@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import CheckpointError
-from ..tensor.views.block_owners import LocalBlock, blocks_here
+from ..tensor.views.checkpoint_blocks import LocalBlock, blocks_here
 from . import dcp_metadata as metadata
 from . import safetensors as hugging_face
 from .async_save import finish_pending_saves

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import CheckpointError
-from ..tensor.views.block_owners import LocalBlock, block_tensor, blocks_here
+from ..tensor.views.checkpoint_blocks import LocalBlock, block_tensor, blocks_here
 from .async_save import finish_pending_saves
 from .block_io import write_box
 from .coordinator import RankGroup, StateParts

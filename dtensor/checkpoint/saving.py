@@ -22,7 +22,7 @@ import torch
 from ..base.group_by import group_by_key
 from ..errors import CheckpointError
 from ..tensor.dtensor import DTensor
-from ..tensor.views.block_owners import block_tensor, blocks_here
+from ..tensor.views.checkpoint_blocks import block_tensor, blocks_here
 from .async_save import PendingSave, Staging, finish_pending_saves, submit_save
 from .block_io import Stream, append_tensor
 from .coordinator import NESTING_PART, RankGroup, StateParts

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..base.progress import report_periodically
-from ..base.tables import print_table
+from ..command_line.progress import report_periodically
+from ..command_line.tables import print_table
 from ..errors import PlanError
 from .cluster import CLUSTERS
 from .model_sizes import MODELS

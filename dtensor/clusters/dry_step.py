@@ -22,11 +22,11 @@ from ..base.tensor_tree import tensor_leaves
 from ..base.user_frames import NO_SOURCE_LINE
 from ..comm.events import Event, listening
 from ..cost.link import collective_seconds, get_device
-from ..debug.memory_tracker import MemoryTracker
-from ..debug.operator_recorder import OperatorRecorder, RecordedLocalCall
 from ..mesh.device_mesh import DeviceMesh
 from ..parallel import MixedPrecisionPolicy, fully_shard
 from ..placement import Shard
+from ..recorders.memory_tracker import MemoryTracker
+from ..recorders.operator_recorder import OperatorRecorder, RecordedLocalCall
 from .cluster import MESH_DIMS
 from .decoder_parts import DecoderLayer, EmbeddingPart, Experts, LossPart, rotary_tables, to_local_tensor
 from .model_sizes import Transformer

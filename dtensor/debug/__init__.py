@@ -1,7 +1,7 @@
 """Debugging tools: count collectives, draw shards of a tensor, and save reports as HTML."""
 
 from ..interop.dynamo import mark_untraced as _leave_untraced
-from .comm_mode import CommDebugMode
+from ..recorders.comm_mode import CommDebugMode
 from .html import save_html
 from .visualize import visualize_sharding
 

@@ -8,9 +8,9 @@ from typing import NamedTuple
 from ..base.mode_stack import mode_context
 from ..base.units import bytes_text, flop_text
 from ..errors import ArgumentError, BudgetError
+from ..recorders.run_recorder import RunRecorder
 from .explain import collectives_text, group_by_line
 from .memory_report import lines_at_peak
-from .run_recorder import RunRecorder
 
 
 class Limits(NamedTuple):

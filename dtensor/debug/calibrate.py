@@ -18,9 +18,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ..base.progress import iterate_with_progress
-from ..base.spawn_ranks import spawn_ranks
 from ..base.units import seconds_text
+from ..command_line.progress import iterate_with_progress
+from ..command_line.spawn_ranks import spawn_ranks
 from ..cost.device import DEFAULT_DEVICE, DEVICES, Device, nearest_device
 from ..cost.profile import MEASURED_COLLECTIVES, Link, Profile, Rate, profile_path
 from ..errors import MeshError

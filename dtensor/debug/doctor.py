@@ -11,8 +11,8 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 import torch.distributed as dist
 
-from ..base.progress import report_periodically
-from ..base.spawn_ranks import spawn_ranks
+from ..command_line.progress import report_periodically
+from ..command_line.spawn_ranks import spawn_ranks
 from ..cost.profile import PROFILE_FORMAT, is_calibrated
 from ..errors import DTensorError
 from ..interop.patch_catalog import PATCHES

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..base.tables import table_text
 from ..base.units import bytes_text
 from ..base.user_frames import SourceLine
-from .memory_tracker import KINDS, MemoryTracker, gather_from_processes
-from .run_recorder import RunRecorder
+from ..command_line.tables import table_text
+from ..recorders.memory_tracker import KINDS, MemoryTracker, gather_from_processes
+from ..recorders.run_recorder import RunRecorder
 
 _SHOWN_LINES = 5  # number of lines in ``str``
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
+from ..recorders.run_recorder import RunRecorder
 from .budget import Limits, excess_message, usage_of
-from .run_recorder import RunRecorder
 
 RecordedBudgets = dict[str, dict[str, int]]
 Budget = Callable[..., AbstractContextManager[None]]

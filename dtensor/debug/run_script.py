@@ -16,13 +16,13 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from ..base.progress import report_periodically
-from ..base.tables import print_table
+from ..command_line.progress import report_periodically
+from ..command_line.tables import print_table
 from ..errors import ArgumentError
 from ..plan import plan
+from ..recorders.run_recorder import RunRecorder
 from .explain import Explanation
 from .html import save_html
-from .run_recorder import RunRecorder
 from .trace import save_trace
 
 

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from ..base.mode_stack import mode_context
-from .memory_tracker import gather_from_processes
-from .operator_recorder import RecordedLocalCall, RecordedOperation
-from .run_recorder import RecordedCollective, RunRecorder
+from ..recorders.memory_tracker import gather_from_processes
+from ..recorders.operator_recorder import RecordedLocalCall, RecordedOperation
+from ..recorders.run_recorder import RecordedCollective, RunRecorder
 
 COMPUTE, COMMUNICATION = 0, 1  # tracks
 _MEMORY_STEPS = 200  # a change is written if it is at least this fraction of the peak

@@ -15,7 +15,7 @@ from ..base.recorder_hooks import untracked
 from ..base.symbolic_sizes import SymbolicSize, hashable_size, hashable_sizes, recompile_if_specialized, specialize_symbols
 from ..base.tracing import has_no_values
 from ..layout.layout import Layout
-from . import wrap
+from ..state import wrap
 from .plain_tensor_args import keep_gradient_plain, made_by_torch
 
 KEYED_AS_IS = frozenset((type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, str))

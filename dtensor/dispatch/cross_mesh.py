@@ -39,8 +39,8 @@ from ..mesh.device_mesh import DeviceMesh
 from ..propagation.op_schema import OperatorSchema
 from ..redistribute import execute
 from ..redistribute import plan as plan_redistribution
+from ..state.wrap import wrap_local
 from .frame import Runner
-from .wrap import wrap_local
 
 
 def meshes_of(values: Any) -> dict[DeviceMesh, None]:

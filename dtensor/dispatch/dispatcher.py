@@ -29,8 +29,9 @@ from ..propagation.propagate import CallPlan
 from ..propagation.select_strategy import StrategySelector, select_strategies
 from ..rules.op_traits import element_rule_of
 from ..rules.registry import lookup
+from ..state import wrap
+from ..state.wrap import wrap_local, wrap_view
 from ..watchdog.levels import CheckLevel
-from . import wrap
 from .announced_collectives import announced_call
 from .cache_key import KEYED_AS_IS, append_list_to_key, append_to_key, planned_value, specialize_sizes
 from .cross_mesh import make_cross_mesh_runner
@@ -41,7 +42,6 @@ from .operand_layouts import plan_call
 from .plain_tensor_args import compare_plain_arguments, make_constants_runner, make_plain_write_runner
 from .program import bind_program, runner_of
 from .variants import with_variants
-from .wrap import wrap_local, wrap_view
 
 PLANS: PooledDicts[tuple[Any, ...], Any] = PooledDicts(
     each=1024, together=8192

@@ -37,7 +37,8 @@ from ..propagation.op_schema import CallSignature, OperatorSchema
 from ..propagation.owner_strategies import SUM
 from ..propagation.propagate import CallPlan
 from ..rules.disjoint_partial import DisjointResult, DisjointSplit, OperandFacts
-from . import wrap
+from ..state import wrap
+from ..state.version_counters import counted_versions, is_unwritten, is_written_once
 from .frame import Args, Frame, Keywords, Pass, Step
 from .redistribution_cache import (
     CACHED_COPIES,
@@ -48,7 +49,6 @@ from .redistribution_cache import (
     cached_reductions,
     note_preferred_layout,
 )
-from .version_counters import counted_versions, is_unwritten, is_written_once
 
 _DISJOINT_ROWS = "_disjoint_rows"  # the attribute of a tensor with its DisjointRows
 _OWNERSHIPS = "_ownerships"  # the attribute of a tensor of group ends with the RowOwnerships made of it

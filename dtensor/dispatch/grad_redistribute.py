@@ -12,7 +12,7 @@ from ..base.mode_stack import ModeStack
 from ..cost.link import get_link
 from ..layout.layout import Layout
 from ..placement import Replicate, Shard
-from .version_counters import is_recorded
+from ..state.version_counters import is_recorded
 
 HAS_PROGRAM_PLAN: ModeStack[Callable[[], bool]] = ModeStack(
     "planned"

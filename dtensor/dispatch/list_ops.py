@@ -16,9 +16,9 @@ from ..base.tracing import is_traced
 from ..propagation.op_schema import OperatorSchema
 from ..propagation.propagate import CallPlan
 from ..ranks.per_rank import shards_of
+from ..state.version_counters import memory_state_of
+from ..state.wrap import write_value
 from .frame import Args, Keywords
-from .version_counters import memory_state_of
-from .wrap import write_value
 
 _SCALAR_DTYPES = (torch.float32, torch.float64)  # kernels in half precision compute with the scalar in single precision
 

@@ -26,11 +26,11 @@ from ..comm.checked_collectives import operation_hash_of, ranks_along
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
 from ..propagation.op_schema import OperatorSchema
+from ..state import wrap
 from ..watchdog import source_location
 from ..watchdog.collective_hooks import get_or_make_operation_log, note_error
 from ..watchdog.flight_recorder import FAILED_MARK, EventLog, OperationHash, fingerprint
 from ..watchdog.levels import CheckLevel
-from . import wrap
 from .cache_key import BOOL_NAMES
 
 _REPR_TYPES = str | bool | int | float | complex | None | torch.dtype | torch.layout | torch.memory_format

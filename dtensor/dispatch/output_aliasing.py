@@ -12,7 +12,7 @@ import torch
 
 from ..comm import Pending, PerRank, shards_of
 from ..errors import DTensorError
-from .version_counters import WriteCheck
+from ..state.version_counters import WriteCheck
 
 
 def clone_if_aliased(local: Any, addresses: Collection[int]) -> Any:

@@ -47,10 +47,10 @@ from ..mesh.device_mesh import DeviceMesh
 from ..propagation.op_schema import OperatorSchema
 from ..propagation.propagate import CallPlan
 from ..rules.registry import lookup
+from ..state.functorch import layout_of
+from ..state.wrap import wrap_local, write_value
 from .cross_mesh import meshes_of
 from .frame import Runner
-from .functorch import layout_of
-from .wrap import wrap_local, write_value
 
 try:
     from ..base.torch_internals import said_alike

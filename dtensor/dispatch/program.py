@@ -18,13 +18,13 @@ from ..comm.events import issue_for_cause
 from ..layout.layout import Layout
 from ..propagation.op_schema import CallSignature, OperatorSchema
 from ..propagation.propagate import CallPlan
+from ..state.wrap import wrap_local, wrap_view
 from .comm_report import Cause
 from .frame import Args, Frame, Keywords, Pass, Runner, Step
 from .local_call import LocalCall, is_kernel
 from .local_op import has_complex, local_function, resolve_conjugation
 from .steps import AFTER, BEFORE, LOCAL, WrapOutputs
 from .whole_calls import decompose, give_answer, run_outside_mesh, run_whole
-from .wrap import wrap_local, wrap_view
 
 # Runners that replace the passes in LOCAL; the first that applies.
 WHOLE: tuple[Callable[[CallPlan, OperatorSchema, CallSignature], Runner | None], ...] = (give_answer, decompose, run_outside_mesh)

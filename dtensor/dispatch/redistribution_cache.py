@@ -47,9 +47,9 @@ from ..layout.layout import Layout
 from ..placement import Replicate
 from ..redistribute import Exchange, Plan, execute, execute_many
 from ..redistribute import plan as plan_redistribution
-from . import wrap
+from ..state import wrap
+from ..state.version_counters import cache_owner, counted_versions, version_owner
 from .grad_redistribute import register_grad_redistribute
-from .version_counters import cache_owner, counted_versions, version_owner
 
 FRESH_CACHE: ModeStack[object] = ModeStack("afresh")  # inside, copies that were made before are not used
 PREFERRED_LAYOUT = "_preferred_layout"  # the attribute of a tensor with its PreferredLayout

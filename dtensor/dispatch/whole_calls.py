@@ -14,11 +14,11 @@ from ..errors import UnsupportedOperationError
 from ..layout.layout import Layout
 from ..propagation.op_schema import CallSignature, OperatorSchema
 from ..propagation.propagate import CallPlan
+from ..state.wrap import wrap_local, write_value
 from .frame import Args, Frame, Keywords, Runner, Step, argument_at, results_of
 from .local_call import call_local_function
 from .redistribution_cache import run_in_decomposition
 from .steps import check_explicit, resize_to
-from .wrap import wrap_local, write_value
 
 
 def run_whole(runner: Runner) -> Step:

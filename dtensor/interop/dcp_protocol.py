@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from ..errors import CheckpointError
-from ..tensor.views.block_owners import LocalBlock, block_tensor, blocks_here, stack_of
+from ..tensor.views.checkpoint_blocks import LocalBlock, block_tensor, blocks_here, stack_of
 from ..tensor.views.lazy_view import LazyView
 
 

@@ -20,11 +20,11 @@ from ..base.patches import patch_applied
 from ..base.torch_internals import opaque_object
 from ..base.tracing import is_traced, register_object, registered_object, unwrap_graph_constant
 from ..comm import PerRank, shards_of
-from ..dispatch.functorch import layout_of, mesh_and_placements_of
 from ..errors import UnsupportedOperationError
 from ..mesh.device_mesh import DeviceMesh, as_mesh
 from ..placement import Partial, Placement, Replicate, Shard
 from ..ranks.per_rank_functorch import split_ranks, unwrap_functorch
+from ..state.functorch import layout_of, mesh_and_placements_of
 from ..tensor import create
 from ..tensor.autograd import redistribute_if_needed, to_local_tensor
 from ..tensor.compile_protocol import ALL_RANKS, plain_to_expected_tangent

@@ -20,8 +20,8 @@ from ..mesh.device_mesh import DeviceMesh
 from ..placement import Placement, Replicate
 from ..tensor.distribute import distribute_tensor
 from ..tensor.dtensor import DTensor
+from ..tensor.modules.stale_params import ParamAttributes
 from ..tensor.observers import OBSERVERS
-from ..tensor.stale_params import ParamAttributes
 from .graph import Graph
 from .graph_recorder import GraphRecorder
 from .liveness import MemoryModel

@@ -11,11 +11,11 @@ from typing import Any, Literal
 from ..comm.events import Event
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
+from ..propagation.flops import Work, work_of
 from ..propagation.select_strategy import bound_strategies_of, select_strategies
 from ..propagation.strategy_table import BoundStrategy, StrategySelection
 from ..redistribute import Step
 from ..rules.call import Call
-from ..rules.flops import Work, work_of
 from ..rules.rule import Factors, Rule
 
 Kind = Literal["input", "call", "fixed", "move", "written", "parts", "gradient"]

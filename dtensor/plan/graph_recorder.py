@@ -18,13 +18,13 @@ from ..comm.events import Event, current_redistribution_steps, listening
 from ..dispatch.facts import facts_of_call
 from ..dispatch.grad_redistribute import REDISTRIBUTING_GRAD
 from ..dispatch.redistribution_cache import FRESH_CACHE
-from ..dispatch.version_counters import versions_of
 from ..layout.layout import Layout
 from ..propagation.make_call import iter_operand_slots
 from ..propagation.op_schema import OperatorSchema
 from ..propagation.propagate import CallPlan
 from ..propagation.select_strategy import select_strategies
 from ..rules.registry import lookup
+from ..state.version_counters import versions_of
 from ..tensor.call_listener import CallListener, OperatorCall
 from ..tensor.dtensor import DTensor
 from ..tensor.observers import OBSERVERS

@@ -13,18 +13,18 @@ from ..base.tensor_tree import map_leaves
 from ..comm.events import Event, listening
 from ..cost.link import collective_seconds, get_device
 from ..dispatch.dispatcher import run_with_strategies
-from ..dispatch.wrap import wrap_local
 from ..errors import DTensorError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh, init_device_mesh
 from ..propagation.cost_model import LOCAL_STEP
 from ..propagation.cost_model import kernel_seconds as kernel_seconds_of
+from ..propagation.flops import largest_fraction
 from ..propagation.select_strategy import realize_selection
 from ..propagation.strategy_table import StrategySelection
 from ..redistribute import Step, estimate
 from ..rules.call import Call
-from ..rules.flops import largest_fraction
 from ..rules.rule import Factors, Rule, Strategy
+from ..state.wrap import wrap_local
 from .disjoint_placements import disjoint_marks
 from .graph import Node, RuleQuery
 

@@ -16,8 +16,6 @@ from typing import Any, Self
 import torch
 
 from ..dispatch.grad_redistribute import HAS_PROGRAM_PLAN
-from ..dispatch.version_counters import is_unwritten, versions_of
-from ..dispatch.wrap import wrap_local
 from ..propagation.make_call import iter_operand_slots
 from ..propagation.select_strategy import bound_strategies_of, realize_selection, select_strategies
 from ..propagation.strategy_table import StrategySelection, strategies_by_text
@@ -25,6 +23,8 @@ from ..redistribute import execute
 from ..redistribute import plan as plan_redistribution
 from ..rules.call import Call
 from ..rules.rule import Factors, Rule
+from ..state.version_counters import is_unwritten, versions_of
+from ..state.wrap import wrap_local
 from ..tensor.call_listener import CallListener, OperatorCall
 from ..tensor.dtensor import DTensor
 from .graph_recorder import call_key

@@ -31,8 +31,8 @@ from ..layout.expanded_storage import storage_layout
 from ..layout.layout import Layout
 from ..placement import Partial, Replicate, Shard
 from ..rules.call import Call
-from ..rules.flops import Work, divide_by_other_mesh_dims, strategy_seconds
 from ..rules.rule import Factors, Kernel, Strategy
+from .flops import Work, divide_by_other_mesh_dims, strategy_seconds
 from .strategy_table import BoundStrategy, DimPlacement, StrategyTable
 
 LOCAL_STEP = 1e-7  # seconds of a local slice, or of making zeros

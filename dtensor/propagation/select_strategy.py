@@ -19,11 +19,11 @@ from ..placement import Partial
 from ..redistribute.intervals import missing_numels, table_max
 from ..rules.call import Call, Meta, NumberKind
 from ..rules.dim_windows import cover_window_sizes, window_block_sizes
-from ..rules.factored_dims import NotBlocks, compose_splits, split_of_factor
-from ..rules.flops import work_of
 from ..rules.op_traits import traits_of
 from ..rules.rule import Along, Dims, Factors, R, Rule, Spec, Strategy, StrategyChoice, find_dim
 from .cost_model import rank_strategies, select_free_strategies
+from .factored_dims import NotBlocks, compose_splits, split_of_factor
+from .flops import work_of
 from .owner_strategies import are_consistent, disjoint_strategies, find_disjoint_results, select_single_owner
 from .strategy_table import StrategySelection, StrategyTable, bind_spec, get_or_build_table, spec_to_placement
 

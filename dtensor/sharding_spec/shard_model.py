@@ -19,9 +19,9 @@ from ..parallel import ParallelStyle, parallelize_module
 from ..placement import Placement, Replicate
 from ..tensor.distribute import distribute_at, own_tensors
 from ..tensor.dtensor import DTensor
-from ..tensor.materialize import check_initializers
-from ..tensor.materialize import materialize as give_values
-from ..tensor.stale_params import replacing_params
+from ..tensor.modules.materialize import check_initializers
+from ..tensor.modules.materialize import materialize as give_values
+from ..tensor.modules.stale_params import replacing_params
 from .composite import Composite, as_spec, is_prefix_match
 from .rank_device import Place, common_device_type, mesh_ranks_of
 from .specs import Spec, Whole

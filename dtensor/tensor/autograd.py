@@ -29,22 +29,15 @@ from ..base.torch_internals import forward_ad, functorch_active
 from ..base.tracing import check_not_in_graph
 from ..comm import PerRank, communicator_of, shards_of
 from ..dispatch.announced_collectives import redistribute_under_policy
-from ..dispatch.functorch import (
-    FunctorchFunction,
-    detach_any,
-    is_inside_transform,
-    is_wrapped_by_transform,
-    layout_of,
-    make_apply,
-)
 from ..dispatch.grad_redistribute import redistribute_grad_unless_planned
 from ..dispatch.output_aliasing import check_unwritten, clone_if_aliased, storage_addresses
-from ..dispatch.wrap import wrap_local, wrap_pending
 from ..errors import UnsupportedOperationError
 from ..layout.layout import Layout
 from ..placement import Partial, Placement, Replicate
 from ..ranks.per_rank_functorch import join_ranks
 from ..redistribute import execute, move_between, plan, start
+from ..state.functorch import FunctorchFunction, detach_any, is_inside_transform, is_wrapped_by_transform, layout_of, make_apply
+from ..state.wrap import wrap_local, wrap_pending
 from .observers import ACTIVE_OBSERVERS, notify_layout_read, notify_redistributed
 from .replica_gradients import compare_replicas, find_use
 

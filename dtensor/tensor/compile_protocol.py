@@ -23,10 +23,10 @@ from ..base.modes import EXPLICIT, IMPLICIT_REPLICATION
 from ..base.symbolic_sizes import hashable_sizes, recompile_for_sizes, recompile_if_specialized, recompile_unless_derivable
 from ..base.torch_internals import FakeTensor, graph_task
 from ..base.tracing import has_data_mutation, has_no_values, is_analysis_local, register_object, swap_analysis_local
-from ..dispatch import wrap
-from ..dispatch.wrap import wrap_local
 from ..errors import DTensorError, UnsupportedOperationError
 from ..layout.layout import Layout
+from ..state import wrap
+from ..state.wrap import wrap_local
 from .autograd import grad_layout, redistribute_no_grad, to_dtensor_grad, to_full_tensor
 
 

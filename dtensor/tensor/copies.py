@@ -12,13 +12,13 @@ import torch
 from ..base.mode_stack import ModeStack
 from ..base.patches import patch_applied
 from ..comm import PerRank, communicator_of, per_rank
-from ..dispatch.functorch import below_transforms
-from ..dispatch.tensor_state import NOT_COPIED
-from ..dispatch.wrap import wrap_local
 from ..errors import DTensorError, UnsupportedOperationError
 from ..layout.layout import Layout, restore_layout
 from ..mesh.device_mesh import restore_mesh
 from ..placement import Partial, Replicate, Shard
+from ..state.functorch import below_transforms
+from ..state.tensor_state import NOT_COPIED
+from ..state.wrap import wrap_local
 
 _AS_RANK_SHARDS: ModeStack[None] = ModeStack("pieces_while_loading")
 

@@ -15,7 +15,6 @@ import torch
 from ..base.torch_internals import functorch_active
 from ..base.validation import check_sizes
 from ..comm import communicator_of
-from ..dispatch.functorch import as_writable_in_transform, below_transforms
 from ..errors import ArgumentError, PlacementError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import as_mesh
@@ -23,6 +22,7 @@ from ..placement import Placement
 from ..random.distributions import SAMPLERS
 from ..random.draw import RANDOM_MODE, as_graph_op, clone_block, draw, draw_counted
 from ..redistribute import redistribute_local
+from ..state.functorch import as_writable_in_transform, below_transforms
 from .dtensor import DTensor, wrap
 
 

@@ -23,7 +23,6 @@ from ..comm.communicator import BoundCollective
 from ..comm.cross_rank_check import check_identical, payload_bytes
 from ..comm.flat_rows import content_bytes, tensor_from_bytes
 from ..comm.pack import Box, SendRecvPlan, Traffic, Transfer
-from ..dispatch.functorch import as_writable_in_transform, below_transforms, has_tangent, layout_of, unwrap_constant
 from ..errors import ArgumentError, LayoutError, MeshError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh, as_mesh
@@ -32,9 +31,10 @@ from ..random.draw import as_graph_op, clone_block
 from ..redistribute import redistribute_local
 from ..redistribute.executor import box_inside, in_memory_order
 from ..redistribute.step import layout_text, placements_text
+from ..state.functorch import as_writable_in_transform, below_transforms, has_tangent, layout_of, unwrap_constant
 from .autograd import redistribute_if_needed
 from .dtensor import DTensor, wrap
-from .stale_params import ParamAttributes, replacing_params
+from .modules.stale_params import ParamAttributes, replacing_params
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -26,8 +26,6 @@ from ..base.validation import check_dtype, check_strided
 from ..comm import PerRank, communicator_of
 from ..dispatch.dispatcher import dispatch
 from ..dispatch.plain_tensor_args import distribute_like
-from ..dispatch.version_counters import MEMORY_STATE, join_alias_groups, mark_local_exposed
-from ..dispatch.wrap import install_tensor_class, wrap_local
 from ..errors import DTensorError, LayoutError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh, as_mesh
@@ -35,6 +33,8 @@ from ..placement import Placement, Replicate
 from ..ranks.per_rank import prepare_for_program
 from ..ranks.per_rank_functorch import join_ranks, split_ranks, unwrap_functorch
 from ..redistribute import Plan, Transit, plan, plan_between
+from ..state.version_counters import MEMORY_STATE, join_alias_groups, mark_local_exposed
+from ..state.wrap import install_tensor_class, wrap_local
 from . import compile_protocol, copies, host_access
 from .autograd import (
     copies_for_ranks,

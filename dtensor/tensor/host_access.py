@@ -19,7 +19,7 @@ from ..base.torch_internals import (
     included_keys,
     is_key_excluded,
 )
-from ..dispatch.functorch import below_transforms
+from ..state.functorch import below_transforms
 
 
 def full_value(x: Any) -> Tensor:

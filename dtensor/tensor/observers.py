@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from ..base.mode_stack import ModeStack
-from ..dispatch.version_counters import mark_local_exposed
 from ..layout.layout import Layout
+from ..state.version_counters import mark_local_exposed
 
 
 class Observer(Protocol):

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from ..comm import communicator_of, shards_of
-from ..dispatch.functorch import below_transforms
 from ..layout.layout import Layout
 from ..placement import Replicate
+from ..state.functorch import below_transforms
 
 
 def format_local_tensors(x: Any) -> str:

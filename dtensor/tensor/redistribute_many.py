@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from ..dispatch.output_aliasing import check_unwritten, clone_if_aliased, storage_addresses
-from ..dispatch.wrap import wrap_local, wrap_pending
 from ..errors import LayoutError, PlacementError
 from ..layout.layout import Layout
 from ..placement import Placement
 from ..redistribute import execute_many, plan
+from ..state.wrap import wrap_local, wrap_pending
 from .autograd import grad_layout, to_dtensor_grad
 from .dtensor import DTensor
 

@@ -30,7 +30,7 @@ from dtensor.parallel import (
     replicate,
     units_by_size,
 )
-from dtensor.parallel.data.unit import unit_of
+from dtensor.parallel.data.units.unit import unit_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::dtensor.errors.GatherWarning")
 

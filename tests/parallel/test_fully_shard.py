@@ -29,8 +29,8 @@ from dtensor.parallel import (
     register_fsdp_forward_method,
     replicate,
 )
-from dtensor.parallel.data.policy import HostOffload
-from dtensor.parallel.data.unit import unit_of
+from dtensor.parallel.data.units.policy import HostOffload
+from dtensor.parallel.data.units.unit import unit_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::dtensor.errors.GatherWarning")
 

@@ -31,7 +31,7 @@ from dtensor.parallel import (
     replicate,
     share_comm_ctx,
 )
-from dtensor.parallel.data.unit import unit_of
+from dtensor.parallel.data.units.unit import unit_of
 from dtensor.redistribute.flat_buffer import FlatRows
 
 X = torch.randn(24, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))

@@ -24,7 +24,7 @@ from dtensor.parallel import (
     parallelize_module,
     replicate,
 )
-from dtensor.parallel.data.unit import unit_of
+from dtensor.parallel.data.units.unit import unit_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::dtensor.errors.GatherWarning")
 

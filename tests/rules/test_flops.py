@@ -13,10 +13,10 @@ import dtensor as dt
 from dtensor.base.tensor_tree import map_tensors
 from dtensor.cost.device import DEVICES, Device
 from dtensor.layout.layout import Layout
+from dtensor.propagation.flops import Work, divide_by_other_mesh_dims, strategy_seconds, work_of
 from dtensor.propagation.make_call import make_call
 from dtensor.propagation.op_schema import operator_schema_of
 from dtensor.rules.call import Call, Meta
-from dtensor.rules.flops import Work, divide_by_other_mesh_dims, strategy_seconds, work_of
 from dtensor.rules.registry import lookup
 from dtensor.rules.rule import Along, Strategy, strategies_of_factors
 

@@ -18,8 +18,8 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 import dtensor as dt
 from dtensor.parallel import CPUOffloadPolicy, fully_shard, materialize, replicate
-from dtensor.parallel.data.grad_reduction import SendBufferPool, start_reductions
-from dtensor.parallel.data.unit import unit_of
+from dtensor.parallel.data.units.grad_reduction import SendBufferPool, start_reductions
+from dtensor.parallel.data.units.unit import unit_of
 
 DEVICE = "pretended"
 

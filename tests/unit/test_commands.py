@@ -22,7 +22,7 @@ from trace_format import events_in
 
 import dtensor as dt
 from dtensor.__main__ import main
-from dtensor.base.spawn_ranks import spawn_ranks
+from dtensor.command_line.spawn_ranks import spawn_ranks
 from dtensor.debug import bench, doctor
 from dtensor.debug.trace import COMMUNICATION
 from dtensor.errors import DTensorError

@@ -15,8 +15,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import dtensor as dt
 from dtensor import Partial, Placement, Replicate, Shard
 from dtensor.comm import shards_of
-from dtensor.dispatch.functorch import layout_of
 from dtensor.ranks.per_rank_functorch import split_ranks
+from dtensor.state.functorch import layout_of
 from dtensor.tensor.autograd import from_local_recorded, to_full_tensor, to_local_tensor
 from dtensor.testing import scatter
 

@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from dtensor.base import progress as module
-from dtensor.base.progress import iterate_with_progress, report_periodically
+from dtensor.command_line import progress as module
+from dtensor.command_line.progress import iterate_with_progress, report_periodically
 
 
 class LineRecorder:

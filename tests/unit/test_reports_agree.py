@@ -19,8 +19,8 @@ from dtensor.comm.events import Event
 from dtensor.debug import CommDebugMode
 from dtensor.debug.budget import Limits, excess_message, usage_of
 from dtensor.debug.explain import Explanation
-from dtensor.debug.run_recorder import RunRecorder
 from dtensor.debug.trace import COMMUNICATION, events_of
+from dtensor.recorders.run_recorder import RunRecorder
 
 LISTS = (
     "process_cases",

@@ -11,8 +11,8 @@ from gloo_processes import run_gloo
 
 import dtensor as dt
 from dtensor import DTensor, Partial, Replicate, Shard
-from dtensor.dispatch.version_counters import take_snapshot
 from dtensor.ranks.per_rank import shards_of
+from dtensor.state.version_counters import take_snapshot
 
 VALUE = torch.arange(15.0).view(5, 3)
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()

@@ -38,8 +38,8 @@ import numpy
 import torch
 
 from ...base.caches import memoize
-from ...dispatch.tensor_state import NOT_FOLLOWED
 from ...errors import CaptureError
+from ...state.tensor_state import NOT_FOLLOWED
 
 MISSING = object()  # a unique mark for "no value"
 

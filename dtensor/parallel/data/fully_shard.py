@@ -10,14 +10,14 @@ from torch import nn
 
 from ...base.group_by import group_by_key
 from ...errors import ContradictionError, UnitError
-from .buffers import ModuleBuffers
-from .dp_modes import MeshAxes, make_sharding_axes
-from .fsdp_module import FSDPModule, make_reshard_group, state_of, units_of
-from .fsdp_param import FSDPParam
-from .fsdp_param_init import ShardPlacementFn, axes_on_common_root, make_fsdp_params, move_to_common_mesh
-from .param_group import ParamGroup
-from .policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
-from .unit import FSDPUnit, unit_of
+from .units.buffers import ModuleBuffers
+from .units.dp_modes import MeshAxes, make_sharding_axes
+from .units.fsdp_module import FSDPModule, make_reshard_group, state_of, units_of
+from .units.fsdp_param import FSDPParam
+from .units.fsdp_param_init import ShardPlacementFn, axes_on_common_root, make_fsdp_params, move_to_common_mesh
+from .units.param_group import ParamGroup
+from .units.policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from .units.unit import FSDPUnit, unit_of
 
 M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
 DEFAULT_PRECISION = MixedPrecisionPolicy()

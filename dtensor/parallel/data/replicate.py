@@ -10,12 +10,6 @@ from torch import nn
 
 from ...errors import ArgumentError, UnsupportedOperationError
 from ...mesh.device_mesh import DeviceMesh
-from .buffers import ModuleBuffers
-from .custom_collectives import AllGather, CommHook, CommHookReducer, ReduceScatter
-from .dp_modes import MeshAxes, make_replicating_axes
-from .fsdp_module import FSDPModule, state_of, units_of
-from .fsdp_param import FSDPParam
-from .fsdp_param_init import axes_on_common_root, make_fsdp_params, move_to_common_mesh
 from .fully_shard import (
     DEFAULT_OFFLOAD,
     DEFAULT_PRECISION,
@@ -25,9 +19,15 @@ from .fully_shard import (
     mix_in_methods,
     outermost_modules,
 )
-from .param_group import ParamGroup
-from .policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
-from .unit import FSDPUnit
+from .units.buffers import ModuleBuffers
+from .units.custom_collectives import AllGather, CommHook, CommHookReducer, ReduceScatter
+from .units.dp_modes import MeshAxes, make_replicating_axes
+from .units.fsdp_module import FSDPModule, state_of, units_of
+from .units.fsdp_param import FSDPParam
+from .units.fsdp_param_init import axes_on_common_root, make_fsdp_params, move_to_common_mesh
+from .units.param_group import ParamGroup
+from .units.policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from .units.unit import FSDPUnit
 
 _MEBIBYTE = 1024 * 1024
 _FIRST_BUCKET_BYTES = _MEBIBYTE  # small, so that the first all-reduce starts early

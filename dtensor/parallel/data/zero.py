@@ -21,15 +21,15 @@ from ...base.recorder_hooks import ACTIVE_RECORDERS, current_recorder
 from ...base.tensor_tree import map_tensors
 from ...comm import communicator_of, shards_of
 from ...comm.flat_rows import split_row
-from ...dispatch.version_counters import VersionSnapshot, take_snapshot
 from ...errors import MeshError, UnsupportedOperationError
 from ...layout.layout import Layout
 from ...mesh.device_mesh import DeviceMesh, as_mesh
 from ...mesh.submesh import have_same_root
 from ...placement import Placement, Replicate, Shard
 from ...redistribute import execute_many, plan, redistribute_local
+from ...state.version_counters import VersionSnapshot, take_snapshot
 from ...tensor.dtensor import DTensor, wrap
-from .dp_modes import DP_MODES, MeshAxes
+from .units.dp_modes import DP_MODES, MeshAxes
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -20,8 +20,8 @@ from ...mesh.device_mesh import DeviceMesh
 from ...placement import Shard
 from ...tensor.distribute import distribute_at, distribute_tensor
 from ...tensor.dtensor import DTensor
+from ...tensor.modules.stale_params import ParamAttributes, note_replaced
 from ...tensor.overrides.table import install_stack_overrides
-from ...tensor.stale_params import ParamAttributes, note_replaced
 
 
 class _StackParametrization(nn.Module):

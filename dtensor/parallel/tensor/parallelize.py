@@ -12,7 +12,7 @@ from torch import nn
 from ...comm import expect_locals
 from ...errors import PlacementError
 from ...mesh.device_mesh import DeviceMesh, as_mesh
-from ...tensor.stale_params import replacing_params
+from ...tensor.modules.stale_params import replacing_params
 from .hf_styles import distribute_by_style_name, hook_modules_with_shared_parameters, make_style, mark_styled
 from .shared_input import share_inputs_within
 from .style import ParallelStyle

@@ -19,9 +19,9 @@ from ...base.selective_checkpoint import policy_mode
 from ...base.torch_internals import forward_ad, functorch_active
 from ...base.tracing import is_tracing
 from ...comm import PerRank
-from ...dispatch.functorch import make_apply
-from ...dispatch.version_counters import take_snapshot
 from ...layout.layout import Layout
+from ...state.functorch import make_apply
+from ...state.version_counters import take_snapshot
 from ...tensor.autograd import ToLocal, to_local_tensor
 
 

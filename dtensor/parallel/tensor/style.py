@@ -16,13 +16,13 @@ from torch.utils.hooks import RemovableHandle
 
 from ...base.tensor_tree import rebuild_sequence
 from ...comm import shards_of
-from ...dispatch.functorch import layout_of, mesh_and_placements_of
 from ...errors import MeshError, PlacementError
 from ...layout.on_other_mesh import layout_on_larger_mesh, shard_further
 from ...mesh.device_mesh import DeviceMesh
 from ...mesh.submesh import have_same_root, join_dims, select_dims
 from ...placement import Placement, Replicate, Shard
 from ...ranks.per_rank_functorch import split_ranks, unwrap_functorch
+from ...state.functorch import layout_of, mesh_and_placements_of
 from ...tensor.autograd import redistribute_if_needed, to_local_tensor
 from ...tensor.distribute import distribute_at, replicate_own_tensors
 from ...tensor.dtensor import DTensor

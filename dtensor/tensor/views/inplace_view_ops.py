@@ -14,9 +14,9 @@ import torch
 
 from ...base.recorder_hooks import ACTIVE_RECORDERS
 from ...base.torch_internals import CreationMeta, creation_meta, swap_impl
-from ...dispatch.tensor_state import OF_MEMORY
-from ...dispatch.version_counters import move_memory_state
 from ...errors import UnsupportedOperationError
+from ...state.tensor_state import OF_MEMORY
+from ...state.version_counters import move_memory_state
 from ..dtensor import DTensor, wrap
 from .lazy_view import LazyView, copy_view
 

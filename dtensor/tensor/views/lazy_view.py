@@ -27,7 +27,13 @@ from ...dispatch.frame import Runner
 from ...dispatch.operand_layouts import plan_call
 from ...dispatch.program import bind_program, runner_of
 from ...dispatch.steps import is_unrecorded_alias
-from ...dispatch.version_counters import (
+from ...errors import LayoutError
+from ...layout.layout import Layout
+from ...propagation.op_schema import OperatorSchema, operator_schema_of
+from ...propagation.propagate import CallPlan
+from ...rules.aten.views import check_memory, own_strides
+from ...rules.op_traits import traits_of
+from ...state.version_counters import (
     is_unwritten,
     join_alias_groups,
     named_version_owner,
@@ -35,13 +41,7 @@ from ...dispatch.version_counters import (
     versions_of_all,
     view_in_plain_torch,
 )
-from ...dispatch.wrap import storage_offset_of_view
-from ...errors import LayoutError
-from ...layout.layout import Layout
-from ...propagation.op_schema import OperatorSchema, operator_schema_of
-from ...propagation.propagate import CallPlan
-from ...rules.aten.views import check_memory, own_strides
-from ...rules.op_traits import traits_of
+from ...state.wrap import storage_offset_of_view
 from ..autograd import grad_layout
 from ..compile_protocol import FlattenMethod
 from ..copies import dense_copy

@@ -21,11 +21,11 @@ from ...comm import communicator_of
 from ...dispatch.dispatcher import dispatch
 from ...dispatch.list_ops import has_aliased_elements, run_per_element
 from ...dispatch.redistribution_cache import IN_DECOMPOSITION
-from ...dispatch.wrap import write_value as assign_local
 from ...errors import UnsupportedOperationError
 from ...propagation.op_schema import OperatorSchema, operator_schema_of
 from ...redistribute import redistribute_local
 from ...rules import lookup
+from ...state.wrap import write_value as assign_local
 from ..copies import dense_copy
 from ..dtensor import DTensor, wrap
 from .flattened_sharded_dims import run_on_stack

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from ...base.patches import patch_applied
-from ...base.torch_internals import DisableTorchFunctionSubclass
-from ...comm import shards_of
-from ...errors import UnsupportedOperationError
-from ...tensor.dtensor import wrap
-from ...tensor.leaf_gradients import has_no_other_hooks
+from ....base.patches import patch_applied
+from ....base.torch_internals import DisableTorchFunctionSubclass
+from ....comm import shards_of
+from ....errors import UnsupportedOperationError
+from ....tensor.dtensor import wrap
+from ....tensor.leaf_gradients import has_no_other_hooks
 from .fsdp_param import FSDPParam
 from .grad_reduction import GradReduction, defer_hooks, start_reductions
 from .param_group import Column, ParamGroup

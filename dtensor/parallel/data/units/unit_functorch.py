@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from ...base.torch_internals import tree_map
-from ...comm import PerRank, shards_of
-from ...dispatch.functorch import mesh_and_placements_of
-from ...errors import MeshError, UnsupportedOperationError
-from ...placement import Partial
-from ...ranks.per_rank_functorch import join_ranks, split_ranks, unwrap_functorch
-from ...tensor.autograd import from_local_recorded, redistribute_if_needed, to_local_tensor
-from ...tensor.dtensor import DTensor
+from ....base.torch_internals import tree_map
+from ....comm import PerRank, shards_of
+from ....errors import MeshError, UnsupportedOperationError
+from ....placement import Partial
+from ....ranks.per_rank_functorch import join_ranks, split_ranks, unwrap_functorch
+from ....state.functorch import mesh_and_placements_of
+from ....tensor.autograd import from_local_recorded, redistribute_if_needed, to_local_tensor
+from ....tensor.dtensor import DTensor
 from .all_gather_extensions import AllGatherExtensions
 from .fsdp_param import FSDPParam
 from .param_group import ParamGroup

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...comm import PerRank, communicator_of
-from ...dispatch.version_counters import VersionSnapshot, take_snapshot
-from ...layout.layout import Layout
-from ...redistribute.coalesce import broadcast_many
-from ...tensor.dtensor import DTensor, wrap
+from ....comm import PerRank, communicator_of
+from ....layout.layout import Layout
+from ....redistribute.coalesce import broadcast_many
+from ....state.version_counters import VersionSnapshot, take_snapshot
+from ....tensor.dtensor import DTensor, wrap
 from .dp_modes import MeshAxes
 from .fsdp_param_init import broadcast_from_first, make_unsharded_layout, tensors_with_values
 

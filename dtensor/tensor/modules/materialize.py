@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..errors import DTensorError
-from .distribute import distribute_at, own_tensors
-from .dtensor import DTensor
+from ...errors import DTensorError
+from ..distribute import distribute_at, own_tensors
+from ..dtensor import DTensor
 from .stale_params import replacing_params
 
 M = TypeVar("M", bound=nn.Module)

@@ -19,15 +19,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ...base.tensor_tree import iter_tree_leaves
-from ...base.torch_internals import is_traceable_wrapper_subclass, tree_leaves, tree_map
-from ...comm import PerRank, shards_of
-from ...dispatch.version_counters import VersionSnapshot
-from ...errors import DTensorError
-from ...placement import Partial
-from ...tensor.autograd import BATCH_GRAD_PLACEMENTS
-from ...tensor.views.block_owners import local_tensors_of
-from ...tensor.views.lazy_view import LazyView
+from ....base.tensor_tree import iter_tree_leaves
+from ....base.torch_internals import is_traceable_wrapper_subclass, tree_leaves, tree_map
+from ....comm import PerRank, shards_of
+from ....errors import DTensorError
+from ....placement import Partial
+from ....state.version_counters import VersionSnapshot
+from ....tensor.autograd import BATCH_GRAD_PLACEMENTS
+from ....tensor.views.checkpoint_blocks import local_tensors_of
+from ....tensor.views.lazy_view import LazyView
 from .param_group import ParamGroup
 from .unsharded_storage import UnshardedStorage
 

@@ -15,17 +15,17 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
-from ...base.torch_internals import engine_runs, functorch_active, graph_stays, graph_task
-from ...comm import shards_of
-from ...dispatch.version_counters import VersionSnapshot
-from ...errors import DTensorError, UnsupportedOperationError
-from ...mesh.device_mesh import DeviceMesh
-from ...mesh.submesh import have_same_root
-from ...placement import Partial
-from ...ranks.per_rank_functorch import unwrap_functorch
-from ...tensor.autograd import redistribute_no_grad
-from ...tensor.dtensor import DTensor
-from ...tensor.materialize import check_values
+from ....base.torch_internals import engine_runs, functorch_active, graph_stays, graph_task
+from ....comm import shards_of
+from ....errors import DTensorError, UnsupportedOperationError
+from ....mesh.device_mesh import DeviceMesh
+from ....mesh.submesh import have_same_root
+from ....placement import Partial
+from ....ranks.per_rank_functorch import unwrap_functorch
+from ....state.version_counters import VersionSnapshot
+from ....tensor.autograd import redistribute_no_grad
+from ....tensor.dtensor import DTensor
+from ....tensor.modules.materialize import check_values
 from .buffers import ModuleBuffers
 from .dp_modes import MeshAxes
 from .fsdp_param import FSDPParam

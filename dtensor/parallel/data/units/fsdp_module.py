@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...comm import communicator_of
-from ...dispatch.version_counters import take_snapshot
-from ...errors import DTensorError, UnsupportedOperationError
-from ...mesh.create_mesh import copy_with_new_group
+from ....comm import communicator_of
+from ....errors import DTensorError, UnsupportedOperationError
+from ....mesh.create_mesh import copy_with_new_group
+from ....state.version_counters import take_snapshot
 from .custom_collectives import AllGather, GroupMemoryAllGather, GroupMemoryReduceScatter, ReduceScatter, allocating_backend
 from .dp_modes import MeshAxes
 from .grad_accumulation import clear_pending

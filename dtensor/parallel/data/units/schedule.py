@@ -8,13 +8,13 @@ from typing import Any, Protocol
 
 import torch
 
-from ...base.recorder_hooks import ACTIVE_RECORDERS, current_recorder
-from ...base.torch_internals import engine, graph_task
-from ...comm import communicator_of
-from ...errors import DivergenceError, UnitError
-from ...mesh.device_mesh import DeviceMesh
-from ...placement import Shard
-from ...tensor.dtensor import DTensor
+from ....base.recorder_hooks import ACTIVE_RECORDERS, current_recorder
+from ....base.torch_internals import engine, graph_task
+from ....comm import communicator_of
+from ....errors import DivergenceError, UnitError
+from ....mesh.device_mesh import DeviceMesh
+from ....placement import Shard
+from ....tensor.dtensor import DTensor
 from .grad_reduction import GradReduction
 from .unsharded_storage import SendBufferPool
 

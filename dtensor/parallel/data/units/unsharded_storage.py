@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
-from ...base.recorder_hooks import ACTIVE_RECORDERS, recorded_mutation
-from ...base.torch_internals import set_version_counter, storage_use_count
-from ...comm import shards_of
-from ...dispatch.version_counters import VersionSnapshot
+from ....base.recorder_hooks import ACTIVE_RECORDERS, recorded_mutation
+from ....base.torch_internals import set_version_counter, storage_use_count
+from ....comm import shards_of
+from ....state.version_counters import VersionSnapshot
 
 
 class UnshardedStorage:

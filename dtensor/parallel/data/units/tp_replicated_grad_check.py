@@ -14,12 +14,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ...base.group_by import group_by_key
-from ...base.recorder_hooks import untracked
-from ...base.tracing import has_no_values
-from ...comm import communicator_of, shards_of
-from ...errors import PlacementError
-from ...mesh.device_mesh import DeviceMesh
+from ....base.group_by import group_by_key
+from ....base.recorder_hooks import untracked
+from ....base.tracing import has_no_values
+from ....comm import communicator_of, shards_of
+from ....errors import PlacementError
+from ....mesh.device_mesh import DeviceMesh
 from .fsdp_param import FSDPParam
 from .param_group import Column, ParamGroup
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..base.patches import patch_applied
-from ..errors import DTensorError, UnitError
-from .copies import user_attributes
+from ...base.patches import patch_applied
+from ...errors import DTensorError, UnitError
+from ..copies import user_attributes
 
 ParamPlace = tuple[nn.Module, str]
 

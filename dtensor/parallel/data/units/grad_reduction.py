@@ -16,17 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...base.recorder_hooks import untracked
-from ...base.torch_internals import DisableTorchFunctionSubclass
-from ...comm import Pending, shards_of
-from ...comm.checked_collectives import compare_text
-from ...comm.events import issue_for_cause
-from ...dispatch.version_counters import take_snapshot
-from ...errors import DTensorError
-from ...layout.layout import Layout
-from ...tensor.dtensor import wrap
-from ...tensor.leaf_gradients import has_no_other_hooks
-from ...tensor.observers import ACTIVE_OBSERVERS
+from ....base.recorder_hooks import untracked
+from ....base.torch_internals import DisableTorchFunctionSubclass
+from ....comm import Pending, shards_of
+from ....comm.checked_collectives import compare_text
+from ....comm.events import issue_for_cause
+from ....errors import DTensorError
+from ....layout.layout import Layout
+from ....state.version_counters import take_snapshot
+from ....tensor.dtensor import wrap
+from ....tensor.leaf_gradients import has_no_other_hooks
+from ....tensor.observers import ACTIVE_OBSERVERS
 from .custom_collectives import CommHookReducer
 from .param_group import Column, ParamGroup
 from .policy import HostOffload

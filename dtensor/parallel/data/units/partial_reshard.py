@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...comm import communicator_of, reordered
-from ...comm.communicator import BoundCollective
-from ...errors import UnsupportedOperationError
+from ....comm import communicator_of, reordered
+from ....comm.communicator import BoundCollective
+from ....errors import UnsupportedOperationError
 from .dp_modes import MeshAxes
 
 

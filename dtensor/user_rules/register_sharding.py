@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, get_overloads, overload
 
 from ..base.torch_internals import OpOverloadPacket
+from ..dispatch.dispatcher import clear_plans
 from ..errors import PlacementError, RuleError
 from ..placement import REDUCE_OPS
 from ..propagation.op_schema import arguments_without_out, operator_schema_of, resolve_overload
@@ -19,7 +20,6 @@ from ..rules.notation import EACH, Pattern, is_selected, parse_notation
 from ..rules.partial_rules import CombinedPartials, combine_partials, linear, one_of
 from ..rules.registry import overload_without_out, register, rules, unregister
 from ..rules.rule import Factors, Kernel, LocalView, Rule, StrategyChoice, parse_labels, parse_partial
-from .dispatcher import clear_plans
 from .user_strategy_table import Table, factors_of_table
 
 _REPLACED: dict[str, Rule | None] = {}  # by the key of a user's rule: the rule that it replaced

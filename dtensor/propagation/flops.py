@@ -15,9 +15,9 @@ import torch
 
 from ..cost.device import Device
 from ..placement import Shard
-from .call import Call
-from .op_traits import returns_view
-from .rule import Along, Factors, Rule, Spec, Strategy
+from ..rules.call import Call
+from ..rules.op_traits import returns_view
+from ..rules.rule import Along, Factors, Rule, Spec, Strategy
 
 
 @dataclass(frozen=True, slots=True)

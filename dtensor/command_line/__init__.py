@@ -1,0 +1,1 @@
+"""Command line: what the commands of ``python -m dtensor`` share: worker processes, progress lines and tables."""

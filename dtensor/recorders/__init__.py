@@ -1,0 +1,1 @@
+"""Recorders: objects that record the operators, collectives and memory of a run, for reports and tests."""

@@ -1,0 +1,1 @@
+"""Modules: modules whose parameters are distributed tensors: distributing, materializing and replacing them."""

@@ -1,0 +1,1 @@
+"""User rules: sharding rules that a program registers with ``register_sharding``."""
