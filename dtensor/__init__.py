@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from .base.late_binding import register_provider as _register_provider
 from .base.modes import explicit, implicit_replication, remember
-from .comm import PerRank, map_ranks, per_rank
+from .comm import PerRank, per_rank
+from .comm.map_ranks import map_ranks
 from .dispatch.cache_info import CacheInfo, cache_info
 from .interop.dlpack import install_dlpack as _install_dlpack
 from .interop.dynamo import define_inplace_operators as _define_inplace_operators
@@ -24,9 +25,10 @@ from .random.seed import manual_seed, random_mode
 from .rules.registry import register_declaring_module as _register_declaring_module
 from .tensor.async_tensor import AsyncCollectiveTensor
 from .tensor.create import empty, full, linspace, logspace, ones, rand, randn, zeros
-from .tensor.distribute import distribute_module, distribute_tensor
+from .tensor.distribute import distribute_tensor
 from .tensor.dtensor import DTensor
 from .tensor.local_map import local_map
+from .tensor.modules.distribute_module import distribute_module
 from .tensor.overrides.table import install_overrides as _install_overrides
 from .tensor.redistribute_many import redistribute_many
 from .tensor.replica_check import follow_check_level as _follow_check_level

@@ -1,4 +1,5 @@
-"""Tensor tree: map over the tensors inside nested lists, tuples and dicts, in order, and inside wrapper subclasses."""
+"""Tensor tree: map over the tensors inside nested lists, tuples and dicts, in order, and inside wrapper subclasses; the tensors
+of a module."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from .torch_internals import is_traceable_wrapper_subclass
 
@@ -64,3 +66,12 @@ def map_inner_tensors(fn: Callable[[Any], Any], x: Any) -> Any:
         inner = getattr(copy, name)
         inner.copy_(map_inner_tensors(fn, inner))
     return copy
+
+
+# --- tensors of a module itself, without those of submodules ---------------------------------------------------------------
+def own_tensors(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
+    """Yield the parameters and buffers of ``module`` itself: the dict that holds each, its name, and the tensor."""
+    for holder in (module._parameters, module._buffers):
+        for name, x in list(holder.items()):
+            if x is not None:
+                yield holder, name, x

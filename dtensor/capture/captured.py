@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import functools
-import math
 import threading
 import warnings
-from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -21,13 +19,11 @@ from ..base.torch_internals import (
 )
 from ..base.tracing import has_only_observers
 from ..errors import ArgumentError, CaptureError
-from ..plan.make_plan import run_and_plan
-from ..plan.plan_executor import PlanExecutor
 from ..plan.program_plan import ProgramPlan
 from .captured_program import Program, Sources
 from .guards.guard_discovery import discover_guards
 from .guards.guard_set import GuardSet, ObservedCode
-from .passes import MAX_BUCKET_BYTES
+from .program_plans import ProgramPlans, RecordingMode
 from .recording import Recording
 from .recording_check import HAS_ROOM, RankAgreement, agree_on_bits, check_recording, collect_groups, is_confirmed_by
 from .signature import Signature, current_modes, make_signature
@@ -36,7 +32,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 MAX_RECORDINGS = 16  # default limit of one function
 MAX_CHANGING_RUNS = 3  # consecutive runs that may leave other variables than they found, as a run does that fills a cache
-MAX_PLANS = 3  # plans for one kind of call that later runs may leave, as a run does that makes an optimizer's state
 
 
 class CaptureInfo(NamedTuple):
@@ -136,76 +131,6 @@ class _ThreadGuards(threading.local):
         return self.guard_sets[0]
 
 
-class _RecordingMode(NamedTuple):
-    """The settings of one recording.
-
-    Attributes:
-        around: a context manager to enter around the call.
-        is_followed: returns True if the run has followed its plan to the end; called after the run.
-        bucket_bytes: most bytes of one joined collective, which may be available earlier or later than needed.
-    """
-
-    around: AbstractContextManager[Any] = nullcontext()
-    is_followed: Callable[[], bool] = functools.partial(bool, 1)
-    bucket_bytes: int = MAX_BUCKET_BYTES
-
-
-class _ProgramPlans:
-    """The program plans of one function: a call of a new kind is planned, and the next one is recorded by the plan.
-
-    Args:
-        plan: ``"program"``, or a plan for all kinds of calls.
-        memory: bytes that a rank may hold at once.
-    """
-
-    def __init__(self, plan: str | ProgramPlan, memory: float | None = None) -> None:
-        if plan != "program" and not isinstance(plan, ProgramPlan):
-            raise ArgumentError(f'capture takes plan="program" or a ProgramPlan, got {plan!r}')
-        if plan != "program" and memory is not None:
-            raise ArgumentError(
-                'capture takes memory= only with plan="program"; for a ProgramPlan pass the limit to dt.plan(memory=)'
-            )
-        self._fixed = plan if isinstance(plan, ProgramPlan) else None
-        self._memory = math.inf if memory is None else memory
-        self._plans: dict[Any, ProgramPlan] = {}
-        self._failures: dict[Any, int] = {}
-
-    def __iter__(self) -> Iterator[ProgramPlan]:
-        return iter(self._plans.values() if self._fixed is None else (self._fixed,))
-
-    def needs_plan(self, key: Any) -> bool:
-        """Return True if calls of this kind are still to be planned."""
-        return self._fixed is None and key not in self._plans and self._failures.get(key, 0) < MAX_PLANS
-
-    def run_and_plan(self, key: Any, fn: Callable[..., Any], signature: Signature) -> Any:
-        """Run ``fn`` without capture, plan its program, and return its result."""
-        args, kwargs = signature.rebuild(signature.tensors)
-        result, self._plans[key] = run_and_plan(fn, args, kwargs, memory=self._memory)
-        return result
-
-    def recording_mode(self, key: Any) -> _RecordingMode:
-        """Return how calls of this kind are recorded."""
-        plan = self._fixed or self._plans.get(key)
-        if plan is None:
-            return _RecordingMode()
-        executor, spare = PlanExecutor(plan), max(0.0, self._memory - plan.peak_bytes)
-        is_followed = functools.partial(self._check_followed, key, executor)
-        return _RecordingMode(executor, is_followed, int(min(MAX_BUCKET_BYTES, spare)))
-
-    def _check_followed(self, key: Any, executor: PlanExecutor) -> bool:
-        if executor.is_complete:
-            return True
-        if self._fixed is not None or self._failures.get(key, 0) == MAX_PLANS - 1:
-            warnings.warn(
-                "capture: the program differs from the one that was planned, and runs without the plan from here "
-                f"on: {executor.difference}",
-                stacklevel=4,  # the line that calls the captured function
-            )
-        self._failures[key] = self._failures.get(key, 0) + 1
-        self._plans.pop(key, None)
-        return self._fixed is not None
-
-
 def _must_run_plain() -> bool:
     """Return True if a recorder is active, or modes of the user want to see each operation. A replay would hide them."""
     if current_recorder() is not None or not has_only_observers():
@@ -228,7 +153,7 @@ class Captured(Generic[P, T]):
         self,
         fn: Callable[P, T],
         limit: int,
-        plans: _ProgramPlans | None = None,
+        plans: ProgramPlans | None = None,
         trusted: Collection[str] = (),
         check: int | None = None,
     ) -> None:
@@ -314,7 +239,7 @@ class Captured(Generic[P, T]):
         self._recorded += 1
         if self._plans is not None and self._plans.needs_plan(key):
             return self._plans.run_and_plan(key, self.fn, signature)
-        mode = _RecordingMode() if self._plans is None else self._plans.recording_mode(key)
+        mode = RecordingMode() if self._plans is None else self._plans.recording_mode(key)
         entries = self._entries.get(key, [])
         changing = () if waiting is None else waiting.changing
         if waiting is None:  # floats that have changed between calls are variables from now on
@@ -426,4 +351,4 @@ def capture(
         raise ArgumentError(f"capture takes a positive integer as check=, or None, got {check!r}")
     if plan is None and memory is not None:
         plan = "program"
-    return Captured(fn, limit, None if plan is None else _ProgramPlans(plan, memory), trusted, check)
+    return Captured(fn, limit, None if plan is None else ProgramPlans(plan, memory), trusted, check)

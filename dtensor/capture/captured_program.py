@@ -16,14 +16,15 @@ from torch.autograd.graph import increment_version
 
 from ..base.group_by import group_by_key
 from ..base.torch_internals import autocast_enabled, pytree
-from ..comm import PerRank, communicator_of
+from ..comm import PerRank
+from ..comm.map_ranks import communicator_of
 from ..dispatch.local_op import below_autograd
 from ..errors import CaptureError
 from ..layout.layout import Layout
 from ..state.functorch import make_apply
 from ..state.wrap import wrap_local
 from ..tensor.dtensor import DTensor
-from ..tensor.views.checkpoint_blocks import local_tensors_of
+from ..tensor.local_tensors import local_tensors_of
 from .carried_gradients import GradGuards, set_carried_state
 from .codegen import TapeFunction
 from .outputs import (

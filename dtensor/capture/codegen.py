@@ -13,7 +13,8 @@ import torch
 
 from ..base.group_by import group_by_key
 from ..base.torch_internals import OpOverload
-from ..comm import PerRank, communicator_of
+from ..comm import PerRank
+from ..comm.map_ranks import communicator_of
 from ..state.wrap import wrap_local
 from .outputs import ComputedTensor
 from .tape import PerRankVars, Step, Tape, Var

@@ -16,7 +16,7 @@ from ..comm import PerRank
 from ..errors import CaptureError
 from ..layout.layout import Layout
 from ..tensor.dtensor import DTensor
-from ..tensor.views.checkpoint_blocks import local_tensors_of
+from ..tensor.local_tensors import local_tensors_of
 from ..tensor.views.lazy_view import LazyView
 from .float_provenance import TracedFloat, to_plain_float
 from .guards.object_model import VALUES

@@ -26,7 +26,8 @@ from typing import Any
 import torch
 
 from ..base.torch_internals import TensorBase
-from ..comm import Pending, communicator_of
+from ..comm import Pending
+from ..comm.map_ranks import communicator_of
 from ..placement import Monoid
 from ..redistribute.coalesce import kind_of, merged_all_reduce, merged_collective
 from .tape import ALL_REDUCE, DefUse, LocalMetadata, PerRankVars, Step, Tape, Var, iter_vars, map_leaves

@@ -27,7 +27,7 @@ from ..propagation.op_schema import operator_schema_of
 from ..rules.call import Call
 from ..rules.registry import lookup
 from ..tensor.dtensor import DTensor
-from ..tensor.views.checkpoint_blocks import local_tensors_of
+from ..tensor.local_tensors import local_tensors_of
 from .float_provenance import FloatTracer
 from .guards.guard_set import GuardSet
 from .impure_calls import CallMonitor, ConstantStorages, is_data_dependent, value_read_error

@@ -14,7 +14,7 @@ from ..base.torch_internals import autocast_enabled, pytree
 from ..errors import CaptureError
 from ..state.wrap import wrap_local
 from ..tensor.dtensor import DTensor
-from ..tensor.views.checkpoint_blocks import local_tensors_of
+from ..tensor.local_tensors import local_tensors_of
 from .captured_program import BackwardTape, InputSpec, Program, Recorded, detach_same_layout, grads_key, join_locals
 from .carried_gradients import LeafGradients, reachable_from, redistribute_leaf_gradients, suspend_hooks
 from .float_provenance import TracedFloat, to_plain_float

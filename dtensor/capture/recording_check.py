@@ -15,8 +15,8 @@ from typing import Any, TypeAlias
 import torch
 
 from ..base.tensor_tree import iter_tree_leaves
-from ..comm import communicator_of
 from ..comm.events import Event, listening
+from ..comm.map_ranks import communicator_of
 from ..errors import CaptureError
 from ..mesh.device_mesh import DeviceMesh
 from .captured_program import Program

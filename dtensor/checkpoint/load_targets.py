@@ -14,13 +14,14 @@ from typing import Any, NamedTuple
 import torch
 
 from ..base.tensor_text import tensor_text
-from ..comm import communicator_of
 from ..comm.flat_rows import flatten_to_bytes
+from ..comm.map_ranks import communicator_of
 from ..errors import CheckpointError
 from ..layout.layout import Layout
 from ..redistribute import redistribute_local
 from ..tensor.dtensor import DTensor, wrap
-from ..tensor.views.checkpoint_blocks import LocalBlock, StackedLayout, local_tensors_of, members_here, stack_of
+from ..tensor.local_tensors import local_tensors_of
+from ..tensor.views.checkpoint_blocks import LocalBlock, StackedLayout, members_here, stack_of
 from ..tensor.views.lazy_view import LazyView
 from .tree import Stored
 

@@ -16,8 +16,8 @@ from ..base.recorder_hooks import untracked
 from ..base.tracing import has_no_values
 from ..errors import LayoutError, MixedTensorError
 from ..mesh.device_mesh import DeviceMesh
-from . import communicator_of
 from .flat_rows import content_bytes
+from .map_ranks import communicator_of
 
 T = TypeVar("T")
 

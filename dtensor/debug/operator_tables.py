@@ -76,7 +76,7 @@ FAMILIES = {
     "data_dependent_shape": "Data-dependent shapes",
     "count_and_compare": "Comparison and counting",
     "sorting": "Sorting and selection",
-    "scan": "Scans",
+    "cumulative": "Cumulative operators",
     "fft": "Fourier transforms",
     "linalg": "Linear algebra",
     "random": "Random numbers",

@@ -32,7 +32,8 @@ from ..base.tensor_tree import iter_tree_leaves, map_leaves
 from ..base.torch_internals import graph_task
 from ..base.tracing import has_no_values
 from ..base.user_frames import optimizer_state_hint
-from ..comm import PerRank, communicator_of, reordered
+from ..comm import PerRank, reordered
+from ..comm.map_ranks import communicator_of
 from ..errors import ImplicitCommunicationError, MeshError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh

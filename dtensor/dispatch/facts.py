@@ -29,7 +29,7 @@ import torch
 from ..base.recorder_hooks import ACTIVE_RECORDERS, current_recorder, is_recorded_by, weak_recorder_ref
 from ..base.torch_internals import tree_leaves
 from ..base.tracing import is_tracing
-from ..comm import communicator_of
+from ..comm.map_ranks import communicator_of
 from ..layout.layout import Layout
 from ..layout.splits import Split
 from ..propagation.make_call import ArgumentSlot

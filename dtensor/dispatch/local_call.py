@@ -18,7 +18,7 @@ from ..base.memory_order import memory_order
 from ..base.tensor_tree import tensor_leaves
 from ..base.torch_internals import tree_map
 from ..base.tracing import KERNEL_ERRORS
-from ..comm import communicator_of
+from ..comm.map_ranks import communicator_of
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
 from ..propagation.op_schema import CallSignature, OperatorSchema

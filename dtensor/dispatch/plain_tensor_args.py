@@ -39,8 +39,9 @@ from ..base.tensor_tree import as_sequence, iter_tree_leaves, map_leaves
 from ..base.torch_internals import forward_ad, graph_task
 from ..base.user_frames import iter_torch_frames, torch_ddp_hint
 from ..base.validation import check_strided
-from ..comm import PerRank, communicator_of
+from ..comm import PerRank
 from ..comm.cross_rank_check import check_same_on_all_ranks
+from ..comm.map_ranks import communicator_of
 from ..errors import LayoutError, MixedTensorError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh

@@ -17,7 +17,8 @@ from torch.autograd.graph import increment_version
 from ..base.memory_order import Stride, dense_stride
 from ..base.modes import EXPLICIT
 from ..base.tensor_tree import tensor_leaves
-from ..comm import PerRank, communicator_of
+from ..comm import PerRank
+from ..comm.map_ranks import communicator_of
 from ..errors import ImplicitCommunicationError, UnsupportedOperationError
 from ..layout.layout import Layout
 from ..propagation.op_schema import ArgumentPosition, CallSignature, OperatorSchema

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..comm import communicator_of
+from ..comm.map_ranks import communicator_of
 from ..errors import UnsupportedOperationError
 from ..layout.layout import Layout
 from ..propagation.op_schema import CallSignature, OperatorSchema

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from ..base.patches import patch_applied
-from ..comm import PerRank, communicator_of, each_shard, shards_of
+from ..comm import PerRank, each_shard, shards_of
+from ..comm.map_ranks import communicator_of
 from ..mesh.device_mesh import DeviceMesh
 from ..tensor.copies import user_attributes
 from ..tensor.distribute import distribute_tensor

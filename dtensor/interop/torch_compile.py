@@ -28,9 +28,10 @@ from ..state.functorch import layout_of, mesh_and_placements_of
 from ..tensor import create
 from ..tensor.autograd import redistribute_if_needed, to_local_tensor
 from ..tensor.compile_protocol import ALL_RANKS, plain_to_expected_tangent
-from ..tensor.distribute import distribute_module, distribute_tensor
+from ..tensor.distribute import distribute_tensor
 from ..tensor.dtensor import DTensor
 from ..tensor.local_layout import EqualLocalsCheck, exchanges_sizes
+from ..tensor.modules.distribute_module import distribute_module
 from ..tensor.overrides.register import keep_operators_with_rules
 from .import_hooks import on_import
 

@@ -25,7 +25,7 @@ from ..base.tracing import OBSERVER_MODES
 from ..ranks.joint_functions import register_joint_multi_grad_hook
 from ..ranks.per_rank import PerRank
 from ..tensor.dtensor import DTensor
-from ..tensor.views.checkpoint_blocks import local_tensors_of
+from ..tensor.local_tensors import local_tensors_of
 from .import_hooks import on_import
 
 _LIBRARIES: list[torch.library.Library] = []

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Any, TypeVar, cast
 
-from ..comm import communicator_of
+from ..comm.map_ranks import communicator_of
 from ..errors import PlanError
 from ..mesh.device_mesh import DeviceMesh
 from .graph import Graph

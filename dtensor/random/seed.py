@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 
 from ..base.mode_stack import mode_context
-from ..comm import communicator_of
 from ..comm.cross_rank_check import gather_summaries
+from ..comm.map_ranks import communicator_of
 from ..errors import MeshError
 from ..mesh.device_mesh import DeviceMesh, as_mesh
 from .draw import MODE_NAMES, RANDOM_MODE

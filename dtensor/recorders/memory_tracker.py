@@ -21,7 +21,8 @@ from torch import Tensor
 
 from ..base.torch_internals import graph_task
 from ..base.user_frames import NO_SOURCE_LINE, SourceLine
-from ..comm import communicator_of, events
+from ..comm import events
+from ..comm.map_ranks import communicator_of
 from ..ranks.per_rank import PerRank
 from ..tensor.dtensor import DTensor
 

@@ -17,8 +17,9 @@ import numpy as np
 
 from ..base.caches import memoize
 from ..base.units import bytes_text, seconds_text
-from ..comm import Pending, communicator_of
+from ..comm import Pending
 from ..comm.communicator import BoundCollective
+from ..comm.map_ranks import communicator_of
 from ..comm.pack import Box, SendRecvPlan, Transfer
 from ..cost.link import get_link, local_seconds
 from ..errors import MeshError

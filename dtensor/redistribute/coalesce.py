@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from ..base.caches import memoize
-from ..comm import Communicator, Pending, communicator_of, shards_of
+from ..comm import Communicator, Pending, shards_of
 from ..comm.checked_collectives import count_as_operation
 from ..comm.events import issue_for_cause
 from ..comm.flat_rows import concat_to_row, flatten_to_bytes, tensor_from_bytes
 from ..comm.local_reduce import divide_in_place
+from ..comm.map_ranks import communicator_of
 from ..comm.pack import Box, view_region
 from ..cost.link import collective_seconds, local_seconds
 from ..placement import Monoid

@@ -15,11 +15,12 @@ import torch
 
 from ..base.caches import memoize
 from ..base.memory_order import dims_outermost_first
-from ..comm import Communicator, Pending, communicator_of
+from ..comm import Communicator, Pending
 from ..comm.checked_collectives import count_as_operation
 from ..comm.communicator import BoundCollective
 from ..comm.events import issue_for_cause
 from ..comm.local_reduce import divide_in_place, reduction_identity
+from ..comm.map_ranks import communicator_of
 from ..comm.pack import Box, Scatter, SendRecvPlan, Transfer, view_region
 from ..layout.layout import Layout
 from ..placement import Monoid

@@ -20,8 +20,8 @@ from torch import Tensor
 from ..base.recorder_hooks import ACTIVE_RECORDERS, recorded_op
 from ..base.symbolic_sizes import hashable_sizes
 from ..base.torch_internals import assert_async, nn_functions
-from ..comm import communicator_of
 from ..comm.communicator import BoundReduction
+from ..comm.map_ranks import communicator_of
 from ..layout.layout import Layout
 from ..layout.splits import Split, offsets_of
 from ..placement import Monoid

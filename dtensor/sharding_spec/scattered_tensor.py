@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..base.tensor_tree import iter_tree_leaves, rebuild_sequence
-from ..comm import communicator_of
+from ..comm.map_ranks import communicator_of
 from ..errors import PlacementError, UnsupportedOperationError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh

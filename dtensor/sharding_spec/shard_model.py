@@ -10,15 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..base.tensor_tree import rebuild_sequence
-from ..comm import PerRank, communicator_of, shards_of
+from ..base.tensor_tree import own_tensors, rebuild_sequence
+from ..comm import PerRank, shards_of
+from ..comm.map_ranks import communicator_of
 from ..errors import MeshError, PlacementError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh, as_mesh
 from ..parallel import ParallelStyle, parallelize_module
 from ..placement import Placement, Replicate
-from ..tensor.distribute import distribute_at, own_tensors
 from ..tensor.dtensor import DTensor
+from ..tensor.modules.distribute_module import distribute_at
 from ..tensor.modules.materialize import check_initializers
 from ..tensor.modules.materialize import materialize as give_values
 from ..tensor.modules.stale_params import replacing_params

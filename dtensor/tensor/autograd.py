@@ -27,7 +27,8 @@ from ..base.caches import memoize
 from ..base.selective_checkpoint import policy_mode
 from ..base.torch_internals import forward_ad, functorch_active
 from ..base.tracing import check_not_in_graph
-from ..comm import PerRank, communicator_of, shards_of
+from ..comm import PerRank, shards_of
+from ..comm.map_ranks import communicator_of
 from ..dispatch.announced_collectives import redistribute_under_policy
 from ..dispatch.grad_redistribute import redistribute_grad_unless_planned
 from ..dispatch.output_aliasing import check_unwritten, clone_if_aliased, storage_addresses

@@ -11,7 +11,8 @@ import torch
 
 from ..base.mode_stack import ModeStack
 from ..base.patches import patch_applied
-from ..comm import PerRank, communicator_of, per_rank
+from ..comm import PerRank, per_rank
+from ..comm.map_ranks import communicator_of
 from ..errors import DTensorError, UnsupportedOperationError
 from ..layout.layout import Layout, restore_layout
 from ..mesh.device_mesh import restore_mesh

@@ -14,7 +14,7 @@ import torch
 
 from ..base.torch_internals import functorch_active
 from ..base.validation import check_sizes
-from ..comm import communicator_of
+from ..comm.map_ranks import communicator_of
 from ..errors import ArgumentError, PlacementError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import as_mesh

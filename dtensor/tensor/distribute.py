@@ -1,16 +1,13 @@
-"""Distribute plain tensors and modules over a mesh: ``distribute_tensor`` and ``distribute_module``."""
+"""Distribute: ``distribute_tensor``, which makes a distributed tensor of a plain one, from the values of one rank or of each."""
 
 from __future__ import annotations
 
 import functools
-import inspect
 import math
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
-from torch import nn
 
 from ..base.caches import memoize
 from ..base.recorder_hooks import current_recorder
@@ -18,15 +15,16 @@ from ..base.tensor_tree import map_inner_tensors
 from ..base.torch_internals import functorch_active, is_traceable_wrapper_subclass
 from ..base.tracing import is_tracing
 from ..base.validation import check_int, check_strided
-from ..comm import PerRank, communicator_of, shards_of
+from ..comm import PerRank, shards_of
 from ..comm.communicator import BoundCollective
 from ..comm.cross_rank_check import check_identical, payload_bytes
 from ..comm.flat_rows import content_bytes, tensor_from_bytes
+from ..comm.map_ranks import communicator_of
 from ..comm.pack import Box, SendRecvPlan, Traffic, Transfer
-from ..errors import ArgumentError, LayoutError, MeshError
+from ..errors import LayoutError, MeshError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh, as_mesh
-from ..placement import Placement, Replicate
+from ..placement import Placement
 from ..random.draw import as_graph_op, clone_block
 from ..redistribute import redistribute_local
 from ..redistribute.executor import box_inside, in_memory_order
@@ -34,9 +32,6 @@ from ..redistribute.step import layout_text, placements_text
 from ..state.functorch import as_writable_in_transform, below_transforms, has_tangent, layout_of, unwrap_constant
 from .autograd import redistribute_if_needed
 from .dtensor import DTensor, wrap
-from .modules.stale_params import ParamAttributes, replacing_params
-
-M = TypeVar("M", bound=nn.Module)
 
 
 def distribute_tensor(
@@ -256,98 +251,3 @@ def _source_position(mesh: DeviceMesh, source: int) -> int:
             f"src_data_rank={source} is not an index along every dim of {mesh!r}; use 0, or None to shard each rank's own copy"
         )
     return mesh.index_over(range(mesh.ndim), (source,) * mesh.ndim)
-
-
-def distribute_module(
-    module: M,
-    device_mesh: Any = None,
-    partition_fn: Callable[[str, nn.Module, DeviceMesh], None] | None = None,
-    input_fn: Callable[..., Any] | None = None,
-    output_fn: Callable[..., Any] | None = None,
-) -> M:
-    """Return ``module`` after its parameters and buffers were replaced by DTensors.
-
-    Args:
-        partition_fn: ``(name, submodule, mesh)``, called for every submodule; replaces parameters by DTensors
-            (``submodule.register_parameter(name, nn.Parameter(distribute_tensor(...)))``). All others are replicated.
-        input_fn: ``(module, inputs, mesh) -> inputs``, run before forward.
-        output_fn: ``(module, outputs, mesh) -> outputs``, run after forward.
-
-    Replicated parameters and buffers are broadcast from rank 0, like in :func:`distribute_tensor`.
-
-    Raises:
-        MeshError: no mesh is given and none is entered.
-
-    >>> import torch, dtensor as dt
-    >>> def rows(name, part, mesh):
-    ...     if isinstance(part, torch.nn.Linear):
-    ...         part.weight = torch.nn.Parameter(dt.distribute_tensor(part.weight.detach(), mesh, [dt.Shard(0)]))
-    >>> model = dt.distribute_module(torch.nn.Linear(3, 4), dt.init_device_mesh("cpu", (2,)), rows)
-    >>> model.weight.placements, model.bias.placements
-    ((Shard(dim=0),), (Replicate(),))
-    """
-    mesh = as_mesh(device_mesh)
-    if not isinstance(module, nn.Module):
-        raise ArgumentError(
-            f"distribute_module takes an nn.Module, got {type(module).__name__}; for a tensor use distribute_tensor"
-        )
-    for function, name_ in ((partition_fn, "partition_fn"), (input_fn, "input_fn"), (output_fn, "output_fn")):
-        if function is not None and not callable(function):
-            raise ArgumentError(f"distribute_module: {name_} takes a function, got {function!r}")
-    wrapped_input_fn = None if input_fn is None else _accept_old_signature(input_fn, "input_fn")
-    wrapped_output_fn = None if output_fn is None else _accept_old_signature(output_fn, "output_fn")
-    with replacing_params(module.modules(), "distribute_module"):
-        for name, submodule in list(module.named_modules()):
-            if partition_fn is not None:
-                partition_fn(name, submodule, mesh)
-            replicate_own_tensors(submodule, mesh)
-    if wrapped_input_fn is not None:
-        module.register_forward_pre_hook(lambda mod, inputs: wrapped_input_fn(mod, inputs, mesh))
-    if wrapped_output_fn is not None:
-        module.register_forward_hook(lambda mod, inputs, outputs: wrapped_output_fn(mod, outputs, mesh))
-    return module
-
-
-def _accept_old_signature(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Return ``fn`` as a function of (module, values, mesh). Older programs pass a function of (values, mesh)."""
-    try:
-        inspect.signature(fn).bind(None, None, None)
-    except TypeError:
-        try:
-            inspect.signature(fn).bind(None, None)
-        except TypeError:
-            raise ArgumentError(f"{name} takes (module, values, mesh), not {inspect.signature(fn)}") from None
-        warnings.warn(
-            f"{name}(values, mesh) is deprecated; write a function of (module, values, mesh)", FutureWarning, stacklevel=3
-        )
-        return lambda _, values, mesh: fn(values, mesh)
-    except ValueError:  # the function has no signature
-        pass
-    return fn
-
-
-# --- tensors of a module itself, without those of submodules ---------------------------------------------------------------
-def own_tensors(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
-    """Yield the parameters and buffers of ``module`` itself: the dict that holds each, its name, and the tensor."""
-    for holder in (module._parameters, module._buffers):
-        for name, x in list(holder.items()):
-            if x is not None:
-                yield holder, name, x
-
-
-def distribute_at(
-    held: dict[str, Any], name: str, mesh: DeviceMesh, placements: Sequence[Placement], source: int | None = 0
-) -> None:
-    """Replace a plain tensor of a module by a DTensor of the same value. A parameter becomes a parameter."""
-    old = held[name]
-    distributed = distribute_tensor(old.detach(), mesh, placements, src_data_rank=source)
-    is_parameter = isinstance(old, nn.Parameter)
-    held[name] = nn.Parameter(distributed, old.requires_grad) if is_parameter else distributed.requires_grad_(old.requires_grad)
-    ParamAttributes.of(old).set_on(held[name])
-
-
-def replicate_own_tensors(module: nn.Module, mesh: DeviceMesh, source: int | None = 0) -> None:
-    """Replicate the parameters and buffers of ``module`` itself that are still plain."""
-    for holder, name, x in own_tensors(module):
-        if not isinstance(x, DTensor):
-            distribute_at(holder, name, mesh, [Replicate()] * mesh.ndim, source)

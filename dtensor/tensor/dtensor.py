@@ -23,7 +23,8 @@ from ..base.torch_internals import foreach_supported_types as _foreach_types
 from ..base.torch_internals import optimizer_supported_types as _optimizer_types
 from ..base.tracing import check_not_in_graph
 from ..base.validation import check_dtype, check_strided
-from ..comm import PerRank, communicator_of
+from ..comm import PerRank
+from ..comm.map_ranks import communicator_of
 from ..dispatch.dispatcher import dispatch
 from ..dispatch.plain_tensor_args import distribute_like
 from ..errors import DTensorError, LayoutError

@@ -15,9 +15,10 @@ from ..base.recorder_hooks import untracked
 from ..base.symbolic_sizes import hashable_sizes
 from ..base.tracing import is_traced, register_object
 from ..base.validation import check_sizes
-from ..comm import PerRank, communicator_of, shards_of
+from ..comm import PerRank, shards_of
 from ..comm.cross_rank_check import check_texts_equal, exchange_and_compare_texts, gather_summaries
 from ..comm.flat_rows import content_bytes
+from ..comm.map_ranks import communicator_of
 from ..comm.traced_collectives import call_in_graph
 from ..errors import LayoutError, PlacementError
 from ..layout.layout import Layout

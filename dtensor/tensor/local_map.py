@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..base.tensor_tree import own_tensors
 from ..base.torch_internals import tree_flatten, tree_unflatten
 from ..errors import ContradictionError, PlacementError
 from ..mesh.device_mesh import DeviceMesh, as_mesh
 from ..placement import Placement, normalize_placements
-from .distribute import own_tensors
 from .dtensor import DTensor
 
 Placements = Sequence[Placement] | None

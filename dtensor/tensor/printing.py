@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from ..comm import communicator_of, shards_of
+from ..comm import shards_of
+from ..comm.map_ranks import communicator_of
 from ..layout.layout import Layout
 from ..placement import Replicate
 from ..state.functorch import below_transforms

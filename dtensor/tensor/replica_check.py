@@ -11,8 +11,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from ..base.generators import default_generator, get_generator_state
 from ..base.recorder_hooks import untracked
-from ..comm import communicator_of
 from ..comm.flat_rows import flatten_to_bytes
+from ..comm.map_ranks import communicator_of
 from ..mesh.device_mesh import DeviceMesh
 from ..watchdog.collective_hooks import raise_replicas_differ
 from ..watchdog.flight_recorder import fingerprint

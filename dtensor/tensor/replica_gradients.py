@@ -20,8 +20,8 @@ from ..base.recorder_hooks import untracked
 from ..base.torch_internals import graph_task, is_legacy_batched
 from ..base.tracing import has_no_values
 from ..base.user_frames import find_user_frame
-from ..comm import communicator_of
 from ..comm.cross_rank_check import gather_summaries, payload_bytes
+from ..comm.map_ranks import communicator_of
 from ..errors import LayoutError
 from ..layout.layout import Layout
 from ..placement import Replicate

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..comm import communicator_of
+from ..comm.map_ranks import communicator_of
 from ..mesh.device_mesh import DeviceMesh
 from ..placement import Placement
 from ..tensor.dtensor import DTensor

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..comm import communicator_of
+from ..comm.map_ranks import communicator_of
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
 from ..placement import Monoid, Placement

@@ -24,7 +24,7 @@ if PEER:  # what the peer makes of the same programs
 else:
     import dtensor as dt
     from dtensor import DTensor, Replicate, Shard
-    from dtensor.comm import communicator_of
+    from dtensor.comm.map_ranks import communicator_of
     from dtensor.watchdog import collective_hooks
 
 R = Replicate()

@@ -13,7 +13,7 @@ from fast_part import chosen, some
 from torch.utils import _pytree as pytree
 
 import dtensor as dt
-from dtensor.capture.captured import MAX_PLANS
+from dtensor.capture.program_plans import MAX_PLANS
 from dtensor.plan.make_plan import run_and_plan
 from dtensor.plan.plan_executor import PlanExecutor
 

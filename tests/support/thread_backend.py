@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dtensor.comm import BACKENDS, Communicator, Pending, fold
+from dtensor.comm import Communicator, Pending, fold
 from dtensor.comm.communicator import BoundCollective, BoundReduction, Dims
+from dtensor.comm.map_ranks import BACKENDS
 from dtensor.comm.pack import Box, Scatter, SendRecvPlan, Transfer, view_region
 from dtensor.mesh.current_rank import run_as_member
 from dtensor.mesh.device_mesh import DeviceMesh

@@ -16,7 +16,8 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import dtensor as dt
-from dtensor.comm import communicator_of, events
+from dtensor.comm import events
+from dtensor.comm.map_ranks import communicator_of
 from dtensor.debug import CommDebugMode, visualize_sharding
 from dtensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 

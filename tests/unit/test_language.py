@@ -173,7 +173,7 @@ def names_of(folder: Path) -> set[str]:
 def dangling_references() -> Iterator[str]:
     """Yield references to files, and to functions and classes by role, that do not exist."""
     files = [path for folder in ("dtensor", "tests", "docs", "benchmarks") for path in (ROOT / folder).rglob("*.*")]
-    tails = {"/".join(path.parts[-n:]) for path in [*files, *ROOT.glob("*.*")] for n in (1, 2, 3, 4)}
+    tails = {"/".join(path.parts[-n:]) for path in [*files, *ROOT.glob("*.*")] for n in range(1, 6)}
     for path in [*MODULES, *PAGES.values()]:
         text = path.read_text()
         for found in re.finditer(r"`{1,2}((?:[\w.]+/)*\w+\.(?:py|md))\b", text):

@@ -68,7 +68,6 @@ ALIASES = {
     "device_mesh",
     "experimental",
     "fsdp",
-    "hf",
     "placement_types",
 }  # modules with the names of torch or transformers
 FORBIDDEN = ("torch.distributed.tensor", "torch.distributed._tensor", "torch.distributed._local_tensor")

@@ -18,7 +18,8 @@ import pytest
 import torch
 
 import dtensor as dt
-from dtensor.comm import communicator_of, events
+from dtensor.comm import events
+from dtensor.comm.map_ranks import communicator_of
 from dtensor.debug import CommDebugMode
 from dtensor.errors import ArgumentError, ImplicitCommunicationError, MixedTensorError
 from dtensor.mesh.device_mesh import as_mesh

@@ -10,15 +10,8 @@ from torch import nn
 
 from ...errors import ArgumentError, UnsupportedOperationError
 from ...mesh.device_mesh import DeviceMesh
-from .fully_shard import (
-    DEFAULT_OFFLOAD,
-    DEFAULT_PRECISION,
-    M,
-    check_mp_policy,
-    check_offload_policy,
-    mix_in_methods,
-    outermost_modules,
-)
+from .fully_shard import DEFAULT_OFFLOAD, DEFAULT_PRECISION, M
+from .unit_arguments import check_mp_policy, check_offload_policy, mix_in_methods, outermost_modules
 from .units.buffers import ModuleBuffers
 from .units.custom_collectives import AllGather, CommHook, CommHookReducer, ReduceScatter
 from .units.dp_modes import MeshAxes, make_replicating_axes
@@ -50,7 +43,7 @@ class ReplicatedModule(FSDPModule):
     """
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Call :meth:`set_requires_gradient_sync`: nothing is sharded, so the all-reduce is the only communication."""
+        """Call :meth:`FSDPModule.set_requires_gradient_sync`: nothing is sharded, so the all-reduce is the only communication."""
         self.set_requires_gradient_sync(requires_all_reduce, recurse=recurse)
 
     def set_custom_all_gather(self, comm: AllGather) -> None:

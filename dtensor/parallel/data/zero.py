@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from ...base.group_by import group_by_key
 from ...base.recorder_hooks import ACTIVE_RECORDERS, current_recorder
 from ...base.tensor_tree import map_tensors
-from ...comm import communicator_of, shards_of
+from ...comm import shards_of
 from ...comm.flat_rows import split_row
+from ...comm.map_ranks import communicator_of
 from ...errors import MeshError, UnsupportedOperationError
 from ...layout.layout import Layout
 from ...mesh.device_mesh import DeviceMesh, as_mesh

@@ -17,8 +17,8 @@ from ...base.validation import check_int
 from ...errors import StyleError
 from ...mesh.device_mesh import DeviceMesh, as_mesh
 from ...placement import Placement, Replicate, Shard
-from ...tensor.distribute import replicate_own_tensors
 from ...tensor.dtensor import DTensor
+from ...tensor.modules.distribute_module import replicate_own_tensors
 from .fused_weights import distribute_fused_parameter
 from .style import (
     ParallelStyle,

@@ -21,8 +21,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import swap_tensors
 
 from ...base.torch_internals import tree_leaves
-from ...comm import PerRank, communicator_of, shards_of
+from ...comm import PerRank, shards_of
 from ...comm.checked_collectives import compare_text
+from ...comm.map_ranks import communicator_of
 from ...errors import LayoutError, MeshError, UnsupportedOperationError
 from ...mesh.device_mesh import DeviceMesh, as_mesh
 from ...placement import Shard

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...comm import communicator_of
+from ...comm.map_ranks import communicator_of
 from ...layout.splits import chunk_sizes, offsets_of
 from ...mesh.device_mesh import DeviceMesh
 from ...rules.aten.attention.ring import Ring, SequencePieces

@@ -18,8 +18,9 @@ from torch.nn.utils.parametrize import is_parametrized, register_parametrization
 from ...errors import StyleError
 from ...mesh.device_mesh import DeviceMesh
 from ...placement import Shard
-from ...tensor.distribute import distribute_at, distribute_tensor
+from ...tensor.distribute import distribute_tensor
 from ...tensor.dtensor import DTensor
+from ...tensor.modules.distribute_module import distribute_at
 from ...tensor.modules.stale_params import ParamAttributes, note_replaced
 from ...tensor.overrides.table import install_stack_overrides
 

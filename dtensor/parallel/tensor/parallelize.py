@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ...comm import expect_locals
+from ...comm.map_ranks import expect_locals
 from ...errors import PlacementError
 from ...mesh.device_mesh import DeviceMesh, as_mesh
 from ...tensor.modules.stale_params import replacing_params

@@ -24,8 +24,8 @@ from ...placement import Placement, Replicate, Shard
 from ...ranks.per_rank_functorch import split_ranks, unwrap_functorch
 from ...state.functorch import layout_of, mesh_and_placements_of
 from ...tensor.autograd import redistribute_if_needed, to_local_tensor
-from ...tensor.distribute import distribute_at, replicate_own_tensors
 from ...tensor.dtensor import DTensor
+from ...tensor.modules.distribute_module import distribute_at, replicate_own_tensors
 from .shared_input import donate_local, share_input
 
 

@@ -8,9 +8,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ...base.tensor_tree import own_tensors
 from ...errors import DTensorError
-from ..distribute import distribute_at, own_tensors
 from ..dtensor import DTensor
+from .distribute_module import distribute_at
 from .stale_params import replacing_params
 
 M = TypeVar("M", bound=nn.Module)

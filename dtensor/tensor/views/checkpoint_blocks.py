@@ -1,4 +1,4 @@
-"""Block owners: the ranks that hold each block of a tensor, and the one of them that writes it. Pure functions of layouts."""
+"""Checkpoint blocks: the ranks that hold each block of a tensor, and the rank that writes it. Pure functions of layouts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from ...comm import PerRank, communicator_of, shards_of
+from ...comm import PerRank
+from ...comm.map_ranks import communicator_of
 from ...errors import CheckpointError
 from ...layout.layout import Layout
 from ...redistribute.intervals import distinct_blocks
@@ -65,11 +66,6 @@ class StackedLayout:
         for part in range(self.parts):
             start = part * inside + offset[dim + 1]
             yield (*offset[:dim], start, *offset[dim + 2 :]), (*shape[:dim], *shape[dim + 1 :])
-
-
-def local_tensors_of(x: Any) -> tuple[torch.Tensor, ...]:
-    """Return the local tensors of ``x`` in this process. A plain tensor is its own local tensor."""
-    return shards_of(x._local if isinstance(x, DTensor) else x)
 
 
 def stack_of(x: Any) -> tuple[DTensor, StackedLayout] | None:

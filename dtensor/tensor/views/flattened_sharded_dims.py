@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from ...base.caches import BoundedDict, nested_key
-from ...comm import communicator_of
+from ...comm.map_ranks import communicator_of
 from ...dispatch.cross_mesh import meshes_of
 from ...dispatch.dispatcher import dispatch
 from ...dispatch.operand_layouts import layouts_of_arguments

@@ -17,7 +17,7 @@ from ...base.memory_order import has_overlap
 from ...base.symbolic_sizes import specialize_symbols
 from ...base.tensor_tree import as_sequence
 from ...base.tracing import KERNEL_ERRORS, is_program_argument, is_tracing
-from ...comm import communicator_of
+from ...comm.map_ranks import communicator_of
 from ...dispatch.dispatcher import dispatch
 from ...dispatch.list_ops import has_aliased_elements, run_per_element
 from ...dispatch.redistribution_cache import IN_DECOMPOSITION

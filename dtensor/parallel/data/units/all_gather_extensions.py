@@ -23,13 +23,14 @@ import torch
 from torch import Tensor
 
 from ....base.torch_internals import is_traceable_wrapper_subclass
-from ....comm import Communicator, communicator_of
+from ....comm import Communicator
+from ....comm.map_ranks import communicator_of
 from ....comm.pack import Box
 from ....errors import LayoutError, UnsupportedOperationError
 from ....mesh.submesh import select_dims
 from ....redistribute.executor import box_inside
 from ....redistribute.flat_buffer import FlatRows
-from ....tensor.views.checkpoint_blocks import local_tensors_of
+from ....tensor.local_tensors import local_tensors_of
 from .dp_modes import MeshAxes
 from .fsdp_param import EXTENSION_METHODS, FSDPParam, is_extended
 from .policy import MixedPrecisionPolicy

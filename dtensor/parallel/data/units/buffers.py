@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ....comm import PerRank, communicator_of
+from ....comm import PerRank
+from ....comm.map_ranks import communicator_of
 from ....layout.layout import Layout
 from ....redistribute.coalesce import broadcast_many
 from ....state.version_counters import VersionSnapshot, take_snapshot

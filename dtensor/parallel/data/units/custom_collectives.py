@@ -18,10 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ....comm import Communicator, Pending, communicator_of, shards_of
+from ....comm import Communicator, Pending, shards_of
 from ....comm.communicator import Lengths
 from ....comm.events import Event, listeners, mark_reported, report_events
 from ....comm.flat_rows import concat_to_row
+from ....comm.map_ranks import communicator_of
 from ....comm.torch_backends import all_gather_single, reduce_scatter_single
 from ....mesh.process_groups import get_program_group
 from .dp_modes import MeshAxes

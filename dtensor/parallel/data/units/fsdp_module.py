@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ....comm import communicator_of
+from ....comm.map_ranks import communicator_of
 from ....errors import DTensorError, UnsupportedOperationError
 from ....mesh.create_mesh import copy_with_new_group
 from ....state.version_counters import take_snapshot

@@ -9,13 +9,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ....comm import communicator_of, shards_of
+from ....comm import shards_of
+from ....comm.map_ranks import communicator_of
 from ....errors import DTensorError, MeshError, UnsupportedOperationError
 from ....layout.layout import Layout
 from ....state.functorch import has_tangent
 from ....state.version_counters import VersionSnapshot, take_snapshot
 from ....tensor.dtensor import DTensor, wrap
-from ....tensor.views.checkpoint_blocks import local_tensors_of
+from ....tensor.local_tensors import local_tensors_of
 from .dp_modes import MeshAxes
 
 EXTENSION_METHODS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")

@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
 from ....base.group_by import group_by_key
 from ....base.tensor_tree import map_inner_tensors
 from ....base.torch_internals import is_traceable_wrapper_subclass
-from ....comm import Communicator, PerRank, communicator_of
+from ....comm import Communicator, PerRank
+from ....comm.map_ranks import communicator_of
 from ....errors import ContradictionError, MeshError, PlacementError, UnitError
 from ....layout.layout import Layout
 from ....layout.on_other_mesh import layout_on_larger_mesh, shard_further
@@ -25,8 +26,8 @@ from ....mesh.device_mesh import DeviceMesh, as_mesh
 from ....mesh.submesh import have_same_root, join_dims, select_dims, unify_roots
 from ....placement import Shard
 from ....tensor.dtensor import DTensor, wrap
+from ....tensor.local_tensors import local_tensors_of
 from ....tensor.modules.stale_params import ParamAttributes, note_replaced, replacement_of, shared_param_error
-from ....tensor.views.checkpoint_blocks import local_tensors_of
 from .dp_modes import MeshAxes, make_axes_of_mesh
 from .fsdp_param import FSDPParam, is_extended
 from .policy import ShardPlacementResult

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from ....base.recorder_hooks import ACTIVE_RECORDERS, CrossCallState, current_recorder
 from ....base.selective_checkpoint import hides_from_policies
-from ....comm import Communicator, Pending, communicator_of, each_shard, expect_locals, shards_of
+from ....comm import Communicator, Pending, each_shard, shards_of
 from ....comm.communicator import BoundCollective
 from ....comm.events import issue_for_cause
+from ....comm.map_ranks import communicator_of, expect_locals
 from ....errors import DTensorError, UnitError
 from ....layout.layout import Layout
 from ....layout.on_other_mesh import layout_on_smaller_mesh
@@ -28,7 +29,7 @@ from ....mesh.device_mesh import DeviceMesh
 from ....redistribute.flat_buffer import FlatRows
 from ....state.version_counters import VersionSnapshot, take_snapshot
 from ....tensor.dtensor import wrap
-from ....tensor.views.checkpoint_blocks import local_tensors_of
+from ....tensor.local_tensors import local_tensors_of
 from .all_gather_extensions import AllGatherExtensions
 from .custom_collectives import CommSettings, gather_rows, scatter_row
 from .dp_modes import MeshAxes

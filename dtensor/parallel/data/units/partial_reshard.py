@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....comm import communicator_of, reordered
+from ....comm import reordered
 from ....comm.communicator import BoundCollective
+from ....comm.map_ranks import communicator_of
 from ....errors import UnsupportedOperationError
 from .dp_modes import MeshAxes
 

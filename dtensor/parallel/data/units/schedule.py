@@ -10,7 +10,7 @@ import torch
 
 from ....base.recorder_hooks import ACTIVE_RECORDERS, current_recorder
 from ....base.torch_internals import engine, graph_task
-from ....comm import communicator_of
+from ....comm.map_ranks import communicator_of
 from ....errors import DivergenceError, UnitError
 from ....mesh.device_mesh import DeviceMesh
 from ....placement import Shard

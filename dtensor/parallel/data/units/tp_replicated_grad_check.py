@@ -17,7 +17,8 @@ from torch import Tensor
 from ....base.group_by import group_by_key
 from ....base.recorder_hooks import untracked
 from ....base.tracing import has_no_values
-from ....comm import communicator_of, shards_of
+from ....comm import shards_of
+from ....comm.map_ranks import communicator_of
 from ....errors import PlacementError
 from ....mesh.device_mesh import DeviceMesh
 from .fsdp_param import FSDPParam

@@ -26,7 +26,7 @@ from ....errors import DTensorError
 from ....placement import Partial
 from ....state.version_counters import VersionSnapshot
 from ....tensor.autograd import BATCH_GRAD_PLACEMENTS
-from ....tensor.views.checkpoint_blocks import local_tensors_of
+from ....tensor.local_tensors import local_tensors_of
 from ....tensor.views.lazy_view import LazyView
 from .param_group import ParamGroup
 from .unsharded_storage import UnshardedStorage

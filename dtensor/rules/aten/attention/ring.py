@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....comm import communicator_of
+from ....comm.map_ranks import communicator_of
 from ....mesh.device_mesh import DeviceMesh
 from ...call import Call
 from ...kernel_context import KernelContext, on_each_rank

@@ -1,4 +1,4 @@
-"""Scans: running reductions along a sharded dim. Each rank scans its block, then applies the total of the blocks before it.
+"""Cumulative operators: running reductions along a sharded dim. A rank scans its block, then applies the total of those before.
 
 They take one all-gather of the blocks' totals, a slice of the tensor each.
 """
