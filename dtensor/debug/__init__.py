@@ -8,3 +8,4 @@ from .visualize import visualize_sharding
 __all__ = ["CommDebugMode", "save_html", "visualize_sharding"]
 
 _leave_untraced(__name__)
+_leave_untraced("dtensor.recorders")

@@ -1,1 +1,1 @@
-"""State: what the library knows about one tensor beside its values: wrapper, attributes, version counters, functorch levels."""
+"""State: what is known of one tensor in addition to its values: wrapper, attributes, version counters, functorch levels."""

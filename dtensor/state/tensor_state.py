@@ -29,16 +29,16 @@ class TensorAttribute(NamedTuple):
     is_copied: bool = False
 
 
-_STATE, _CACHE, _FACTS = "dispatch/version_counters", "dispatch/redistribution_cache", "dispatch/facts"
+_STATE, _CACHE, _FACTS = "state/version_counters", "dispatch/redistribution_cache", "dispatch/facts"
 _CLASS, _LAZY, _GRADS, _COPIES = "tensor/dtensor", "tensor/views/lazy_view", "tensor/leaf_gradients", "tensor/copies"
-_PENDING, _WRITEBACK, _UNIT = "tensor/async_tensor", "tensor/views/view_writeback", "parallel/data/unit"
+_PENDING, _WRITEBACK, _UNIT = "tensor/async_tensor", "tensor/views/view_writeback", "parallel/data/units/unit"
 
 ATTRIBUTES: dict[str, TensorAttribute] = {
     # --- identity: what the tensor is; the other attributes may be dropped at the cost of time or memory
     "_storage_start": TensorAttribute(
         "storage offset of a view, in elements; 0 for other tensors",
-        ("dispatch/wrap", _CLASS),
-        ("dispatch/wrap", "dispatch/dispatcher", _LAZY),
+        ("state/wrap", _CLASS),
+        ("state/wrap", "dispatch/dispatcher", _LAZY),
         is_copied=True,
     ),
     "_origin": TensorAttribute(
@@ -67,8 +67,8 @@ ATTRIBUTES: dict[str, TensorAttribute] = {
     ),
     "_data_parallel": TensorAttribute(
         "device that a data-parallel unit keeps the parameter on",
-        ("parallel/data/fsdp_param", "parallel/data/fsdp_param_init", "parallel/data/buffers"),
-        ("tensor/materialize", "parallel/data/fsdp_param_init"),
+        ("parallel/data/units/fsdp_param", "parallel/data/units/fsdp_param_init", "parallel/data/units/buffers"),
+        ("tensor/modules/materialize", "parallel/data/units/fsdp_param_init"),
         refers_to_tensors=True,
     ),
     # --- versions of the memory
@@ -113,7 +113,7 @@ ATTRIBUTES: dict[str, TensorAttribute] = {
     ),
     "_own_uses": TensorAttribute(
         "by mesh dim of a data-parallel unit: the reduction of the gradients of this parameter",
-        ("parallel/data/unit_pass",),
+        ("parallel/data/units/unit_pass",),
         ("tensor/autograd",),
     ),
     "_is_param": TensorAttribute("True for isinstance(x, nn.Parameter)", (_UNIT, _COPIES), (_COPIES,)),

@@ -252,8 +252,8 @@ def is_plain_data(value: Any) -> bool:
 
 
 def user_hooks(hooks: dict[int, Any]) -> list[Any]:
-    """Return the hooks without those of ``dtensor.debug``, which only observe."""
-    return [hook for hook in hooks.values() if not getattr(hook, "__module__", "").startswith("dtensor.debug")]
+    """Return the hooks without those of ``dtensor.recorders``, which only observe."""
+    return [hook for hook in hooks.values() if not getattr(hook, "__module__", "").startswith("dtensor.recorders")]
 
 
 def computed_attributes(module: types.ModuleType, names: list[str]) -> list[Any]:
