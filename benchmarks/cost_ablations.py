@@ -67,11 +67,6 @@ PARTS: dict[str, tuple[ModuleType, str, str]] = {
     ),
     "disjoint results defer like sharded ones": (cost_model, "", "def _has_row_owners(*_):\n    return False"),
     "factors of one position are ignored": (cost_model, "", "def _shards_single_position(*_):\n    return False"),
-    "gathers share one latency": (
-        cost_model,
-        "        if keeps_sharded and gathered_operands > 1:\n",
-        "        if False:\n",
-    ),
     "seconds of products": (cost_model, "        if is_compute_bound:\n", "        if False:\n"),
     "unsharded values stay unsharded": (
         cost_model,
@@ -100,7 +95,6 @@ PARTS: dict[str, tuple[ModuleType, str, str]] = {
         "",
     ),
     "even blocks if results outgrow": (select_strategy, "", "def _result_outgrows_operands(*_):\n    return False"),
-    "other blocks cost an exchange": (select_strategy, "", "def _realignment_seconds(*_):\n    return 0.0"),
     "single owner": (select_strategy, "", "def select_single_owner(*_):\n    return None"),
     "disjoint strategies": (select_strategy, "", "def disjoint_strategies(*_):\n    return iter(())"),
 }

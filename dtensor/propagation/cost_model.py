@@ -84,8 +84,7 @@ def rank_strategies(
     A cost is a tuple. It has the seconds of communication (now and deferred) and of products, whether unsharded values become
     sharded, how many operands change, the bytes of results per rank, and the order of declaration.
 
-    Gathers for an operand that stays sharded count one latency, because they are batched. If nothing stays sharded they count
-    fully, because later operators then compute on every rank. Products count if they take longer than memory. An unsharded value
+    Products count if they take longer than memory. An unsharded value
     is not sharded only because that is free. ``misaligned``: free strategies find their operands along the right dims, in other
     blocks.
     """
@@ -95,15 +94,13 @@ def rank_strategies(
     is_compute_bound = work.flops / device.rate(work.dtype) > work.nbytes / device.memory
     current = [layout.placement_along(mesh_dim) for layout in call.operands]
     keeps_result_dim = _operands_sharing_result_dims(factors, current)
-    gather_latency = get_link(call.mesh, (mesh_dim,)).all_gather.seconds(ranks, 0)
     seconds_of: dict[tuple[int, DimPlacement, float], float] = {}
     ranked = []
     for bound in table.strategies:
         if not bound.on(mesh_dim):
             continue
         strategy = bound.strategy_for(factors)
-        seconds, gathered_operands, changed_operands = 0.0, 0, 0
-        keeps_sharded, introduces_sharding = False, strategy.factor is not None
+        seconds, changed_operands, introduces_sharding = 0.0, 0, strategy.factor is not None
         fraction = _largest_shard_fraction(bound, call, current, mesh_dim)
         for i, target in enumerate(bound.operands):
             if i in fixed or target is None:
@@ -113,16 +110,12 @@ def rank_strategies(
                 cost = seconds_of[i, target, fraction] = _operand_seconds(call, i, current[i], target, mesh_dim, fraction)
             seconds += cost
             changed_operands += cost > 0
-            gathered_operands += cost > LOCAL_STEP and isinstance(current[i], int) and isinstance(target, Replicate)
-            keeps_sharded = keeps_sharded or (isinstance(target, int) and current[i] == target)
             introduces_sharding = introduces_sharding and not isinstance(current[i], int)
         for r, i in inplace_results.items():
             if r < min(len(bound.results), len(nbytes)):
                 cost = _redistribute_seconds(bound.results[r], current[i], call.operands[i], mesh_dim)
                 seconds += cost
                 changed_operands += cost > 0
-        if keeps_sharded and gathered_operands > 1:
-            seconds -= (gathered_operands - 1) * gather_latency
         is_resharded = strategy.factor is not None and _changes_sharding(bound, call, current, keeps_result_dim)
         has_owners = _has_row_owners(bound, factors, call)
         for r, placement in enumerate(bound.results):

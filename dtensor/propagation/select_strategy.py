@@ -10,13 +10,11 @@ from typing import Any
 
 from ..base.symbolic_sizes import contains_symbols
 from ..comm.local_reduce import DTYPES_WITHOUT_SUM
-from ..cost.link import collective_seconds
 from ..layout.expanded_storage import storage_layout
 from ..layout.layout import Layout
 from ..layout.splits import Split, chunk_sizes
 from ..mesh.device_mesh import DeviceMesh
 from ..placement import Partial
-from ..redistribute.intervals import missing_numels, table_max
 from ..rules.call import Call, Meta, NumberKind
 from ..rules.dim_windows import cover_window_sizes, window_block_sizes
 from ..rules.op_traits import traits_of
@@ -25,7 +23,7 @@ from .cost_model import rank_strategies, select_free_strategies
 from .factored_dims import NotBlocks, compose_splits, split_of_factor
 from .flops import work_of
 from .owner_strategies import are_consistent, disjoint_strategies, find_disjoint_results, select_single_owner
-from .strategy_table import StrategySelection, StrategyTable, bind_spec, get_or_build_table, spec_to_placement
+from .strategy_table import StrategySelection, StrategyTable, get_or_build_table, spec_to_placement
 
 _MAX_COMBINATIONS = 256
 
@@ -79,7 +77,7 @@ def _select_cheapest(
         redistributed = _count_redistributed(call, selection)
         if redistributed == 0:
             return selection
-        candidate = (cost[0] + _realignment_seconds(call, picked, factors, selection), cost[1]), redistributed, selection
+        candidate = cost[:2], redistributed, selection
         if best is None or candidate[:2] < best[:2]:
             best = candidate
     return None if best is None else best[2]
@@ -110,25 +108,6 @@ def _rank_on_all_mesh_dims(
     return [
         rank_strategies(table, factors, call, inplace_results, mesh_dim, work, misaligned) for mesh_dim in range(call.mesh.ndim)
     ]
-
-
-def _realignment_seconds(call: Call, strategies: tuple[Strategy, ...], factors: Factors, selection: StrategySelection) -> float:
-    """Return the seconds to redistribute operands that are sharded along the right dims in other blocks than selected.
-
-    The cost model does not see these. They go in one exchange, which takes what the rank that receives most receives.
-    """
-    ranks, received = call.mesh.shape, []
-    mesh_dims: set[int] = set()
-    for i, (current, required) in enumerate(zip(call.operands, selection.operands, strict=True)):
-        if current is not required and not current.has_same_blocks(required):
-            targets = [bind_spec(strategy.operands[i], factors.operands[i]) for strategy in strategies]
-            if all(n == 1 or current.placement_along(mesh_dim) == targets[mesh_dim] for mesh_dim, n in enumerate(ranks)):
-                copies = current.nbytes // max(1, storage_layout(current).nbytes) if 0 in current.stride else 1
-                received.append(missing_numels(current, required) * current.dtype.itemsize // max(1, copies))
-                mesh_dims.update(m for split in (*current.splits, *required.splits) if split is not None for m in split.mesh_dims)
-    if not received:
-        return 0.0
-    return collective_seconds(call.mesh, tuple(sorted(mesh_dims)), "exchange", table_max(sum(received[1:], received[0])))
 
 
 def bound_strategies_of(rule: Rule, factors: Factors, call: Call) -> StrategyTable:

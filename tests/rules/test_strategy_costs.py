@@ -85,6 +85,17 @@ def test_partial_operand_is_reduced_once_for_several_uses() -> None:
     torch.testing.assert_close(made.full_tensor(), normed(a @ b), atol=1e-4, rtol=1e-4)
 
 
+def test_training_step_of_a_norm_with_std_reduces_its_operand_once() -> None:
+    """Check the discount for reductions that an earlier operator deferred: without it the step has one more collective."""
+    a = dt.distribute_tensor(numbers(8, 64), MESH, [Shard(1)]).requires_grad_()
+    b = shard(numbers(64, 64)).requires_grad_()
+    with dt.debug.CommDebugMode() as comm:
+        x = a @ b
+        y = (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + 1e-5)
+        y.redistribute(placements=[Replicate()]).square().sum().full_tensor().backward()
+    assert comm.get_total_counts() == 2
+
+
 def test_mlp_of_sharded_batch_and_weights_gathers_the_weights() -> None:
     """Check two sharded linear layers with as many tokens as columns: the weights are gathered, not the activations."""
     x, up, down = numbers(512, 128), numbers(512, 128), numbers(128, 512)
