@@ -17,7 +17,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,18 @@ ROOT = Path(__file__).parents[1]
 PAGE, README, PICTURES = ROOT / "docs" / "performance.md", ROOT / "README.md", ROOT / "docs" / "pictures"
 SMALL_CASES = ("tp2", "tp4", "fsdp2", "fsdp4", "hsdp2x2", "fsdp2xtp2", "ddp2", "ddp4", "zero2")
 MEDIUM_CASES = ("tp2", "fsdp2", "ddp2", "hsdp2x2")
-OPERATORS = ("add", "mm", "sum", "softmax", "layer_norm", "view", "cat", "slice, other dim", "linear, 3-D input", "gelu")
+OPERATORS: tuple[str, ...] = (
+    "add",
+    "mm",
+    "sum",
+    "softmax",
+    "layer_norm",
+    "view",
+    "cat",
+    "slice, other dim",
+    "linear, 3-D input",
+    "gelu",
+)
 OPERATORS += ("embedding", "cross_entropy", "sdpa, batch cut", "redistribute S -> R")
 SIDES = {  # side -> label, color
     "plain": ("plain torch", "#9aa5b1"),
@@ -240,7 +251,8 @@ def step_ratio(row: Any) -> float:
 def training_section(rows: dict[str, Any]) -> str:
     sides = ("by hand", "peer", "ours")
     head = ["case", "hand-written, ms", "PyTorch, ms", "dtensor, ms", "dtensor / PyTorch"]
-    tables, bars = [], {}
+    tables: list[str] = []
+    bars: dict[str, dict[str, float]] = {}
     for size, found in rows.items():
         times = {case: {side: row[side]["ms"] for side in sides} for case, row in found.items()}
         cells = [
@@ -282,7 +294,7 @@ def first_section(rows: dict[str, Any]) -> str:
     return FIRST.format(table=table(["part", *next(iter(rows["parts"].values()))], cells))
 
 
-SECTIONS = {
+SECTIONS: dict[str, Callable[[Any], str]] = {
     "host": host_section,
     "captured": captured_section,
     "training": training_section,
