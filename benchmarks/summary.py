@@ -40,7 +40,7 @@ OPERATORS: tuple[str, ...] = (
     "linear, 3-D input",
     "gelu",
 )
-OPERATORS += ("embedding", "cross_entropy", "sdpa, batch cut", "redistribute S -> R")
+OPERATORS += ("linear, 3-D input", "gelu", "embedding", "cross_entropy", "sdpa, batch cut", "redistribute S -> R")
 SIDES = {  # side -> label, color
     "plain": ("plain torch", "#9aa5b1"),
     "by hand": ("hand-written", "#9aa5b1"),
