@@ -139,8 +139,8 @@ PATCHES = (
     Patch(
         "torch._library.simple_registry.GenericTorchDispatchRuleHolder.find",
         "import",
-        "a class may have one torch_dispatch rule for all operators; without one, torch 2.13 imports torch.distributed.tensor and "
-        "sympy at the first call",
+        "a class may have one torch_dispatch rule for all operators; torch 2.13 imports torch.distributed.tensor and "
+        "sympy at the first call of a class without a rule",
         "2.11",
         "interop.default_dispatch_rules has the function; torch's own returns rules._data.get(class)",
     ),
