@@ -5,39 +5,44 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from .base.late_binding import register_provider as _register_provider
-from .base.modes import explicit, implicit_replication, remember
-from .comm import PerRank, per_rank
-from .comm.map_ranks import map_ranks
-from .dispatch.cache_info import CacheInfo, cache_info
-from .interop.dlpack import install_dlpack as _install_dlpack
-from .interop.dynamo import define_inplace_operators as _define_inplace_operators
-from .interop.dynamo import skip_library_frames as _skip_library_frames
-from .interop.saved_on_host import install_save_on_cpu as _install_save_on_cpu
-from .interop.state_dicts import install_state_dicts as _install_state_dicts
-from .interop.torch_compile import install_substitutes as _install_substitutes
-from .interop.torch_compile import register_constants as _register_constants
-from .interop.torch_debug_modes import install_debug_modes as _install_debug_modes
-from .layout.layout import Layout
-from .mesh.device_mesh import DeviceMesh, init_device_mesh
-from .placement import Monoid, Partial, Placement, Replicate, Shard
-from .random.seed import manual_seed, random_mode
-from .rules.registry import register_declaring_module as _register_declaring_module
-from .tensor.async_tensor import AsyncCollectiveTensor
-from .tensor.create import empty, full, linspace, logspace, ones, rand, randn, zeros
-from .tensor.distribute import distribute_tensor
-from .tensor.dtensor import DTensor
-from .tensor.local_map import local_map
-from .tensor.modules.distribute_module import distribute_module
-from .tensor.overrides.table import install_overrides as _install_overrides
-from .tensor.redistribute_many import redistribute_many
-from .tensor.replica_check import follow_check_level as _follow_check_level
-from .tensor.views.inplace_view_ops import install_inplace_view_methods as _install_inplace_view_methods
-from .tensor.views.lazy_view import install_view_dispatch as _install_view_dispatch
-from .tensor.views.view_writeback import dispatch_view as _dispatch_view
-from .user_rules.register_sharding import register_sharding, unregister_sharding
-from .watchdog.levels import check_ranks
-from .watchdog.levels import set_level_from_environment as _set_level_from_environment
+from .base.paused_collection import pause_collection as _pause_collection
+
+with _pause_collection():
+    from .base.late_binding import register_provider as _register_provider
+    from .base.modes import explicit, implicit_replication, remember
+    from .comm import PerRank, per_rank
+    from .comm.map_ranks import map_ranks
+    from .dispatch.cache_info import CacheInfo, cache_info
+    from .interop.default_dispatch_rules import install_default_rules as _install_default_rules
+    from .interop.dlpack import install_dlpack as _install_dlpack
+    from .interop.dynamo import define_inplace_operators as _define_inplace_operators
+    from .interop.dynamo import skip_library_frames as _skip_library_frames
+    from .interop.saved_on_host import install_save_on_cpu as _install_save_on_cpu
+    from .interop.state_dicts import install_state_dicts as _install_state_dicts
+    from .interop.torch_compile import install_substitutes as _install_substitutes
+    from .interop.torch_compile import register_constants as _register_constants
+    from .interop.torch_debug_modes import install_debug_modes as _install_debug_modes
+    from .layout.layout import Layout
+    from .mesh.device_mesh import DeviceMesh, init_device_mesh
+    from .placement import Monoid, Partial, Placement, Replicate, Shard
+    from .random.seed import manual_seed, random_mode
+    from .rules.registry import register_declaring_module as _register_declaring_module
+    from .tensor.async_tensor import AsyncCollectiveTensor
+    from .tensor.create import empty, full, linspace, logspace, ones, rand, randn, zeros
+    from .tensor.distribute import distribute_tensor
+    from .tensor.dtensor import DTensor
+    from .tensor.local_map import local_map
+    from .tensor.modules.distribute_module import distribute_module
+    from .tensor.overrides.table import install_overrides as _install_overrides
+    from .tensor.redistribute_many import redistribute_many
+    from .tensor.replica_check import follow_check_level as _follow_check_level
+    from .tensor.views.inplace_view_ops import install_inplace_view_methods as _install_inplace_view_methods
+    from .tensor.views.lazy_view import LazyView as _LazyView
+    from .tensor.views.lazy_view import install_view_dispatch as _install_view_dispatch
+    from .tensor.views.view_writeback import dispatch_view as _dispatch_view
+    from .user_rules.register_sharding import register_sharding, unregister_sharding
+    from .watchdog.levels import check_ranks
+    from .watchdog.levels import set_level_from_environment as _set_level_from_environment
 
 __version__ = "0.1.0"
 
@@ -184,6 +189,7 @@ _install_view_dispatch(_dispatch_view)
 _install_inplace_view_methods()
 
 # What the library changes in torch; ``interop/patch_catalog.py`` lists it.
+_install_default_rules(DTensor, _LazyView, AsyncCollectiveTensor, PerRank)
 _install_overrides()
 _skip_library_frames()
 _install_state_dicts()

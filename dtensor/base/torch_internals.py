@@ -65,7 +65,11 @@ NAMES: dict[str, Internal] = {
         "whether register_torch_dispatch was called before",
         _NONE,
     ),
-    "all_operators": Internal("torch._C._dispatch_get_all_op_names", "modes of torch's are told about all of them", _NONE),
+    "DispatchRules": Internal(
+        "torch._library.simple_registry.GenericTorchDispatchRuleHolder",
+        "one torch_dispatch rule for all operators of a class",
+        _NONE,
+    ),
     "DispatchKey": Internal("torch._C.DispatchKey", "names of dispatch keys", _NONE),
     "DispatchKeySet": Internal("torch._C.DispatchKeySet", "the keys that a kernel was called with", _NONE),
     "has_kernel": Internal("torch._C._dispatch_has_kernel_for_dispatch_key", "whether an operator is a composite", _NONE),

@@ -133,7 +133,7 @@ def _get_or_make_entry(func: Any) -> Entry:
         if entry is not None:  # another thread has made it
             return entry
         entry = Entry(func)
-        if func.namespace == "aten" and find_torch_dispatch_rule(func, wrap.TENSOR) is None:
+        if func.namespace == "aten" and not find_torch_dispatch_rule(func, wrap.TENSOR):
             if _LIBRARY is None:
                 _LIBRARY = torch.library.Library("aten", "FRAGMENT")
                 patch_applied("torch.library.register_torch_dispatch")

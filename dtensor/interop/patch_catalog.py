@@ -137,27 +137,35 @@ PATCHES = (
         "Library._destroy()",
     ),
     Patch(
-        "torch.utils._debug_mode.DebugMode",
-        "the first mesh or per_rank() tensor, and its import",
-        "it lets DTensors dispatch first, as it does torch's own, and so records their local operators "
-        "and collectives (register_torch_dispatch)",
+        "torch._library.simple_registry.GenericTorchDispatchRuleHolder.find",
+        "import",
+        "a class may have one torch_dispatch rule for all operators; torch 2.13 imports torch.distributed.tensor and "
+        "sympy at the first call of a class without a rule",
         "2.11",
-        "Library._destroy() of interop.torch_debug_modes",
+        "interop.default_dispatch_rules has the function; torch's own returns rules._data.get(class)",
+    ),
+    Patch(
+        "torch.utils._debug_mode.DebugMode",
+        "import, or its import",
+        "it lets DTensors dispatch first, as it does torch's own, and so records their local operators "
+        "and collectives (set_default_rule)",
+        "2.11",
+        "interop.default_dispatch_rules._DEFAULT_RULES.pop(...)",
     ),
     Patch(
         "torch.distributed.tensor.debug.CommDebugMode",
         "the same",
         "it lets DTensors dispatch first, and so counts the collectives that their operators need",
         "2.11",
-        "Library._destroy() of interop.torch_debug_modes",
+        "the same",
     ),
     Patch(
         "torch.distributed._tools.mem_tracker.MemTracker",
-        "the first mesh or per_rank() tensor, and its import",
+        "its import",
         "it lets DTensors dispatch first, and so counts their local tensors; its hooks are not registered on the gathered "
         "parameters that a unit's forward sees, which are no leaves",
         "2.11",
-        "Library._destroy() of interop.torch_debug_modes, which keeps torch's method",
+        "the same; interop.torch_debug_modes keeps torch's method",
     ),
     Patch(
         "torch.distributed._tools.mem_tracker.get_untyped_storages",

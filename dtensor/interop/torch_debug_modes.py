@@ -2,8 +2,7 @@
 
 For torch's own DTensors such a mode returns ``NotImplemented``. The operator of the DTensor then runs with the mode enabled,
 which observes its local operators. For a class that it does not know, the mode calls the operator with itself disabled, and
-observes nothing. ``register_torch_dispatch``, which defines what a mode does with an operator, makes it return ``NotImplemented``
-for DTensors of this package as well.
+observes nothing. A default dispatch rule of the mode makes it return ``NotImplemented`` for DTensors of this package as well.
 """
 
 from __future__ import annotations
@@ -15,30 +14,26 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from ..base.late_binding import on_first_use
 from ..base.patches import patch_applied
-from ..base.torch_internals import all_operators
 from ..base.tracing import OBSERVER_MODES
 from ..ranks.joint_functions import register_joint_multi_grad_hook
 from ..ranks.per_rank import PerRank
 from ..tensor.dtensor import DTensor
 from ..tensor.local_tensors import local_tensors_of
+from .default_dispatch_rules import set_default_rule
 from .import_hooks import on_import
-
-_LIBRARIES: list[torch.library.Library] = []
 
 
 def install_debug_modes() -> None:
-    """Patch the modes once DTensors may exist, or when the modes are imported."""
-    on_first_use(partial(on_import, "torch.utils._debug_mode", _patch_debug_mode))
+    """Patch the modes, or make their imports patch them."""
+    on_import("torch.utils._debug_mode", _patch_debug_mode)
     teach = partial(
         _register_mode, where="torch.distributed.tensor.debug.CommDebugMode", record=_record_nothing, shows_ranges=False
     )
-    on_first_use(partial(on_import, "torch.distributed.tensor.debug._comm_mode", teach))
-    on_first_use(partial(on_import, "torch.distributed._tools.mem_tracker", _patch_memory_tracker))
+    on_import("torch.distributed.tensor.debug._comm_mode", teach)
+    on_import("torch.distributed._tools.mem_tracker", _patch_memory_tracker)
 
 
 def _patch_debug_mode(module: ModuleType) -> None:
@@ -89,16 +84,12 @@ def _register_mode(module: ModuleType, where: str, record: Callable[..., None], 
         return
 
     def defer_to_dtensor(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not any(issubclass(each, (DTensor, PerRank)) for each in types):
+        if func.namespace != "aten" or not any(issubclass(each, (DTensor, PerRank)) for each in types):
             return mode.__torch_dispatch__(func, types, args, kwargs)
         if any(issubclass(each, DTensor) for each in types):
             record(mode, func, args, kwargs or {})
         return NotImplemented
 
     OBSERVER_MODES[mode_class] = shows_ranges
+    set_default_rule(mode_class, defer_to_dtensor)
     patch_applied(where)
-    library = torch.library.Library("aten", "FRAGMENT")
-    _LIBRARIES.append(library)
-    for operator in all_operators():
-        if operator.startswith("aten::"):
-            torch.library.register_torch_dispatch(operator, mode_class, defer_to_dtensor, lib=library)

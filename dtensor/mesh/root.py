@@ -10,7 +10,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ..base.late_binding import run_first_use_hooks
 from ..base.validation import check_int, check_ints
 from ..errors import ArgumentError, MeshError
 from .init_world import ensure_world, has_processes
@@ -142,7 +141,6 @@ def make_root(device_type: str, mesh: Any, names: Sequence[str] | None) -> Root:
     Raises:
         MeshError: repeated ranks, wrong number of names, ranks outside the world.
     """
-    run_first_use_hooks()
     device_type, array = parse_device_type(device_type), _rank_array(mesh)
     ranks = tuple(int(rank) for rank in array.reshape(-1))
     if not ranks or len(set(ranks)) != len(ranks) or min(ranks) < 0:

@@ -2,7 +2,8 @@
 
 The operator runs without data on the meta device. If its results depend on the device, it runs on fake tensors of the mesh's
 device. If the rule states how shapes of results follow from dense operands, the operator runs once for all sizes. Dtypes and the
-memory order of dims do not depend on sizes other than 0 and 1.
+memory order of dims do not depend on sizes other than 0 and 1. On a CPU mesh it then runs on small tensors, which takes less time
+than a meta kernel in Python. The first of these kernels also imports sympy and the compiler.
 """
 
 from __future__ import annotations
@@ -49,17 +50,85 @@ def infer_results(operator: OperatorSchema, rule: Rule | None, call: Call) -> tu
     """
     shapes = None if rule is None or rule.shapes is None else _shapes_by_rule(operator, rule, call)
     key = None if shapes is None else _size_independent_key(operator, call)
-    if shapes is None or key is None:
-        return infer_from_operator(operator, call.arguments)
-    cached = _INFERENCE_CACHE.get(key, ())
-    if cached:
-        return tuple(
-            [one and Meta(shape, dense_stride(shape, one[1]), one[0]) for shape, one in zip(shapes, cached, strict=True)]
-        )
-    metas = infer_from_operator(operator, call.arguments)
-    if cached is not None:
+    if key is not None:
+        cached = _INFERENCE_CACHE.get(key, ())
+        if cached == () and (cached := _infer_from_samples(operator, call, shapes)) is not None:
+            _INFERENCE_CACHE.keep(key, cached)
+        if cached:
+            return tuple(
+                [one and Meta(shape, dense_stride(shape, one[1]), one[0]) for shape, one in zip(shapes, cached, strict=True)]
+            )
+    metas = None if rule is None or rule.measured else _infer_from_kernel(operator, call)
+    if metas is None:
+        metas = infer_from_operator(operator, call.arguments)
+    if key is not None and key not in _INFERENCE_CACHE:
         _INFERENCE_CACHE.keep(key, _make_cache_entry(metas, shapes))
     return metas
+
+
+def _infer_from_samples(operator: OperatorSchema, call: Call, shapes: Shapes) -> CachedResults | None:
+    """Return dtype and memory order of each result of the CPU kernel on small tensors of ones.
+
+    Equal sizes are equal in the samples, and no size is larger. Return None if the results do not have the shapes that the rule
+    states, or if the kernel refuses the samples or must not run.
+    """
+    if not _may_run_kernel(operator, call):
+        return None
+    sizes = sorted({size for layout in call.operands for size in layout.shape})
+    small = {1: 1} | {size: small_size for small_size, size in enumerate(sizes, 2)}
+    try:
+        bound = {name: _to_sample(name, value, small) for name, value in call.arguments.items()}
+        metas = _run_inference(operator, bound, call.arguments)
+        return _make_cache_entry(metas, tuple([tuple([small[size] for size in shape]) for shape in shapes]))
+    except _REFUSALS:
+        return None
+
+
+def _infer_from_kernel(operator: OperatorSchema, call: Call) -> tuple[Any, ...] | None:
+    """Return the metadata of the results of the CPU kernel on tensors of these shapes with few elements.
+
+    Return None if they have more elements, or if the kernel refuses the trial values or must not run.
+    """
+    if operator.is_view or operator.outs or not operator.gives_tensors or not _may_run_kernel(operator, call):
+        return None
+    if sum(math.prod(layout.shape) for layout in call.operands) > _MAX_SAMPLE_ELEMENTS or _DATA_TAGS & set(operator.func.tags):
+        return None
+    try:
+        bound = {name: _make_trial_value(value, CPU) for name, value in call.arguments.items()}
+        return _run_inference(operator, bound, call.arguments)
+    except _REFUSALS:
+        return None
+
+
+_MAX_SAMPLE_ELEMENTS = 1 << 12  # a kernel on as many elements takes less time than a meta kernel in Python
+_DATA_TAGS = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+_REFUSALS = (RuntimeError, TypeError, LookupError, ValueError, ArithmeticError, ShapeInferenceError)
+
+
+def _may_run_kernel(operator: OperatorSchema, call: Call) -> bool:
+    """Return True if the CPU kernel may run for inference: on a CPU mesh, without random numbers and symbolic sizes."""
+    if call.mesh.device_type != "cpu" or operator.func.namespace != "aten" or operator.seeded or not call.operands:
+        return False
+    return operator.traits.infer is None and symbolic_fake_mode(call.arguments.values()) is None
+
+
+def _to_sample(name: str, value: Any, small: dict[int, int]) -> Any:
+    """Return an argument with sizes replaced: a tensor of ones for a layout.
+
+    Raises:
+        KeyError: a list has a size that no operand has.
+    """
+    if isinstance(value, Layout):
+        shape = tuple([small[size] for size in value.shape])
+        stride = dense_stride(shape, memory_order(tuple(value.shape), value.stride) or ())
+        return torch.empty_strided(shape, stride, dtype=value.dtype, device=CPU).fill_(1)
+    if type(value) in (list, tuple):
+        if name in ("dim", "dims"):
+            return value
+        return [small[item] if type(item) is int else _to_sample(name, item, small) for item in value]
+    if isinstance(value, torch.device):
+        return CPU
+    return False if name == "pin_memory" else value
 
 
 def _make_cache_entry(metas: tuple[Any, ...], shapes: Shapes) -> CachedResults | None:

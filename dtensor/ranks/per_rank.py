@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from ..base import torch_internals
-from ..base.late_binding import run_first_use_hooks
 from ..base.reenable_autograd import reenable_autograd
 from ..base.tensor_tree import iter_tree_leaves, rebuild_sequence
 from ..base.torch_internals import OpOverload, functorch_active, make_wrapper_subclass
@@ -352,7 +351,7 @@ def _contains_tensor(value: Any) -> bool:
 
 JOINT_FUNCTIONS: dict[Any, Callable[..., Any]] = {}  # functions that run once for all ranks, see ``joint_functions.py``
 # Called before a program gets its first ``PerRank`` tensor: they patch torch, see ``autograd_function.py``.
-SETUP_HOOKS: list[Callable[[], None]] = [run_first_use_hooks]
+SETUP_HOOKS: list[Callable[[], None]] = []
 RUN_PER_RANK.append(PerRank.__torch_function__)
 
 
