@@ -20,7 +20,7 @@ from .interop.torch_compile import register_constants as _register_constants
 from .interop.torch_debug_modes import install_debug_modes as _install_debug_modes
 from .layout.layout import Layout
 from .mesh.device_mesh import DeviceMesh, init_device_mesh
-from .placement import Monoid, Partial, Placement, Replicate, Shard
+from .placement import Monoid, Partial, Partition, Placement, Placements, Replicate, Shard, partition
 from .random.seed import manual_seed, random_mode
 from .rules.registry import register_declaring_module as _register_declaring_module
 from .tensor.async_tensor import AsyncCollectiveTensor
@@ -53,8 +53,10 @@ __all__ = [
     "Memory",
     "Monoid",
     "Partial",
+    "Partition",
     "PerRank",
     "Placement",
+    "Placements",
     "ProgramPlan",
     "Replicate",
     "Shard",
@@ -80,6 +82,7 @@ __all__ = [
     "map_ranks",
     "memory",
     "ones",
+    "partition",
     "per_rank",
     "plan",
     "rand",
@@ -176,6 +179,7 @@ _register_declaring_module("dtensor.rules.aten.library")
 _register_provider("dtensor.sharding_spec.scattered_tensor", "reshard", "sharding_metadata")
 _register_provider("dtensor.interop.dcp_protocol", "write_items", "chunks", "shard_at")
 _register_provider("dtensor.debug.html", "html_of")
+_register_provider("dtensor.rules.aten.reduction", "library_monoid")
 _set_level_from_environment()
 _follow_check_level()
 
@@ -190,7 +194,7 @@ _install_state_dicts()
 _install_debug_modes()
 _install_dlpack()
 _install_save_on_cpu()
-_register_constants(DeviceMesh, Layout, Shard, Replicate, Partial, Monoid)
+_register_constants(DeviceMesh, Layout, Shard, Replicate, Partial, Monoid, Partition)
 _install_substitutes()
 _define_inplace_operators(DTensor)
 _define_inplace_operators(PerRank)

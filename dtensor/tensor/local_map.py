@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +14,13 @@ from torch import nn
 from ..base.tensor_tree import own_tensors
 from ..base.torch_internals import tree_flatten, tree_unflatten
 from ..errors import ContradictionError, PlacementError
+from ..layout.placement_forms import resolve_placements
 from ..mesh.device_mesh import DeviceMesh, as_mesh
-from ..placement import Placement, normalize_placements
+from ..placement import Placement
+from ..placement import Placements as AnyPlacements
 from .dtensor import DTensor
 
-Placements = Sequence[Placement] | None
+Placements = AnyPlacements | None
 
 
 def local_map(
@@ -35,8 +37,8 @@ def local_map(
     With all ranks in one process the local tensors are ``per_rank`` tensors, over which torch functions map.
 
     Args:
-        out_placements: placements of the result; a tuple with one entry per flattened output if there are several (None for an
-            output that is no tensor).
+        out_placements: placements of the result, in any form (``Placements``); a tuple with one entry per flattened output if
+            there are several (None for an output that is no tensor).
         in_placements: per flattened argument the placements it must have, None for one that is no DTensor; None checks nothing.
             For a module they are those of all its DTensor parameters and buffers, which are local tensors while ``func`` runs.
         in_grad_placements: per flattened argument the placements of its local gradient, see :meth:`DTensor.to_local`.
@@ -144,7 +146,7 @@ def _localize(value: DTensor, position: int, wanted: Placements, grad: Placement
         PlacementError: it has other placements.
     """
     if wanted is not None:
-        expected = normalize_placements(wanted, value.device_mesh.ndim, value.ndim)
+        expected = resolve_placements(wanted, value.device_mesh, value.ndim)
         if value.placements != expected:
             if not redistribute:
                 raise PlacementError(
