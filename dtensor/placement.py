@@ -255,7 +255,7 @@ class Partial(Placement):
 
 # --- one placement as text: __str__ and __repr__ of the classes above print it --------------------------------------------
 _SHARD_TEXT = re.compile(
-    r"S(?:hard)?\((?:dim=)?(?P<dim>-?\d+)(?P<sizes>:[\d+]*|,sizes=\([\d,]*\))?(?:(?:@|,level=)(?P<level>\d+))?\)"
+    r"S(?:hard)?\((?:dim=)?(?P<dim>-?\d+)(?P<sizes>:(?:\d+(?:\+\d+)*)?|,sizes=\((?:\d+,?)*\))?(?:(?:@|,level=)(?P<level>\d+))?\)"
 )
 _PARTIAL_TEXT = re.compile(r"P(?:artial)?(?:\((?P<op>[^()]*)\))?")
 
@@ -269,7 +269,7 @@ def parse_placement(text: str) -> Placement:
     >>> parse_placement("S(0:3+2)"), parse_placement("P(max)"), parse_placement("Shard(dim=1)"), parse_placement("R")
     (Shard(dim=0, sizes=(3, 2)), Partial(max), Shard(dim=1), Replicate())
     """
-    compact = "".join(text.split())
+    compact = re.sub(r"\s*([(),=:+@])\s*", r"\1", text.strip())
     if compact in ("R", "Replicate()"):
         return Replicate()
     if match := _SHARD_TEXT.fullmatch(compact):
@@ -351,7 +351,7 @@ def partition(*dims: str | Sequence[str] | None, unreduced: Iterable[str] = ()) 
     >>> dt.zeros(8, 3, 8, device_mesh=mesh, placements=dt.partition("dp", None, ("tp", "cp"))).layout
     float32[8, 3, 8] on (dp=S(0), cp=S(2@1), tp=S(2@0))
     """
-    return Partition(tuple(map(_names_of, dims)), _names_of(unreduced))
+    return Partition(tuple(map(_names_of, dims)), tuple(sorted(_names_of(unreduced), key=str)))
 
 
 def _names_of(entry: str | Iterable[str] | None) -> tuple[str, ...]:

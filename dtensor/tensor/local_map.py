@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,18 +16,15 @@ from ..base.torch_internals import tree_flatten, tree_unflatten
 from ..errors import ContradictionError, PlacementError
 from ..layout.placement_forms import resolve_placements
 from ..mesh.device_mesh import DeviceMesh, as_mesh
-from ..placement import Placement
-from ..placement import Placements as AnyPlacements
+from ..placement import Partition, Placement, Placements
 from .dtensor import DTensor
-
-Placements = AnyPlacements | None
 
 
 def local_map(
     func: Callable[..., Any] | None = None,
     out_placements: Any = None,
-    in_placements: tuple[Placements, ...] | None = None,
-    in_grad_placements: tuple[Placements, ...] | None = None,
+    in_placements: tuple[Placements | None, ...] | None = None,
+    in_grad_placements: tuple[Placements | None, ...] | None = None,
     device_mesh: Any = None,
     *,
     redistribute_inputs: bool = False,
@@ -70,8 +67,8 @@ class _Boundary:
     """Placements of the arguments and results of a function."""
 
     results: Any
-    arguments: tuple[Placements, ...] | None
-    gradients: tuple[Placements, ...] | None
+    arguments: tuple[Placements | None, ...] | None
+    gradients: tuple[Placements | None, ...] | None
     mesh: Any
     redistribute: bool
 
@@ -91,6 +88,8 @@ class _Boundary:
 
     def _check_count(self, count: int) -> None:
         for name, entries in (("in_placements", self.arguments), ("in_grad_placements", self.gradients)):
+            if isinstance(entries, (str, Mapping, Partition)):
+                raise ContradictionError(f"local_map: {name} takes a tuple with an entry for each argument; write ({entries!r},)")
             if entries is not None and len(entries) != count:
                 raise ContradictionError(f"local_map: {count} flattened arguments, but {name} has {len(entries)} entries")
 
@@ -139,7 +138,7 @@ def _with_locals(module: nn.Module, localize: Callable[[DTensor], Any]) -> Itera
             holder[name] = value
 
 
-def _localize(value: DTensor, position: int, wanted: Placements, grad: Placements, redistribute: bool) -> Any:
+def _localize(value: DTensor, position: int, wanted: Placements | None, grad: Placements | None, redistribute: bool) -> Any:
     """Return the local tensor of argument ``position``, redistributed to ``wanted`` if ``redistribute`` is set.
 
     Raises:

@@ -127,6 +127,14 @@ def gradients_by_name_have_the_default_along_other_mesh_dims() -> None:
 
 
 @case
+def local_map_needs_a_tuple_of_in_placements() -> None:
+    x = dt.distribute_tensor(value(4, 6), square(), LISTED)
+    for form in ({"dp": Shard(0)}, "dp=S(0)", dt.partition("dp")):
+        with pytest.raises(PlacementError, match="takes a tuple with an entry for each argument"):
+            dt.local_map(torch.sin, form, form)(x)
+
+
+@case
 def an_entered_mesh_takes_placements_as_first_argument() -> None:
     mesh, x = square(), value(4, 6)
     with mesh:

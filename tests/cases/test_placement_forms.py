@@ -51,7 +51,23 @@ def test_monoids_of_the_library_are_read_by_name_and_others_raise() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["S(a)", "S(0", "S0", "T(0)", "R()", "S(0:a)", "P(sum", "S(0@-1)", "S(0)S(1)", "shard(0)", "P()x"]
+    "text",
+    [
+        "S(a)",
+        "S(0",
+        "S0",
+        "T(0)",
+        "R()",
+        "S(0:a)",
+        "S(1 2)",
+        "S(0:3++2)",
+        "S(0:+)",
+        "P(sum",
+        "S(0@-1)",
+        "S(0)S(1)",
+        "shard(0)",
+        "P()x",
+    ],
 )
 def test_other_text_is_not_a_placement(text: str) -> None:
     with pytest.raises(PlacementError, match=r"is not a placement|not a reduction"):
@@ -146,6 +162,7 @@ def test_partition_is_a_value() -> None:
     assert partition("dp") != partition("tp")
     assert repr(partition("dp", None, ("tp", "cp"))) == "partition('dp', None, ('tp', 'cp'))"
     assert repr(partition(unreduced={"tp"})) == "partition(unreduced=('tp',))"
+    assert partition(unreduced=["tp", "cp"]) == partition(unreduced={"cp", "tp"})
     for wrong in (lambda: partition("dp", "dp"), lambda: partition(("dp", "dp")), lambda: partition("dp", unreduced="dp")):
         with pytest.raises(PlacementError, match="mesh dim 'dp' twice"):
             wrong()

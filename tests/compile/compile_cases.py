@@ -110,7 +110,9 @@ def from_local_by_name(mesh: DeviceMesh) -> Made:
     def run(a: Any) -> Any:
         named = DTensor.from_local(a * 2, mesh, {"tp": Shard(0)}, shape=(5, 6))
         as_text = DTensor.from_local(a, mesh, "tp=S(0)", shape=(5, 6))
-        return named + as_text + dt.ones(5, 6, device_mesh=mesh, placements=dt.partition("tp"))
+        made = dt.ones(5, 6, device_mesh=mesh, placements=dt.partition("tp"))
+        laid = [dt.distribute_tensor(made.full_tensor().detach(), mesh, form) for form in ({"tp": Shard(0)}, "R", dt.partition())]
+        return named + as_text + made + laid[0] + laid[1] + laid[2]
 
     return run, (torch.randn(5, 6)[:rows],)
 
