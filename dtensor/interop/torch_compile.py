@@ -21,7 +21,7 @@ from ..base.torch_internals import opaque_object
 from ..base.tracing import is_traced, register_object, registered_object, unwrap_graph_constant
 from ..comm import PerRank, shards_of
 from ..errors import UnsupportedOperationError
-from ..layout.placement_forms import is_placement_form
+from ..layout.placement_forms import split_mesh_and_placements
 from ..mesh.device_mesh import DeviceMesh, as_mesh
 from ..placement import Partial, Partition, Placements, Replicate, Shard, partition
 from ..ranks.per_rank_functorch import split_ranks, unwrap_functorch
@@ -149,8 +149,7 @@ def _traced_from_local(
     grad_placements: Placements | None = None,
 ) -> DTensor:
     """Replace ``DTensor.from_local`` in traced code. Checks between ranks run at every call, outside of the graph."""
-    if placements is None and is_placement_form(device_mesh):
-        device_mesh, placements = None, device_mesh
+    device_mesh, placements = split_mesh_and_placements(device_mesh, placements)
     if not _is_on_processes(device_mesh):
         _graph_break(msg=ALL_RANKS)
     if device_mesh is None:
@@ -186,8 +185,7 @@ def _traced_distribute_tensor(
     src_data_rank: int | None = 0,
 ) -> DTensor:
     """Replace ``distribute_tensor`` in traced code."""
-    if placements is None and is_placement_form(device_mesh):
-        device_mesh, placements = None, device_mesh
+    device_mesh, placements = split_mesh_and_placements(device_mesh, placements)
     if not _is_on_processes(device_mesh):
         _graph_break(msg=ALL_RANKS)
     if device_mesh is None:

@@ -21,6 +21,13 @@ def is_placement_form(given: Any) -> bool:
     return isinstance(unwrap_graph_constant(given), (Placement, list, tuple, Mapping, str, Partition))
 
 
+def split_mesh_and_placements(device_mesh: Any, placements: Any) -> tuple[Any, Any]:
+    """Return mesh and placements of a call. Placements in the place of the mesh are taken as placements, and the mesh is None."""
+    if placements is None and device_mesh is not None and is_placement_form(device_mesh):
+        return None, device_mesh
+    return device_mesh, placements
+
+
 def resolve_placements(given: Any, mesh: DeviceMesh, ndim: int) -> tuple[Placement, ...]:
     """Return one placement per mesh dim of ``given``, with non-negative tensor dims. Mesh dims without one are replicated.
 

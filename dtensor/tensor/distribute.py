@@ -23,7 +23,7 @@ from ..comm.map_ranks import communicator_of
 from ..comm.pack import Box, SendRecvPlan, Traffic, Transfer
 from ..errors import LayoutError, MeshError
 from ..layout.layout import Layout
-from ..layout.placement_forms import is_placement_form, resolve_placements
+from ..layout.placement_forms import resolve_placements, split_mesh_and_placements
 from ..mesh.device_mesh import DeviceMesh, as_mesh
 from ..placement import Placements
 from ..random.draw import as_graph_op, clone_block
@@ -66,8 +66,7 @@ def distribute_tensor(
       rank 2: [[3, 4]]
       rank 3: [[5]])
     """
-    if placements is None and is_placement_form(device_mesh):
-        device_mesh, placements = None, device_mesh
+    device_mesh, placements = split_mesh_and_placements(device_mesh, placements)
     mesh = as_mesh(device_mesh)
     if (layout := layout_of(tensor)) is not None:
         if layout.mesh != mesh:

@@ -29,7 +29,7 @@ from ..dispatch.dispatcher import dispatch
 from ..dispatch.plain_tensor_args import distribute_like
 from ..errors import DTensorError, LayoutError
 from ..layout.layout import Layout
-from ..layout.placement_forms import is_placement_form
+from ..layout.placement_forms import split_mesh_and_placements
 from ..mesh.device_mesh import DeviceMesh, as_mesh
 from ..placement import Placement, Placements, Replicate
 from ..ranks.per_rank import prepare_for_program
@@ -159,8 +159,7 @@ class DTensor(torch.Tensor):
         Raises:
             LayoutError: the local tensors do not fit together. PlacementError, MeshError: see :class:`Layout`.
         """
-        if placements is None and is_placement_form(device_mesh):
-            device_mesh, placements = None, device_mesh
+        device_mesh, placements = split_mesh_and_placements(device_mesh, placements)
         mesh = as_mesh(device_mesh)
         if isinstance(unwrap_functorch(local_tensor), DTensor):
             raise LayoutError(
@@ -415,8 +414,7 @@ class DTensor(torch.Tensor):
 
 def _target_layout(layout: Layout, device_mesh: Any, placements: Placements | None) -> Layout:
     """Return ``layout`` with other placements, on another mesh if one is given. ``device_mesh`` may be the placements."""
-    if placements is None and device_mesh is not None and is_placement_form(device_mesh):
-        device_mesh, placements = None, device_mesh
+    device_mesh, placements = split_mesh_and_placements(device_mesh, placements)
     mesh = layout.mesh if device_mesh is None else as_mesh(device_mesh)
     if placements is None:
         placements = (Replicate(),) * mesh.ndim

@@ -182,7 +182,7 @@ def _shard_over_axes(form: Any, axes: MeshAxes, ndim: int) -> Any:
     """
     mesh = axes.mesh._derive(*select_dims(axes.mesh, axes.shard))
     placements = read_placements(form, mesh, ndim)
-    if len({*placements}) != 1:
+    if not placements or any(placement != placements[0] for placement in placements):
         raise PlacementError(f"shard_placement_fn returned {form!r}, which is not one placement along all mesh dims of {mesh!r}")
     return placements[0]
 
