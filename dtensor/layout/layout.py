@@ -29,7 +29,7 @@ from ..errors import LayoutError
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.geometry import uncached_property
 from ..placement import Monoid, Partial, Placement, Replicate, Shard, check_placement, normalize_placements
-from .placement_forms import LAYOUT_TEXT, placements_text, read_form, resolve_placements
+from .placement_forms import LAYOUT_TEXT, hashable_form, placements_text, read_form, resolve_placements
 from .splits import Split, canonical_placements, make_split
 
 
@@ -98,19 +98,19 @@ class Layout:
         >>> layout.local_shape((0,)), layout.local_shape((1,)), layout.local_offset((1,))
         ((3, 3), (2, 3), (3, 0))
         """
-        requested = tuple(placements) if isinstance(placements, (list, tuple)) else placements
+        requested = tuple(placements) if isinstance(placements, (list, tuple)) else hashable_form(placements)
         try:
             key = (mesh, requested, shape, stride, dtype)
             layout = _BY_REQUEST.get(key)
         except TypeError:  # unhashable: lists, or symbolic sizes
             shape = check_sizes(shape, "a global shape")
-            requested = resolve_placements(placements, mesh, len(shape))
+            placements = requested = resolve_placements(placements, mesh, len(shape))
             key = (mesh, requested, shape, None if stride is None else check_sizes(stride, "strides"), dtype)
             layout = _BY_REQUEST.get(key)
         if layout is None:
             shape, dtype = check_sizes(shape, "a global shape"), check_dtype(dtype)
             stride = contiguous_stride(shape) if stride is None else check_sizes(stride, "strides")
-            normalized = resolve_placements(requested, mesh, len(shape))
+            normalized = resolve_placements(placements, mesh, len(shape))
             splits = tuple(make_split(mesh, normalized, d, size) for d, size in enumerate(shape))
             layout = Layout._interned(mesh, canonical_placements(mesh, normalized, splits, shape), splits, shape, stride, dtype)
             _BY_REQUEST.keep(key, layout)
@@ -210,17 +210,17 @@ class Layout:
 
     def _with_placements(self, placements: Any) -> Layout:
         """Return the layout of the same tensor under other placements. A small cache of each layout serves frequent requests."""
-        key = tuple(placements) if isinstance(placements, (list, tuple)) else placements
+        key = tuple(placements) if isinstance(placements, (list, tuple)) else hashable_form(placements)
         memo: BoundedDict[Any, Layout] | None = self.__dict__.get("_memo")
         if memo is None:
             memo = self.__dict__.setdefault("_memo", BoundedDict(_MEMO_SIZE))
         try:
             layout = memo.get(key)
-        except TypeError:  # a mapping, or not placements
-            key = normalize_placements(self._keep_unnamed(placements), self.mesh.ndim, self.ndim)
+        except TypeError:  # not placements
+            placements = key = normalize_placements(self._keep_unnamed(placements), self.mesh.ndim, self.ndim)
             layout = memo.get(key)
         if layout is None:
-            layout = memo.keep(key, Layout.of(self.mesh, self._keep_unnamed(key), self.shape, self.stride, self.dtype))
+            layout = memo.keep(key, Layout.of(self.mesh, self._keep_unnamed(placements), self.shape, self.stride, self.dtype))
         return layout
 
     def _keep_unnamed(self, placements: Any) -> Any:

@@ -28,6 +28,16 @@ def split_mesh_and_placements(device_mesh: Any, placements: Any) -> tuple[Any, A
     return device_mesh, placements
 
 
+_BY_NAME = object()  # marks the cache key of a mapping: no form that a user writes is equal to it
+
+
+def hashable_form(given: Any) -> Any:
+    """Return a value that caches can look up: equal for equal forms, hashable if the placements are."""
+    if isinstance(given, (list, tuple)):
+        return tuple(given)
+    return (_BY_NAME, *given.items()) if isinstance(given, Mapping) else given
+
+
 def resolve_placements(given: Any, mesh: DeviceMesh, ndim: int) -> tuple[Placement, ...]:
     """Return one placement per mesh dim of ``given``, with non-negative tensor dims. Mesh dims without one are replicated.
 

@@ -22,7 +22,7 @@ from ..comm.map_ranks import communicator_of
 from ..comm.traced_collectives import call_in_graph
 from ..errors import LayoutError, PlacementError
 from ..layout.layout import Layout
-from ..layout.placement_forms import read_placements
+from ..layout.placement_forms import hashable_form, read_placements
 from ..layout.splits import Split
 from ..mesh.device_mesh import DeviceMesh
 from ..placement import Partial, Placement, Placements, Replicate, Shard, normalize_placements
@@ -44,7 +44,7 @@ def layout_of_locals(
     """
     key = None
     if shape is not None and not check and type(local) is torch.Tensor:
-        key = (mesh, _as_hashable(placements), _as_hashable(shape), _as_hashable(stride), local.dtype, local.shape)
+        key = (mesh, hashable_form(placements), _as_hashable(shape), _as_hashable(stride), local.dtype, local.shape)
         try:
             cached = _LAYOUTS.get(key)
         except TypeError:
