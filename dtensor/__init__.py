@@ -5,44 +5,41 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from .base.paused_collection import pause_collection as _pause_collection
-
-with _pause_collection():
-    from .base.late_binding import register_provider as _register_provider
-    from .base.modes import explicit, implicit_replication, remember
-    from .comm import PerRank, per_rank
-    from .comm.map_ranks import map_ranks
-    from .dispatch.cache_info import CacheInfo, cache_info
-    from .interop.default_dispatch_rules import install_default_rules as _install_default_rules
-    from .interop.dlpack import install_dlpack as _install_dlpack
-    from .interop.dynamo import define_inplace_operators as _define_inplace_operators
-    from .interop.dynamo import skip_library_frames as _skip_library_frames
-    from .interop.saved_on_host import install_save_on_cpu as _install_save_on_cpu
-    from .interop.state_dicts import install_state_dicts as _install_state_dicts
-    from .interop.torch_compile import install_substitutes as _install_substitutes
-    from .interop.torch_compile import register_constants as _register_constants
-    from .interop.torch_debug_modes import install_debug_modes as _install_debug_modes
-    from .layout.layout import Layout
-    from .mesh.device_mesh import DeviceMesh, init_device_mesh
-    from .placement import Monoid, Partial, Placement, Replicate, Shard
-    from .random.seed import manual_seed, random_mode
-    from .rules.registry import register_declaring_module as _register_declaring_module
-    from .tensor.async_tensor import AsyncCollectiveTensor
-    from .tensor.create import empty, full, linspace, logspace, ones, rand, randn, zeros
-    from .tensor.distribute import distribute_tensor
-    from .tensor.dtensor import DTensor
-    from .tensor.local_map import local_map
-    from .tensor.modules.distribute_module import distribute_module
-    from .tensor.overrides.table import install_overrides as _install_overrides
-    from .tensor.redistribute_many import redistribute_many
-    from .tensor.replica_check import follow_check_level as _follow_check_level
-    from .tensor.views.inplace_view_ops import install_inplace_view_methods as _install_inplace_view_methods
-    from .tensor.views.lazy_view import LazyView as _LazyView
-    from .tensor.views.lazy_view import install_view_dispatch as _install_view_dispatch
-    from .tensor.views.view_writeback import dispatch_view as _dispatch_view
-    from .user_rules.register_sharding import register_sharding, unregister_sharding
-    from .watchdog.levels import check_ranks
-    from .watchdog.levels import set_level_from_environment as _set_level_from_environment
+from .base.late_binding import register_provider as _register_provider
+from .base.modes import explicit, implicit_replication, remember
+from .comm import PerRank, per_rank
+from .comm.map_ranks import map_ranks
+from .dispatch.cache_info import CacheInfo, cache_info
+from .interop.default_dispatch_rules import install_default_rules as _install_default_rules
+from .interop.dlpack import install_dlpack as _install_dlpack
+from .interop.dynamo import define_inplace_operators as _define_inplace_operators
+from .interop.dynamo import skip_library_frames as _skip_library_frames
+from .interop.saved_on_host import install_save_on_cpu as _install_save_on_cpu
+from .interop.state_dicts import install_state_dicts as _install_state_dicts
+from .interop.torch_compile import install_substitutes as _install_substitutes
+from .interop.torch_compile import register_constants as _register_constants
+from .interop.torch_debug_modes import install_debug_modes as _install_debug_modes
+from .layout.layout import Layout
+from .mesh.device_mesh import DeviceMesh, init_device_mesh
+from .placement import Monoid, Partial, Partition, Placement, Placements, Replicate, Shard, partition
+from .random.seed import manual_seed, random_mode
+from .rules.registry import register_declaring_module as _register_declaring_module
+from .tensor.async_tensor import AsyncCollectiveTensor
+from .tensor.create import empty, full, linspace, logspace, ones, rand, randn, zeros
+from .tensor.distribute import distribute_tensor
+from .tensor.dtensor import DTensor
+from .tensor.local_map import local_map
+from .tensor.modules.distribute_module import distribute_module
+from .tensor.overrides.table import install_overrides as _install_overrides
+from .tensor.redistribute_many import redistribute_many
+from .tensor.replica_check import follow_check_level as _follow_check_level
+from .tensor.views.inplace_view_ops import install_inplace_view_methods as _install_inplace_view_methods
+from .tensor.views.lazy_view import LazyView as _LazyView
+from .tensor.views.lazy_view import install_view_dispatch as _install_view_dispatch
+from .tensor.views.view_writeback import dispatch_view as _dispatch_view
+from .user_rules.register_sharding import register_sharding, unregister_sharding
+from .watchdog.levels import check_ranks
+from .watchdog.levels import set_level_from_environment as _set_level_from_environment
 
 __version__ = "0.1.0"
 
@@ -58,8 +55,10 @@ __all__ = [
     "Memory",
     "Monoid",
     "Partial",
+    "Partition",
     "PerRank",
     "Placement",
+    "Placements",
     "ProgramPlan",
     "Replicate",
     "Shard",
@@ -85,6 +84,7 @@ __all__ = [
     "map_ranks",
     "memory",
     "ones",
+    "partition",
     "per_rank",
     "plan",
     "rand",
@@ -181,6 +181,7 @@ _register_declaring_module("dtensor.rules.aten.library")
 _register_provider("dtensor.sharding_spec.scattered_tensor", "reshard", "sharding_metadata")
 _register_provider("dtensor.interop.dcp_protocol", "write_items", "chunks", "shard_at")
 _register_provider("dtensor.debug.html", "html_of")
+_register_provider("dtensor.rules.aten.reduction", "library_monoid")
 _set_level_from_environment()
 _follow_check_level()
 
@@ -196,7 +197,7 @@ _install_state_dicts()
 _install_debug_modes()
 _install_dlpack()
 _install_save_on_cpu()
-_register_constants(DeviceMesh, Layout, Shard, Replicate, Partial, Monoid)
+_register_constants(DeviceMesh, Layout, Shard, Replicate, Partial, Monoid, Partition)
 _install_substitutes()
 _define_inplace_operators(DTensor)
 _define_inplace_operators(PerRank)

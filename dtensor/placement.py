@@ -1,16 +1,19 @@
 """Placement: how a tensor is distributed over ONE mesh dim.
 
 A tuple with one placement per mesh dim says where every element is. Placements are plain values without a mesh or
-communication. ``Layout`` gives them their meaning on a mesh and a shape.
+communication. ``Layout`` gives them their meaning on a mesh and a shape. ``Placements`` is the type of all forms in which
+functions accept them; :mod:`.layout.placement_forms` reads these forms.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Set
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
+from .base.late_binding import resolve_late
 from .base.tracing import unwrap_graph_constant
 from .base.validation import as_index
 from .errors import PlacementError
@@ -250,6 +253,120 @@ class Partial(Placement):
         return f"P({self.reduce_op})"
 
 
+# --- one placement as text: __str__ and __repr__ of the classes above print it --------------------------------------------
+_SHARD_TEXT = re.compile(
+    r"S(?:hard)?\((?:dim=)?(?P<dim>-?\d+)(?P<sizes>:(?:\d+(?:\+\d+)*)?|,sizes=\((?:\d+,?)*\))?(?:(?:@|,level=)(?P<level>\d+))?\)"
+)
+_PARTIAL_TEXT = re.compile(r"P(?:artial)?(?:\((?P<op>[^()]*)\))?")
+
+
+def parse_placement(text: str) -> Placement:
+    """Return the placement that ``str`` or ``repr`` prints as ``text``; also ``"P"`` for a sum.
+
+    Raises:
+        PlacementError: ``text`` is not a placement, or names a user's :class:`Monoid`, which text cannot define.
+
+    >>> parse_placement("S(0:3+2)"), parse_placement("P(max)"), parse_placement("Shard(dim=1)"), parse_placement("R")
+    (Shard(dim=0, sizes=(3, 2)), Partial(max), Shard(dim=1), Replicate())
+    """
+    compact = re.sub(r"\s*([(),=:+@])\s*", r"\1", text.strip())
+    if compact in ("R", "Replicate()"):
+        return Replicate()
+    if match := _SHARD_TEXT.fullmatch(compact):
+        sizes, level = match["sizes"], match["level"]
+        return Shard(
+            int(match["dim"]),
+            None if sizes is None else tuple(map(int, re.findall(r"\d+", sizes))),
+            None if level is None else int(level),
+        )
+    if match := _PARTIAL_TEXT.fullmatch(compact):
+        return Partial(_reduction_of_name((match["op"] or "sum").strip("'\"")))
+    raise PlacementError(
+        f"{text!r} is not a placement; write S(0) to shard tensor dim 0, R to replicate, P(sum) for a partial value"
+    )
+
+
+def _reduction_of_name(name: str) -> str | Monoid:
+    reduction: str | Monoid | None = name if name in REDUCE_OPS else resolve_late("library_monoid")(name)
+    if reduction is None:
+        raise PlacementError(
+            f"P({name}) is not a reduction of the library: text can name {', '.join(REDUCE_OPS)}. For a Monoid of the program "
+            "pass the object: Partial(monoid), in a list or in a mapping of mesh dim names"
+        )
+    return reduction
+
+
+# --- placements by tensor dim --------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True, weakref_slot=True, repr=False)
+class Partition:
+    """Mesh dims by tensor dim, as in JAX's ``PartitionSpec``: an immutable value without a mesh. Make one with :func:`partition`.
+
+    Attributes:
+        dims: for each tensor dim the names of the mesh dims that shard it, outermost first.
+        unreduced: names of the mesh dims along which the value is ``Partial("sum")``.
+
+    It communicates nothing; errors are those of :func:`partition`.
+
+    >>> partition("dp", None).dims
+    (('dp',), ())
+    """
+
+    dims: tuple[tuple[str, ...], ...]
+    unreduced: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        names = [*(name for dim in self.dims for name in dim), *self.unreduced]
+        if not all(isinstance(name, str) for name in names):
+            raise PlacementError(
+                f"partition takes for each tensor dim the name of a mesh dim, None, or a tuple of names, got {names}; "
+                'write partition("dp", None), for example'
+            )
+        if repeated := [name for name in names if names.count(name) > 1]:
+            raise PlacementError(f"{self!r} has mesh dim {repeated[0]!r} twice: a mesh dim shards at most one tensor dim")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Partition:
+        return self
+
+    def __repr__(self) -> str:
+        entries = [repr(names[0] if len(names) == 1 else names or None) for names in self.dims]
+        return f"partition({', '.join(entries + [f'unreduced={self.unreduced}'] * bool(self.unreduced))})"
+
+
+def partition(*dims: str | Sequence[str] | None, unreduced: Iterable[str] = ()) -> Partition:
+    """Return placements by tensor dim, as JAX's ``PartitionSpec``. Pass it wherever placements are accepted.
+
+    Args:
+        dims: for each tensor dim the name of the mesh dim that shards it, None, or a tuple of names, outermost first. Tensor
+            dims after the last entry are not sharded. Mesh dims without an entry are replicated.
+        unreduced: names of mesh dims along which the value is ``Partial("sum")``.
+
+    Raises:
+        PlacementError: a name appears twice, or, once the mesh and the tensor are known: the mesh does not have it, or there
+            are more entries than tensor dims.
+
+    It communicates nothing.
+
+    >>> import dtensor as dt
+    >>> mesh = dt.init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "cp", "tp"))
+    >>> dt.zeros(8, 3, 8, device_mesh=mesh, placements=dt.partition("dp", None, ("tp", "cp"))).layout
+    float32[8, 3, 8] on (dp=S(0), cp=S(2@1), tp=S(2@0))
+    """
+    return Partition(tuple(map(_names_of, dims)), tuple(sorted(_names_of(unreduced), key=str)))
+
+
+def _names_of(entry: str | Iterable[str] | None) -> tuple[str, ...]:
+    if isinstance(entry, str) or not isinstance(entry, Iterable):
+        return () if entry is None else (entry,)
+    return tuple(entry)
+
+
+NamedPlacements: TypeAlias = Mapping[str, Placement] | str | Partition
+"""Placements that can use mesh dim names; read by :mod:`.layout.placement_forms`, which knows the mesh."""
+
+Placements: TypeAlias = Placement | Sequence[Placement] | NamedPlacements
+"""Every form of placements: one for each mesh dim in order, by mesh dim name, as printed text, or by tensor dim."""
+
+
 def _check_int(value: Any, what: str, example: str) -> int:
     index = as_index(value)
     if index is None:
@@ -258,7 +375,7 @@ def _check_int(value: Any, what: str, example: str) -> int:
 
 
 def normalize_placements(placements: Any, mesh_ndim: int, ndim: int) -> tuple[Placement, ...]:
-    """Return one placement per mesh dim, with non-negative tensor dims.
+    """Return one placement per mesh dim, with non-negative tensor dims; for placements in the order of the mesh dims.
 
     Raises:
         PlacementError: wrong count, not a placement, or a tensor dim out of range.
@@ -277,10 +394,15 @@ def normalize_placements(placements: Any, mesh_ndim: int, ndim: int) -> tuple[Pl
             f"placements and mesh dims must have the same length: {len(placements)} placements for a mesh of {mesh_ndim} dims: "
             f"{placements}; give one per mesh dim, for example [Shard(0)" + ", Replicate()" * (mesh_ndim - 1) + "]"
         )
-    return tuple(_check_placement(placement, ndim) for placement in placements)
+    return tuple(check_placement(placement, ndim) for placement in placements)
 
 
-def _check_placement(placement: Placement, ndim: int) -> Placement:
+def check_placement(placement: Placement, ndim: int) -> Placement:
+    """Return ``placement`` with a non-negative tensor dim.
+
+    Raises:
+        PlacementError: not a placement, or a tensor dim out of range.
+    """
     placement = unwrap_graph_constant(placement)
     if isinstance(placement, Shard):
         dim = placement.dim

@@ -1,11 +1,14 @@
-"""Tensor text: the dtype and the shape of a tensor, for messages and reports."""
+"""Tensor text: the dtype and the shape of a tensor, for messages and reports, and the parser of this text."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
 import torch
+
+from ..errors import LayoutError
 
 
 def tensor_text(dtype: torch.dtype, shape: Iterable[Any]) -> str:
@@ -15,3 +18,19 @@ def tensor_text(dtype: torch.dtype, shape: Iterable[Any]) -> str:
     'float32[4, 6]'
     """
     return f"{str(dtype).removeprefix('torch.')}[{', '.join(map(str, shape))}]"
+
+
+def parse_tensor_text(text: str) -> tuple[torch.dtype, tuple[int, ...]]:
+    """Return the dtype and the shape that :func:`tensor_text` printed.
+
+    Raises:
+        LayoutError: torch has no such dtype.
+
+    >>> parse_tensor_text("float32[4, 6]")
+    (torch.float32, (4, 6))
+    """
+    name, _, sizes = text.partition("[")
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise LayoutError(f"{text!r}: torch has no dtype {name!r}; write for example float32[4, 6]")
+    return dtype, tuple(map(int, re.findall(r"\d+", sizes)))

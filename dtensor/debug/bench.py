@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from ..base.units import bytes_text, seconds_text
-from ..errors import ArgumentError
+from ..errors import ArgumentError, PlacementError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
-from ..placement import REDUCE_OPS, Partial, Placement, Replicate, Shard
+from ..placement import Placement, Replicate, Shard, check_placement, parse_placement
 from ..redistribute import plan
 from ..tensor.distribute import distribute_tensor
 from ..tensor.dtensor import DTensor
@@ -91,10 +91,12 @@ def _parse_placements(side: str, mesh: Shape, ndim: int) -> Placements:
 
 
 def _parse_placement(word: str, ndim: int) -> Placement:
-    match = re.fullmatch(r"R|S\(?(?P<dim>\d+)\)?|P(?:\((?P<op>\w+)\))?", word)
-    if match is None or (match["dim"] and int(match["dim"]) >= ndim) or (match["op"] and match["op"] not in REDUCE_OPS):
-        raise ArgumentError(f"{word!r} is not a placement of a tensor with {ndim} dims; write R, S0 to S{ndim - 1}, P or P(max)")
-    return Replicate() if word == "R" else Shard(int(match["dim"])) if match["dim"] else Partial(match["op"] or "sum")
+    try:
+        return check_placement(parse_placement(re.sub(r"^S(\d+)$", r"S(\1)", word)), ndim)
+    except PlacementError:
+        raise ArgumentError(
+            f"{word!r} is not a placement of a tensor with {ndim} dims; write R, S0 to S{ndim - 1}, P or P(max)"
+        ) from None
 
 
 def default_pairs(mesh: Shape) -> list[str]:

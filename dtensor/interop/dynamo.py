@@ -29,6 +29,7 @@ INLINED_MODULES = frozenset(
         "base/tensor_text",
         "interop/torch_compile",
         "layout/layout",
+        "layout/placement_forms",
         "mesh/device_mesh",
         "mesh/geometry",
         "parallel/tensor/colwise_rowwise",

@@ -21,8 +21,9 @@ from ..base.torch_internals import opaque_object
 from ..base.tracing import is_traced, register_object, registered_object, unwrap_graph_constant
 from ..comm import PerRank, shards_of
 from ..errors import UnsupportedOperationError
+from ..layout.placement_forms import split_mesh_and_placements
 from ..mesh.device_mesh import DeviceMesh, as_mesh
-from ..placement import Partial, Placement, Replicate, Shard
+from ..placement import Partial, Partition, Placements, Replicate, Shard, partition
 from ..ranks.per_rank_functorch import split_ranks, unwrap_functorch
 from ..state.functorch import layout_of, mesh_and_placements_of
 from ..tensor import create
@@ -87,6 +88,8 @@ def _fx_repr(value: Any) -> tuple[str, dict[str, Any]]:
         return repr(value), {type(value).__name__: type(value)}
     if isinstance(value, Partial) and isinstance(value.reduce_op, str):
         return f"Partial({value.reduce_op!r})", {"Partial": Partial}
+    if isinstance(value, Partition):
+        return repr(value), {"partition": partition}
     return f"kept_object({register_object(value)!r})", {"kept_object": registered_object}
 
 
@@ -138,14 +141,15 @@ def _from_local_in_graph(
 def _traced_from_local(
     local_tensor: torch.Tensor,
     device_mesh: Any = None,
-    placements: Sequence[Placement] | None = None,
+    placements: Placements | None = None,
     *,
     run_check: bool = False,
     shape: Sequence[int] | None = None,
     stride: Sequence[int] | None = None,
-    grad_placements: Sequence[Placement] | None = None,
+    grad_placements: Placements | None = None,
 ) -> DTensor:
     """Replace ``DTensor.from_local`` in traced code. Checks between ranks run at every call, outside of the graph."""
+    device_mesh, placements = split_mesh_and_placements(device_mesh, placements)
     if not _is_on_processes(device_mesh):
         _graph_break(msg=ALL_RANKS)
     if device_mesh is None:
@@ -176,11 +180,12 @@ def _make_factory_pair(function: Any) -> tuple[Any, Any]:
 def _traced_distribute_tensor(
     tensor: torch.Tensor,
     device_mesh: Any = None,
-    placements: Sequence[Placement] | None = None,
+    placements: Placements | None = None,
     *,
     src_data_rank: int | None = 0,
 ) -> DTensor:
     """Replace ``distribute_tensor`` in traced code."""
+    device_mesh, placements = split_mesh_and_placements(device_mesh, placements)
     if not _is_on_processes(device_mesh):
         _graph_break(msg=ALL_RANKS)
     if device_mesh is None:

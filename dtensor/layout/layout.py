@@ -10,6 +10,7 @@ identity.
 from __future__ import annotations
 
 import math
+import re
 import weakref
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -22,12 +23,13 @@ from ..base.caches import BoundedDict
 from ..base.late_binding import html_repr
 from ..base.memory_order import Stride, contiguous_stride, memory_order, stride_like
 from ..base.symbolic_sizes import contains_symbols, hashable_sizes
-from ..base.tensor_text import tensor_text
+from ..base.tensor_text import parse_tensor_text, tensor_text
 from ..base.validation import check_dtype, check_sizes
 from ..errors import LayoutError
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.geometry import uncached_property
-from ..placement import Monoid, Partial, Placement, Replicate, Shard, normalize_placements
+from ..placement import Monoid, Partial, Placement, Replicate, Shard, check_placement, normalize_placements
+from .placement_forms import LAYOUT_TEXT, hashable_form, placements_text, read_form, resolve_placements
 from .splits import Split, canonical_placements, make_split
 
 
@@ -87,7 +89,7 @@ class Layout:
         stride: Sequence[int] | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> Layout:
-        """Return the layout of a tensor of global ``shape`` under ``placements`` (validated; one per mesh dim).
+        """Return the layout of a tensor of global ``shape`` under ``placements`` (validated; in any form, see ``Placements``).
 
         Raises:
             PlacementError: wrong count, a dim out of range, sizes or levels that do not fit.
@@ -96,23 +98,41 @@ class Layout:
         >>> layout.local_shape((0,)), layout.local_shape((1,)), layout.local_offset((1,))
         ((3, 3), (2, 3), (3, 0))
         """
-        requested = tuple(placements) if isinstance(placements, (list, tuple)) else placements
+        requested = tuple(placements) if isinstance(placements, (list, tuple)) else hashable_form(placements)
         try:
             key = (mesh, requested, shape, stride, dtype)
             layout = _BY_REQUEST.get(key)
         except TypeError:  # unhashable: lists, or symbolic sizes
             shape = check_sizes(shape, "a global shape")
-            requested = normalize_placements(placements, mesh.ndim, len(shape))
+            placements = requested = resolve_placements(placements, mesh, len(shape))
             key = (mesh, requested, shape, None if stride is None else check_sizes(stride, "strides"), dtype)
             layout = _BY_REQUEST.get(key)
         if layout is None:
             shape, dtype = check_sizes(shape, "a global shape"), check_dtype(dtype)
             stride = contiguous_stride(shape) if stride is None else check_sizes(stride, "strides")
-            normalized = normalize_placements(requested, mesh.ndim, len(shape))
+            normalized = resolve_placements(placements, mesh, len(shape))
             splits = tuple(make_split(mesh, normalized, d, size) for d, size in enumerate(shape))
             layout = Layout._interned(mesh, canonical_placements(mesh, normalized, splits, shape), splits, shape, stride, dtype)
             _BY_REQUEST.keep(key, layout)
         return layout
+
+    @staticmethod
+    def parse(text: str, mesh: DeviceMesh) -> Layout:
+        """Return the layout on ``mesh`` that ``str`` prints as ``text``. Without strides it is row-major.
+
+        Raises:
+            LayoutError: ``text`` is not the text of a layout.
+            PlacementError: its placements do not fit the mesh or the shape, or name a user's :class:`Monoid`.
+
+        >>> mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
+        >>> Layout.parse("float32[5, 3] on (dp=S(0), tp=R)", mesh).placements
+        (Shard(dim=0), Replicate())
+        """
+        if (match := LAYOUT_TEXT.fullmatch(text.strip())) is None:
+            raise LayoutError(f"{text!r} is not a layout; write it as print(x.layout) does: 'float32[4, 6] on (dp=S(0), tp=R)'")
+        dtype, shape = parse_tensor_text(match["tensor"])
+        stride = None if match["stride"] is None else tuple(map(int, re.findall(r"\d+", match["stride"])))
+        return Layout.of(mesh, match["placements"], shape, stride, dtype)
 
     @staticmethod
     def from_splits(
@@ -172,12 +192,15 @@ class Layout:
         stride: Sequence[int] | None = None,
         dtype: torch.dtype | None = None,
     ) -> Layout:
-        """Return this layout with some parts changed. Strides become row-major if only the shape changes."""
+        """Return this layout with some parts changed. Strides become row-major if only the shape changes.
+
+        Mesh dims that ``placements`` by name leave out keep their placements.
+        """
         if shape is None and stride is None and dtype is None:
             return self if placements is None else self._with_placements(placements)
         if stride is None:
             stride = self.stride if shape is None else None
-        new_placements = self.placements if placements is None else placements
+        new_placements = self.placements if placements is None else self._keep_unnamed(placements)
         shape, dtype = self.shape if shape is None else shape, self.dtype if dtype is None else dtype
         return Layout.of(self.mesh, new_placements, shape, stride, dtype)
 
@@ -187,18 +210,35 @@ class Layout:
 
     def _with_placements(self, placements: Any) -> Layout:
         """Return the layout of the same tensor under other placements. A small cache of each layout serves frequent requests."""
-        key = tuple(placements) if isinstance(placements, (list, tuple)) else placements
+        key = tuple(placements) if isinstance(placements, (list, tuple)) else hashable_form(placements)
         memo: BoundedDict[Any, Layout] | None = self.__dict__.get("_memo")
         if memo is None:
             memo = self.__dict__.setdefault("_memo", BoundedDict(_MEMO_SIZE))
         try:
             layout = memo.get(key)
-        except TypeError:  # not placements, or not in a list
-            key = normalize_placements(placements, self.mesh.ndim, self.ndim)
+        except TypeError:  # not placements
+            placements = key = normalize_placements(self._keep_unnamed(placements), self.mesh.ndim, self.ndim)
             layout = memo.get(key)
         if layout is None:
-            layout = memo.keep(key, Layout.of(self.mesh, placements, self.shape, self.stride, self.dtype))
+            layout = memo.keep(key, Layout.of(self.mesh, self._keep_unnamed(placements), self.shape, self.stride, self.dtype))
         return layout
+
+    def _keep_unnamed(self, placements: Any) -> Any:
+        """Return ``placements`` with those of this layout along mesh dims that they leave out.
+
+        Block sizes stay if the mesh dims that are no longer sharded were innermost. Otherwise they become those of
+        ``torch.chunk``, because the remaining blocks would not be contiguous.
+        """
+        named = read_form(placements, self.mesh, self.ndim)
+        if not isinstance(named, dict):
+            return named
+        named = {i: check_placement(placement, self.ndim) for i, placement in named.items()}
+        changed = {i: placement for i, placement in named.items() if placement != self.placements[i]}
+        splits = [None if split is None else split.without(changed, self.mesh) for split in self.splits]
+        idle = {i: p for i, p in enumerate(self.placements) if self.mesh.shape[i] == 1 and i not in changed}
+        partials = [None if i in changed else op for i, op in enumerate(self.partials)]
+        rest = Layout.from_splits(self.mesh, splits, partials, self.shape, self.stride, self.dtype, idle)
+        return tuple(changed.get(i, placement) for i, placement in enumerate(rest.placements))
 
     # --- integer arithmetic: which rank has which elements ----------------------------------------------------
     def local_shape(self, coordinate: Sequence[int] | None) -> tuple[int, ...]:
@@ -337,9 +377,11 @@ class Layout:
         return func(*args, **{k: torch.strided if isinstance(each, Layout) else each for k, each in (kwargs or {}).items()})
 
     def __repr__(self) -> str:
-        names = self.mesh.named(range(self.mesh.ndim))
-        where = ", ".join(f"{name}={placement}" for name, placement in zip(names, self.placements, strict=True))
-        return f"{tensor_text(self.dtype, self.shape)} on ({where})"
+        return f"{tensor_text(self.dtype, self.shape)} on ({placements_text(self.placements, self.mesh)})"
+
+    def __str__(self) -> str:
+        """Return text from which :meth:`parse` makes this layout: ``repr``, and strides that are not row-major."""
+        return repr(self) if self.dense else f"{self!r}, stride={tuple(self.stride)}"
 
     _repr_html_ = html_repr
 

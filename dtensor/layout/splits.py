@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from itertools import accumulate, chain
 from typing import NamedTuple
 
@@ -38,6 +38,19 @@ class Split(NamedTuple):
         return Split(
             self.mesh_dims, tuple(map(specialize_symbols, self.sizes)) if type(whole) is int else hashable_sizes(self.sizes)
         )
+
+    def without(self, mesh_dims: Container[int], mesh: DeviceMesh) -> Split | None:
+        """Return this split with ``mesh_dims`` replicated, None if no mesh dim remains.
+
+        If they are innermost, the blocks of the other mesh dims stay. Otherwise their sizes become those of ``torch.chunk``.
+        """
+        kept = tuple(i for i in self.mesh_dims if i not in mesh_dims)
+        if not kept or kept == self.mesh_dims:
+            return self if kept else None
+        if kept == self.mesh_dims[: len(kept)]:
+            inner = len(self.sizes) // mesh.size_of(kept)
+            return Split(kept, tuple(sum(self.sizes[k : k + inner]) for k in range(0, len(self.sizes), inner)))
+        return Split(kept, chunk_sizes(sum(self.sizes), tuple(mesh.shape[i] for i in kept)))
 
 
 @memoize(4096)

@@ -18,6 +18,7 @@ from ..errors import ArgumentError, PlanError
 from ..mesh.create_mesh import dry_run_of_mesh
 from ..mesh.device_mesh import DeviceMesh
 from ..placement import Placement, Replicate
+from ..placement import Placements as AnyPlacements
 from ..tensor.distribute import distribute_tensor
 from ..tensor.dtensor import DTensor
 from ..tensor.modules.stale_params import ParamAttributes
@@ -138,7 +139,7 @@ def auto_shard(
     memory: float | None = None,
     loss: Callable[[Any], torch.Tensor] | None = None,
     optimizer_bytes: float = 8.0,
-    placements: Mapping[str, Sequence[Placement]] | None = None,
+    placements: Mapping[str, AnyPlacements] | None = None,
     seconds: float = 60.0,
 ) -> Sharding:
     """Return placements of parameters, optimizer states and batch with the least estimated time of one step.
@@ -157,7 +158,7 @@ def auto_shard(
         memory: bytes that a rank may hold at once: parameters, gradients, optimizer states, activations, redistributed copies.
         loss: a function from the model's result to a scalar. The default is the result's ``.loss``, or its mean.
         optimizer_bytes: for a model, bytes of optimizer state per element of a parameter: 8 for Adam's two moments in float32.
-        placements: fixed placements of parameters and states, by name.
+        placements: fixed placements of parameters and states, by name, in any form.
         seconds: time limit for each run of the solver.
 
     Raises:
@@ -251,7 +252,7 @@ def _compute_loss(result: Any, loss: Any) -> torch.Tensor:
     return value if not value.ndim else value.float().mean()
 
 
-def _start_options(step: _RecordedStep, fixed: Mapping[str, Sequence[Placement]]) -> list[Option]:
+def _start_options(step: _RecordedStep, fixed: Mapping[str, AnyPlacements]) -> list[Option]:
     """Return the recorded options, with the fixed placements of parameters and states."""
     graph, options = step.graph, recorded_options(step.graph)
     for name, placements in fixed.items():
@@ -260,7 +261,7 @@ def _start_options(step: _RecordedStep, fixed: Mapping[str, Sequence[Placement]]
         number = step.named[name]
         if number is not None:
             producer = graph.values[number].producer
-            layout = graph.values[number].layout.replace(placements=placements)
+            layout = graph.values[number].layout.to_replicated().replace(placements=placements)
             options[producer.number] = replace(options[producer.number], results=(layout,))
             producer.is_user_placed = True
     return options

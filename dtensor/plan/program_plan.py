@@ -13,8 +13,8 @@ from ..base.group_by import group_by_key
 from ..base.late_binding import html_repr
 from ..base.units import bytes_text, seconds_text
 from ..base.user_frames import NO_SOURCE_LINE, SourceLine
-from ..errors import ArgumentError
-from ..placement import Partial, Placement, Replicate, Shard
+from ..errors import ArgumentError, PlacementError
+from ..placement import Placement, parse_placement
 
 FORMAT = 2
 Spelled = tuple[str, ...]  # placements as text, one for each mesh dim
@@ -201,29 +201,16 @@ def placement_texts(placements: Iterable[Placement]) -> Spelled:
     return tuple(map(str, placements))
 
 
-_SHARD = re.compile(r"S\((\d+)(?::([\d+]+))?(?:@(\d+))?\)")
-
-
 def placements_of(words: Sequence[str]) -> tuple[Placement, ...]:
     """Return the placements that :func:`placement_texts` wrote.
 
     >>> placements_of(("S(1:3+2)", "R"))
     (Shard(dim=1, sizes=(3, 2)), Replicate())
     """
-    return tuple(map(_parse_placement, words))
-
-
-def _parse_placement(word: str) -> Placement:
-    if word == "R":
-        return Replicate()
-    if word.startswith("P("):
-        return Partial(word[2:-1])
-    match = _SHARD.fullmatch(word)
-    if match is None:
-        raise ArgumentError(f"the plan has {word!r} where a placement is expected, such as S(0), R or P(sum)")
-    dim, sizes, level = match.groups()
-    blocks = None if sizes is None else tuple(map(int, sizes.split("+")))
-    return Shard(int(dim), blocks, None if level is None else int(level))
+    try:
+        return tuple(map(parse_placement, words))
+    except PlacementError as error:
+        raise ArgumentError(f"the plan has {list(words)} where a placement is expected: {error}") from None
 
 
 _REDUCTION_NAME = re.compile(r"(?<![\w(])(?!R\b|S\(|by\b|owners\b)([A-Za-z]\w*)")

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from ..base.caches import memoize
-from ..base.paused_collection import pause_collection
 from ..errors import RuleError
 from .rule import Rule
 
@@ -34,7 +33,7 @@ def register_declaring_module(module: str) -> None:
 def read_all() -> dict[str, Rule]:
     """Return all rules. Import the modules that were not imported yet."""
     if _UNREAD_MODULES:
-        with _READ_LOCK, pause_collection():  # other threads wait: a partly loaded registry would give them other plans
+        with _READ_LOCK:  # other threads wait: a partly loaded registry would give them other plans
             for module in tuple(_UNREAD_MODULES):
                 import_module(module)
                 _UNREAD_MODULES.remove(module)

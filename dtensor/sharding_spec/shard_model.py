@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from ..errors import MeshError, PlacementError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh, as_mesh
 from ..parallel import ParallelStyle, parallelize_module
-from ..placement import Placement, Replicate
+from ..placement import Partition, Placement, Placements, Replicate
 from ..tensor.dtensor import DTensor
 from ..tensor.modules.distribute_module import distribute_at
 from ..tensor.modules.materialize import check_initializers
@@ -47,8 +47,8 @@ def shard_model(
     ``Sequential``.
 
     Args:
-        spec: a sharding spec (for every parameter that it fits), a composite, a mapping from names to specs or lists of
-            placements (the latter on ``mesh``), or a plan of parallel styles as for :func:`dtensor.parallel.parallelize_module`
+        spec: a sharding spec (for every parameter that it fits), a composite, a mapping from names to specs or placements
+            (in any form but text, on ``mesh``), or a plan of parallel styles as for :func:`dtensor.parallel.parallelize_module`
             (on ``mesh``).
         mesh: the mesh of the specs, default one made of their places.
         src_rank: rank with the values, see :func:`dtensor.distribute_tensor`. None: all ranks have the same values.
@@ -96,7 +96,7 @@ SubmoduleSpecs = dict[str, Any]  # name within the submodule -> Spec, Layout or 
 
 def _resolve_specs(module: nn.Module, spec_or_plan: Any, mesh: DeviceMesh | None) -> dict[str, SubmoduleSpecs]:
     """Return for each submodule, by name, the requested spec of each of its own parameters and buffers."""
-    placed: dict[str, Sequence[Placement]] = {}
+    placed: dict[str, Placements] = {}
     if isinstance(spec_or_plan, Mapping):
         placed = {name: item for name, item in spec_or_plan.items() if _is_placements(item)}
         spec_or_plan = {name: item for name, item in spec_or_plan.items() if name not in placed}
@@ -129,9 +129,11 @@ def _resolve_specs(module: nn.Module, spec_or_plan: Any, mesh: DeviceMesh | None
 
 
 def _is_placements(item: Any) -> bool:
-    return isinstance(item, Placement) or (
-        isinstance(item, (list, tuple)) and bool(item) and all(isinstance(p, Placement) for p in item)
-    )
+    """Return True if ``item`` is placements in some form, not a spec. Text is a place, so a spec."""
+    if isinstance(item, (list, tuple, Mapping)):
+        entries = list(item.values()) if isinstance(item, Mapping) else item
+        return bool(entries) and all(isinstance(p, Placement) for p in entries)
+    return isinstance(item, (Placement, Partition))
 
 
 def _fit_spec(spec: Spec | None, x: torch.Tensor) -> Spec | None:

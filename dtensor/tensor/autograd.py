@@ -34,7 +34,7 @@ from ..dispatch.grad_redistribute import redistribute_grad_unless_planned
 from ..dispatch.output_aliasing import check_unwritten, clone_if_aliased, storage_addresses
 from ..errors import UnsupportedOperationError
 from ..layout.layout import Layout
-from ..placement import Partial, Placement, Replicate
+from ..placement import Partial, Placement, Placements, Replicate
 from ..ranks.per_rank_functorch import join_ranks
 from ..redistribute import execute, move_between, plan, start
 from ..state.functorch import FunctorchFunction, detach_any, is_inside_transform, is_wrapped_by_transform, layout_of, make_apply
@@ -46,15 +46,17 @@ BATCH_GRAD_PLACEMENTS = "_own_uses"
 """Attribute of a parameter of a data-parallel unit: mesh dim that shards the batch -> the Partial of its local gradients."""
 
 
-def grad_layout(layout: Layout, placements: Sequence[Placement] | None) -> Layout:
+def grad_layout(layout: Layout, placements: Placements | None) -> Layout:
     """Return the layout of a gradient that crosses between local and global tensors.
 
-    With ``placements`` it has these. By default it is ``layout`` with Partial replaced by Replicate.
+    With ``placements`` it has these. By default, and along mesh dims that placements by name leave out, it is ``layout`` with
+    Partial replaced by Replicate.
     """
-    return _without_partials(layout) if placements is None else layout.replace(placements=placements)
+    reduced = _without_partials(layout)
+    return reduced if placements is None else reduced.replace(placements=placements)
 
 
-def local_grad_layout(x: Any, layout: Layout, placements: Sequence[Placement] | None) -> Layout:
+def local_grad_layout(x: Any, layout: Layout, placements: Placements | None) -> Layout:
     """Return the layout of the gradient of local tensors of ``x``, which have ``layout``.
 
     As :func:`grad_layout`, except for parameters of data-parallel units (``BATCH_GRAD_PLACEMENTS``): along mesh dims that shard
@@ -241,7 +243,7 @@ class Redistribute(_DTensorFunction):
         return (source_grad if source_grad.dtype == ctx.source.dtype else source_grad.to(ctx.source.dtype)), None, None, None
 
 
-def redistribute_if_needed(x: Any, placements: Sequence[Placement]) -> Any:
+def redistribute_if_needed(x: Any, placements: Placements) -> Any:
     """Return the DTensor ``x`` with other placements; ``x`` itself if it has them. Differentiable, also under ``torch.func``."""
     layout = layout_of(x)
     target = layout.replace(placements=placements)
@@ -274,17 +276,16 @@ def is_recorded(x: torch.Tensor) -> bool:
     return (x.requires_grad and torch.is_grad_enabled()) or forward_ad._current_level >= 0 or is_wrapped_by_transform(x)
 
 
-def to_full_tensor(x: Any, grad_placements: Sequence[Placement] | None) -> torch.Tensor:
+def to_full_tensor(x: Any, grad_placements: Placements | None) -> torch.Tensor:
     """Return the global value of a DTensor as a plain tensor with memory of its own; see ``DTensor.full_tensor``."""
     layout = layout_of(x)
-    if grad_placements is not None:
-        grad_layout(layout, grad_placements)  # wrong placements raise before any communication
     mesh, target = layout.mesh, layout.replace(placements=[Replicate()] * layout.mesh.ndim)
+    backward = None if grad_placements is None else grad_layout(target, grad_placements)  # raises before any communication
     check_not_in_graph(x, "full_tensor()")
     is_replicated = target is layout
     replicated = x if is_replicated else _redistribute(x, target)
     has_partial_grad = (
-        grad_placements is not None and any(isinstance(p, Partial) for p in grad_placements) and is_recorded(replicated)
+        backward is not None and any(isinstance(p, Partial) for p in backward.placements) and is_recorded(replicated)
     )
     # each rank has a gradient, or a value, of its own
     if communicator_of(mesh).holds_all and (has_partial_grad or not mesh.spans_root):
@@ -296,7 +297,7 @@ def to_full_tensor(x: Any, grad_placements: Sequence[Placement] | None) -> torch
 
 
 def to_local_tensor(
-    x: Any, grad_placements: Sequence[Placement] | None = None, give: Callable[..., Any] = to_local_recorded
+    x: Any, grad_placements: Placements | None = None, give: Callable[..., Any] = to_local_recorded
 ) -> torch.Tensor:
     """Return the local tensors of a DTensor, with a gradient that ``give`` records; see ``DTensor.to_local``."""
     if ACTIVE_OBSERVERS and hasattr(x, "_layout"):
@@ -319,7 +320,7 @@ def _make_writable(grad: Any) -> Any:
     return grad.contiguous() if grad is not None and 0 in grad.stride() and grad.numel() > 1 else grad
 
 
-def to_dtensor_grad(grad: Any, like: Layout, placements: Sequence[Placement] | None = None) -> Any:
+def to_dtensor_grad(grad: Any, like: Layout, placements: Placements | None = None) -> Any:
     """Return a gradient of a DTensor as a DTensor, on the mesh of ``like``.
 
     The user may pass a plain one, equal on all ranks (``y.backward(torch.ones(3))``). It gets ``placements``, by default

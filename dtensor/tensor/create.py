@@ -1,7 +1,7 @@
 """Create distributed tensors: factories that make each local tensor directly, without a global tensor.
 
 All take the global shape (as ints or one sequence), ``device_mesh`` (default: the one entered by ``with mesh:``),
-``placements`` (one per mesh dim, default ``Replicate()``), ``dtype`` and ``requires_grad``.
+``placements`` (in any form, default ``Replicate()`` on every mesh dim), ``dtype`` and ``requires_grad``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..comm.map_ranks import communicator_of
 from ..errors import ArgumentError, PlacementError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import as_mesh
-from ..placement import Placement
+from ..placement import Placements
 from ..random.distributions import SAMPLERS
 from ..random.draw import RANDOM_MODE, as_graph_op, clone_block, draw, draw_counted
 from ..redistribute import redistribute_local
@@ -33,7 +33,7 @@ class FactoryOptions(TypedDict, total=False):
     layout: torch.layout
     requires_grad: bool
     device_mesh: Any
-    placements: Sequence[Placement] | None
+    placements: Placements | None
 
 
 def zeros(*size: Any, **options: Unpack[FactoryOptions]) -> DTensor:
@@ -194,7 +194,7 @@ def _make_by_blocks(
     fill: Any,
     size: Any,
     *,
-    placements: Sequence[Placement] | None = None,
+    placements: Placements | None = None,
     device_mesh: Any = None,
     **options: Any,
 ) -> DTensor:
@@ -207,7 +207,7 @@ def _make_by_blocks(
 
 
 def _make_random(
-    fill: Any, size: Any, *, placements: Sequence[Placement] | None = None, device_mesh: Any = None, **options: Any
+    fill: Any, size: Any, *, placements: Placements | None = None, device_mesh: Any = None, **options: Any
 ) -> DTensor:
     """Return a tensor of random numbers; each rank has its block of one global draw."""
     layout, reduced, requires_grad = _parse_options(size, placements, device_mesh, options, fill)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -23,8 +23,9 @@ from ..comm.map_ranks import communicator_of
 from ..comm.pack import Box, SendRecvPlan, Traffic, Transfer
 from ..errors import LayoutError, MeshError
 from ..layout.layout import Layout
+from ..layout.placement_forms import resolve_placements, split_mesh_and_placements
 from ..mesh.device_mesh import DeviceMesh, as_mesh
-from ..placement import Placement
+from ..placement import Placements
 from ..random.draw import as_graph_op, clone_block
 from ..redistribute import redistribute_local
 from ..redistribute.executor import box_inside, in_memory_order
@@ -37,7 +38,7 @@ from .dtensor import DTensor, wrap
 def distribute_tensor(
     tensor: torch.Tensor,
     device_mesh: Any = None,
-    placements: Sequence[Placement] | None = None,
+    placements: Placements | None = None,
     *,
     src_data_rank: int | None = 0,
 ) -> DTensor:
@@ -46,7 +47,8 @@ def distribute_tensor(
     Args:
         tensor: the global tensor. A meta tensor gives local meta tensors. A DTensor is redistributed, also if it is hidden by a
             ``torch.func`` transform, where it lacks the method.
-        placements: one per mesh dim, default ``Replicate()`` on all.
+        device_mesh: default the mesh entered by ``with mesh:``. Placements in its place are taken as ``placements``.
+        placements: in any form (``Placements``), default ``Replicate()`` on all mesh dims.
         src_data_rank: the rank with the value that counts, by its index along every mesh dim. It sends each rank its shard (a
             broadcast if nothing is sharded, else one scatter), after the ranks have compared their arguments (an exchange of a
             few bytes, which includes a small tensor). None: every rank shards its own copy, no communication.
@@ -64,17 +66,15 @@ def distribute_tensor(
       rank 2: [[3, 4]]
       rank 3: [[5]])
     """
+    device_mesh, placements = split_mesh_and_placements(device_mesh, placements)
     mesh = as_mesh(device_mesh)
     if (layout := layout_of(tensor)) is not None:
         if layout.mesh != mesh:
             raise MeshError(
                 f"distribute_tensor: the DTensor is on {layout.mesh!r}, not on {mesh!r}; call x.redistribute(mesh, placements)"
             )
-        if not isinstance(tensor, DTensor):
-            return cast(
-                DTensor, redistribute_if_needed(tensor, layout.to_replicated().placements if placements is None else placements)
-            )
-        return tensor.redistribute(placements=placements)
+        target = resolve_placements(placements, mesh, layout.ndim)
+        return tensor.redistribute(placements=target) if isinstance(tensor, DTensor) else redistribute_if_needed(tensor, target)
     if functorch_active():
         tensor = unwrap_constant(tensor)
     with below_transforms():

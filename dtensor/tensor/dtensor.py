@@ -29,8 +29,9 @@ from ..dispatch.dispatcher import dispatch
 from ..dispatch.plain_tensor_args import distribute_like
 from ..errors import DTensorError, LayoutError
 from ..layout.layout import Layout
+from ..layout.placement_forms import split_mesh_and_placements
 from ..mesh.device_mesh import DeviceMesh, as_mesh
-from ..placement import Placement, Replicate
+from ..placement import Placement, Placements, Replicate
 from ..ranks.per_rank import prepare_for_program
 from ..ranks.per_rank_functorch import join_ranks, split_ranks, unwrap_functorch
 from ..redistribute import Plan, Transit, plan, plan_between
@@ -134,12 +135,12 @@ class DTensor(torch.Tensor):
     def from_local(
         local_tensor: torch.Tensor,
         device_mesh: Any = None,
-        placements: Sequence[Placement] | None = None,
+        placements: Placements | None = None,
         *,
         run_check: bool = False,
         shape: Sequence[int] | None = None,
         stride: Sequence[int] | None = None,
-        grad_placements: Sequence[Placement] | None = None,
+        grad_placements: Placements | None = None,
     ) -> DTensor:
         """Return the DTensor with the local tensor ``local_tensor`` on this rank. It shares memory with it; differentiable.
 
@@ -147,17 +148,18 @@ class DTensor(torch.Tensor):
             local_tensor: this rank's local tensor. With all ranks in one process a ``per_rank([...])``; there a plain tensor is
                 copied to each rank. A lazily negated tensor (``x.conj().imag``) is computed, and shares no memory. On a rank
                 outside the mesh it is ignored: that rank has no elements, and gets zeros as the gradient.
-            device_mesh: defaults to the mesh entered by ``with mesh:``.
-            placements: default ``Replicate()`` on every mesh dim.
+            device_mesh: defaults to the mesh entered by ``with mesh:``. Placements in its place are taken as ``placements``.
+            placements: in any form (``Placements``), default ``Replicate()`` on every mesh dim.
             run_check: compare shapes, dtypes and (for replicated mesh dims) values across ranks; names the offending rank.
             shape, stride: of the global tensor. With ``shape`` there is no communication. Without it, ranks exchange the sizes of
                 sharded dims (one small all-gather per sharded mesh dim), so that uneven shards give the right global shape.
             grad_placements: the placements in which the gradient arrives, default ``placements`` with Partial replaced by
-                Replicate.
+                Replicate. Mesh dims that placements by name leave out have the default.
 
         Raises:
             LayoutError: the local tensors do not fit together. PlacementError, MeshError: see :class:`Layout`.
         """
+        device_mesh, placements = split_mesh_and_placements(device_mesh, placements)
         mesh = as_mesh(device_mesh)
         if isinstance(unwrap_functorch(local_tensor), DTensor):
             raise LayoutError(
@@ -175,7 +177,7 @@ class DTensor(torch.Tensor):
             )
         return mark_local_exposed(wrap(local_tensor.detach() if comm.held else empty_local(local_tensor, layout), layout))
 
-    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+    def to_local(self, *, grad_placements: Placements | None = None) -> torch.Tensor:
         """Return this rank's local tensor; differentiable, no communication.
 
         It is a ``per_rank`` tensor if all ranks are in this process.
@@ -186,7 +188,8 @@ class DTensor(torch.Tensor):
 
         Args:
             grad_placements: the placements of the gradient that comes back, default ``placements`` with Partial replaced by
-                Replicate. For parameters of data-parallel units it is Partial along mesh dims that shard the unit's batch. Pass
+                Replicate, also for mesh dims that placements by name leave out.
+                For parameters of data-parallel units it is Partial along mesh dims that shard the unit's batch. Pass
                 ``[Partial()]`` if each rank uses a replicated local tensor differently, which raises ``LayoutError`` otherwise.
         """
         if ACTIVE_OBSERVERS:
@@ -203,7 +206,7 @@ class DTensor(torch.Tensor):
         locals_ = to_local_recorded(self, self._layout, local_grad_layout(self, self._layout, grad_placements))
         return join_ranks(locals_, PerRank) if type(locals_) is tuple else locals_
 
-    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+    def full_tensor(self, *, grad_placements: Placements | None = None) -> torch.Tensor:
         """Return the global value as a plain tensor on every rank, with memory of its own; differentiable.
 
         Costs the redistribution to ``Replicate``. ``grad_placements`` as in :meth:`to_local`. In one process the result is a
@@ -214,7 +217,7 @@ class DTensor(torch.Tensor):
     def redistribute(
         self,
         device_mesh: Any = None,
-        placements: Sequence[Placement] | None = None,
+        placements: Placements | None = None,
         *,
         async_op: bool = False,
         forward_dtype: torch.dtype | None = None,
@@ -227,11 +230,19 @@ class DTensor(torch.Tensor):
 
         Args:
             device_mesh: default the tensor's own. All ranks of both meshes make the call, each with its ``x``. A rank outside one
-                of them has no elements there. The copies on a submesh count as one value.
-            placements: one per mesh dim; default all ``Replicate()``.
+                of them has no elements there. The copies on a submesh count as one value. Placements in its place are taken as
+                ``placements``.
+            placements: in any form (``Placements``); default all ``Replicate()``. Mesh dims that a mapping or text with names
+                leaves out keep their placements; on another mesh they are replicated.
             async_op: return at once; the result waits at first use.
             forward_dtype, backward_dtype: convert to this dtype before the redistribution (forward: the result has it; backward:
                 the gradient).
+
+        >>> import dtensor as dt
+        >>> mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        >>> x = dt.zeros(4, 6, device_mesh=mesh, placements={"dp": dt.Shard(0), "tp": dt.Shard(1)})
+        >>> x.redistribute({"tp": dt.Replicate()}).layout  # gathers along tp alone
+        float32[4, 6] on (dp=S(0), tp=R)
         """
         for dtype in (forward_dtype, backward_dtype):
             if dtype is not None:
@@ -244,7 +255,7 @@ class DTensor(torch.Tensor):
             return redistribute_to_copy(source, target, async_op)
         return redistribute_recorded(source, target, async_op, backward_dtype)
 
-    def explain_redistribute(self, placements: Sequence[Placement] | None = None, *, device_mesh: Any = None) -> Plan | Transit:
+    def explain_redistribute(self, placements: Placements | None = None, *, device_mesh: Any = None) -> Plan | Transit:
         """Return the plan of ``redistribute(device_mesh, placements)``, to be printed. Nothing is communicated.
 
         It has each step, the ranks that take part, the bytes that one rank receives, peak memory and estimated time.
@@ -401,12 +412,13 @@ class DTensor(torch.Tensor):
     __complex__, __iter__ = host_access.to_complex, host_access.iterate_rows
 
 
-def _target_layout(layout: Layout, device_mesh: Any, placements: Sequence[Placement] | None) -> Layout:
-    """Return ``layout`` with other placements, on another mesh if one is given."""
+def _target_layout(layout: Layout, device_mesh: Any, placements: Placements | None) -> Layout:
+    """Return ``layout`` with other placements, on another mesh if one is given. ``device_mesh`` may be the placements."""
+    device_mesh, placements = split_mesh_and_placements(device_mesh, placements)
     mesh = layout.mesh if device_mesh is None else as_mesh(device_mesh)
     if placements is None:
         placements = (Replicate(),) * mesh.ndim
-    if mesh is layout.mesh:
+    if mesh is layout.mesh or mesh == layout.mesh:
         return layout.replace(placements=placements)
     return Layout.of(mesh, placements, layout.shape, layout.stride, layout.dtype)
 

@@ -22,15 +22,16 @@ from ..comm.map_ranks import communicator_of
 from ..comm.traced_collectives import call_in_graph
 from ..errors import LayoutError, PlacementError
 from ..layout.layout import Layout
+from ..layout.placement_forms import hashable_form, read_placements
 from ..layout.splits import Split
 from ..mesh.device_mesh import DeviceMesh
-from ..placement import Partial, Placement, Replicate, Shard, normalize_placements
+from ..placement import Partial, Placement, Placements, Replicate, Shard, normalize_placements
 
 
 def layout_of_locals(
     local: torch.Tensor,
     mesh: DeviceMesh,
-    placements: Sequence[Placement] | None,
+    placements: Placements | None,
     shape: Sequence[int] | None,
     stride: Sequence[int] | None,
     *,
@@ -43,7 +44,7 @@ def layout_of_locals(
     """
     key = None
     if shape is not None and not check and type(local) is torch.Tensor:
-        key = (mesh, _as_hashable(placements), _as_hashable(shape), _as_hashable(stride), local.dtype, local.shape)
+        key = (mesh, hashable_form(placements), _as_hashable(shape), _as_hashable(stride), local.dtype, local.shape)
         try:
             cached = _LAYOUTS.get(key)
         except TypeError:
@@ -65,6 +66,7 @@ def layout_of_locals(
     if mesh.kind == "dry_run":
         check = False
     try:
+        placements = read_placements(placements, mesh, ndim)
         normalized = normalize_placements(placements, mesh.ndim, ndim)
     except PlacementError as error:
         if shape is None and (check or exchanges_sizes(mesh, placements)):
@@ -177,6 +179,7 @@ def exchanges_sizes(mesh: DeviceMesh, placements: Any) -> bool:
 
 def _effective_shards(mesh: DeviceMesh, placements: Any) -> list[Shard]:
     """Return the Shard placements along mesh dims of more than one rank."""
+    placements = read_placements(placements, mesh)
     placements = (
         (placements,) if isinstance(placements, Placement) else placements if isinstance(placements, (list, tuple)) else ()
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,18 +14,17 @@ from torch import nn
 from ..base.tensor_tree import own_tensors
 from ..base.torch_internals import tree_flatten, tree_unflatten
 from ..errors import ContradictionError, PlacementError
+from ..layout.placement_forms import resolve_placements
 from ..mesh.device_mesh import DeviceMesh, as_mesh
-from ..placement import Placement, normalize_placements
+from ..placement import Partition, Placement, Placements
 from .dtensor import DTensor
-
-Placements = Sequence[Placement] | None
 
 
 def local_map(
     func: Callable[..., Any] | None = None,
     out_placements: Any = None,
-    in_placements: tuple[Placements, ...] | None = None,
-    in_grad_placements: tuple[Placements, ...] | None = None,
+    in_placements: tuple[Placements | None, ...] | None = None,
+    in_grad_placements: tuple[Placements | None, ...] | None = None,
     device_mesh: Any = None,
     *,
     redistribute_inputs: bool = False,
@@ -35,8 +34,8 @@ def local_map(
     With all ranks in one process the local tensors are ``per_rank`` tensors, over which torch functions map.
 
     Args:
-        out_placements: placements of the result; a tuple with one entry per flattened output if there are several (None for an
-            output that is no tensor).
+        out_placements: placements of the result, in any form (``Placements``); a tuple with one entry per flattened output if
+            there are several (None for an output that is no tensor).
         in_placements: per flattened argument the placements it must have, None for one that is no DTensor; None checks nothing.
             For a module they are those of all its DTensor parameters and buffers, which are local tensors while ``func`` runs.
         in_grad_placements: per flattened argument the placements of its local gradient, see :meth:`DTensor.to_local`.
@@ -68,8 +67,8 @@ class _Boundary:
     """Placements of the arguments and results of a function."""
 
     results: Any
-    arguments: tuple[Placements, ...] | None
-    gradients: tuple[Placements, ...] | None
+    arguments: tuple[Placements | None, ...] | None
+    gradients: tuple[Placements | None, ...] | None
     mesh: Any
     redistribute: bool
 
@@ -89,6 +88,8 @@ class _Boundary:
 
     def _check_count(self, count: int) -> None:
         for name, entries in (("in_placements", self.arguments), ("in_grad_placements", self.gradients)):
+            if isinstance(entries, (str, Mapping, Partition)):
+                raise ContradictionError(f"local_map: {name} takes a tuple with an entry for each argument; write ({entries!r},)")
             if entries is not None and len(entries) != count:
                 raise ContradictionError(f"local_map: {count} flattened arguments, but {name} has {len(entries)} entries")
 
@@ -137,14 +138,14 @@ def _with_locals(module: nn.Module, localize: Callable[[DTensor], Any]) -> Itera
             holder[name] = value
 
 
-def _localize(value: DTensor, position: int, wanted: Placements, grad: Placements, redistribute: bool) -> Any:
+def _localize(value: DTensor, position: int, wanted: Placements | None, grad: Placements | None, redistribute: bool) -> Any:
     """Return the local tensor of argument ``position``, redistributed to ``wanted`` if ``redistribute`` is set.
 
     Raises:
         PlacementError: it has other placements.
     """
     if wanted is not None:
-        expected = normalize_placements(wanted, value.device_mesh.ndim, value.ndim)
+        expected = resolve_placements(wanted, value.device_mesh, value.ndim)
         if value.placements != expected:
             if not redistribute:
                 raise PlacementError(

@@ -11,7 +11,8 @@ import torch
 from ..dispatch.output_aliasing import check_unwritten, clone_if_aliased, storage_addresses
 from ..errors import LayoutError, PlacementError
 from ..layout.layout import Layout
-from ..placement import Placement
+from ..layout.placement_forms import is_placement_form
+from ..placement import Placement, Placements
 from ..redistribute import execute_many, plan
 from ..state.wrap import wrap_local, wrap_pending
 from .autograd import grad_layout, to_dtensor_grad
@@ -20,7 +21,7 @@ from .dtensor import DTensor
 
 def redistribute_many(
     tensors: Sequence[DTensor],
-    placements: Sequence[Sequence[Placement]] | Sequence[Placement],
+    placements: Sequence[Placements] | Placements,
     *,
     async_op: bool = False,
 ) -> list[DTensor]:
@@ -30,7 +31,8 @@ def redistribute_many(
     one, all reductions of one op and dtype in one. Results of a reduction share one buffer, each a region of its own.
 
     Args:
-        placements: one tuple per tensor, or one for all of them.
+        placements: in any form (``Placements``): a list with one entry per tensor, or one entry for all of them. Mesh dims that
+            placements by name leave out keep their placements.
         async_op: return at once; all results wait at the first use of any.
 
     Raises:
@@ -49,9 +51,12 @@ def redistribute_many(
         raise LayoutError(
             "redistribute_many takes a list of DTensors; make them with distribute_tensor() or DTensor.from_local()"
         )
-    if not isinstance(placements, (list, tuple, Iterator)):
+    if isinstance(placements, (list, tuple, Iterator)):
+        placements_by_tensor: list[Any] = list(placements)
+    elif is_placement_form(placements):
+        placements_by_tensor = [placements] * len(tensors)
+    else:
         raise PlacementError(f"redistribute_many takes a list of placements, or a list of such lists, got {placements!r}")
-    placements_by_tensor: list[Any] = list(placements)
     if all(isinstance(item, Placement) for item in placements_by_tensor) and (placements_by_tensor or not tensors):
         placements_by_tensor = [tuple(placements_by_tensor)] * len(tensors)
     if len(placements_by_tensor) != len(tensors):

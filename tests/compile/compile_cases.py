@@ -54,6 +54,12 @@ LINES: dict[str, Case] = {
     "placements": function_case(
         lambda x: x * 2 if x.placements == (Shard(0),) and (x * 2).placements[0].is_shard(0) else x, ((5, 6), S0)
     ),
+    "redistribute by name": function_case(lambda x: (x * 2).redistribute({"tp": Replicate()}) + 1, ((5, 6), S0)),
+    "redistribute by text": function_case(
+        lambda x: (x * 2).redistribute("tp=S(1)").redistribute(placements="R") + 1, ((5, 6), S0)
+    ),
+    "redistribute by partition": function_case(lambda x: (x * 2).redistribute(dt.partition(None, "tp")).sin(), ((5, 6), S0)),
+    "redistribute by list": function_case(lambda x: (x * 2).redistribute([Shard(1)]).sin(), ((5, 6), S0)),
     "mesh facts": function_case(
         lambda x: (
             x * x.device_mesh.size() * (x + 1).device_mesh.shape[0] * (x.device_mesh.get_local_rank() < 9) + x.device_mesh.ndim
@@ -95,6 +101,35 @@ def from_local_of_equal_shards(mesh: DeviceMesh) -> Made:
 @case
 def to_local_and_from_local(mesh: DeviceMesh) -> Made:
     return function_case(lambda x: DTensor.from_local(x.to_local().sin(), x.device_mesh, x.placements) * 2, ((4, 6), S0))(mesh)
+
+
+@case
+def from_local_by_name(mesh: DeviceMesh) -> Made:
+    rows = 3 if mesh.get_local_rank() == 0 else 2
+
+    def run(a: Any) -> Any:
+        named = DTensor.from_local(a * 2, mesh, {"tp": Shard(0)}, shape=(5, 6))
+        as_text = DTensor.from_local(a, mesh, "tp=S(0)", shape=(5, 6))
+        made = dt.ones(5, 6, device_mesh=mesh, placements=dt.partition("tp"))
+        laid = [dt.distribute_tensor(made.full_tensor().detach(), mesh, form) for form in ({"tp": Shard(0)}, "R", dt.partition())]
+        return named + as_text + made + laid[0] + laid[1] + laid[2]
+
+    return run, (torch.randn(5, 6)[:rows],)
+
+
+@case
+def from_local_by_name_without_shape(mesh: DeviceMesh) -> Made:
+    return (lambda a: DTensor.from_local(a * 2, mesh, {"tp": Shard(0)}).sum(0), (torch.randn(3, 6),))
+
+
+@case
+def local_map_by_name(mesh: DeviceMesh) -> Made:
+    def run(x: Any) -> Any:
+        y = dt.local_map(torch.sin, {"tp": Shard(0)}, ({"tp": Shard(0)},), device_mesh=mesh)(x)
+        z = dt.local_map(torch.sin, "tp=S(0)", ("tp=S(0)",), device_mesh=mesh)(y)
+        return dt.local_map(torch.sin, dt.partition("tp"), (dt.partition("tp"),), device_mesh=mesh)(z)
+
+    return function_case(run, ((4, 6), S0))(mesh)
 
 
 @case
@@ -314,6 +349,17 @@ MODULES = {
             "norm": SequenceParallel(),
             "up": ColwiseParallel(input_layouts=Shard(1)),
             "down": RowwiseParallel(output_layouts=Shard(1)),
+        },
+        2,
+        3,
+        6,
+    ),
+    "sequence parallel by name": parallelized_block(
+        lambda: {
+            "": PrepareModuleInput(input_layouts="R", desired_input_layouts="tp=S(1)"),
+            "norm": SequenceParallel(),
+            "up": ColwiseParallel(input_layouts={"tp": Shard(1)}),
+            "down": RowwiseParallel(output_layouts=dt.partition(None, "tp")),
         },
         2,
         3,

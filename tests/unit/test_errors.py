@@ -108,7 +108,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "unknown option of a factory": (lambda: dt.zeros(3, device_mesh=MESH, colour=1), TypeError, "colour"),
     "factory without a mesh": (lambda: dt.zeros(3), MeshError, "no device mesh"),
 }
-INVALID_PLACEMENTS = (5, "R", {0: R}, {R}, [[Shard(0)]], [None], [Shard], [R, R])
+INVALID_PLACEMENTS = (5, "R0", {0: R}, {R}, [[Shard(0)]], [None], [Shard], [R, R])
 for value in INVALID_PLACEMENTS:
     for function, call in {
         "distribute_tensor": lambda value=value: dt.distribute_tensor(torch.ones(4), MESH, value),

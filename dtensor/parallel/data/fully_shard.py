@@ -50,8 +50,8 @@ def fully_shard(
             parallelism splits first. Default the mesh entered by ``with mesh:``, else all ranks.
         reshard_after_forward: reshard after forward; default True, except for the outermost unit, whose backward is next. A
             number n that divides the ranks: keep 1/n, so that backward gathers from n neighboring ranks only.
-        shard_placement_fn: returns for a parameter the ``Shard(dim)`` to shard by (None: ``Shard(0)``), or a
-            ``ShardPlacementResult`` with a mesh of its own.
+        shard_placement_fn: returns for a parameter the ``Shard(dim)`` to shard by (None: ``Shard(0)``), also as text, by the name
+            of the mesh dim or as a ``Partition``; or a ``ShardPlacementResult`` with a mesh of its own.
         mp_policy: dtypes of the computation and the reduction.
         offload_policy: ``CPUOffloadPolicy()`` stores shards, gradients and optimizer states in host memory.
         ignored_params: parameters that are not changed.

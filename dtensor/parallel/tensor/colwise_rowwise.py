@@ -22,11 +22,13 @@ from ...tensor.modules.distribute_module import replicate_own_tensors
 from .fused_weights import distribute_fused_parameter
 from .style import (
     ParallelStyle,
+    StylePlacement,
     distribute_parameter,
     hook_first_input,
     hook_first_output,
     make_shared_input,
     placement_or_default,
+    placement_over,
     redistribute_over,
     replicate_rest,
     require_one_dim,
@@ -79,7 +81,11 @@ class _MatrixParallel(ParallelStyle):
     _bias_placement: Placement
 
     def __init__(
-        self, *, input_layouts: Placement | None = None, output_layouts: Placement | None = None, use_local_output: bool = True
+        self,
+        *,
+        input_layouts: StylePlacement | None = None,
+        output_layouts: StylePlacement | None = None,
+        use_local_output: bool = True,
     ) -> None:
         self.input_layouts = (placement_or_default(input_layouts, self.desired_input_layouts[0], "input_layouts", self),)
         self.output_layouts = (placement_or_default(output_layouts, self._default_output_layout, "output_layouts", self),)
@@ -91,13 +97,13 @@ class _MatrixParallel(ParallelStyle):
         if source_parameters_of(module, "bias"):
             distribute_parameter(module, "bias", mesh, self._bias_placement, self.src_data_rank)
 
-    def _finish_output(self, output: Any, mesh: DeviceMesh, new: bool) -> Any:
-        """Return the module's output under ``output_layouts``, or its local tensor.
+    def _finish_output(self, output: Any, mesh: DeviceMesh, placement: Placement, new: bool) -> Any:
+        """Return the module's output under ``placement``, or its local tensor.
 
         Args:
             new: no other tensor shares the memory of ``output``, so its local tensor may be overwritten.
         """
-        x = redistribute_over(output, mesh, with_positive_dim(self.output_layouts[0], output.ndim))
+        x = redistribute_over(output, mesh, with_positive_dim(placement, output.ndim))
         return to_local_if(x, self.use_local_output, mesh, new=new or x is not output)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -106,18 +112,20 @@ class _MatrixParallel(ParallelStyle):
         partition = self._partition_embedding_fn if family == "embedding" else self._partition_linear_fn
         partition("", module, mesh)
         replicate_rest(module, mesh, self.src_data_rank)
+        input_layouts = (placement_over(mesh, self.input_layouts[0]),)
+        output_layouts = (placement_over(mesh, self.output_layouts[0]),)
         desired = (Replicate(),) if family == "embedding" else self.desired_input_layouts
         if self._prepare_input_fn is _MatrixParallel._prepare_input_fn:
-            hook_first_input(module, lambda x: _prepare_input(x, mesh, self.input_layouts[0], desired[0], features))
+            hook_first_input(module, lambda x: _prepare_input(x, mesh, input_layouts[0], desired[0], features))
         else:
             prepare = self._prepare_input_fn
-            module.register_forward_pre_hook(lambda mod, inputs: prepare(self.input_layouts, desired, mod, inputs, mesh))
+            module.register_forward_pre_hook(lambda mod, inputs: prepare(input_layouts, desired, mod, inputs, mesh))
         saves_no_output = type(module).forward in (nn.Linear.forward, nn.Embedding.forward) and not module._forward_hooks
         if self._prepare_output_fn is _MatrixParallel._prepare_output_fn:
-            hook_first_output(module, lambda x: self._finish_output(x, mesh, saves_no_output))
+            hook_first_output(module, lambda x: self._finish_output(x, mesh, output_layouts[0], saves_no_output))
         else:
-            finish, layouts, use_local = self._prepare_output_fn, self.output_layouts, self.use_local_output
-            module.register_forward_hook(lambda mod, inputs, outputs: finish(layouts, use_local, mod, outputs, mesh))
+            finish, use_local = self._prepare_output_fn, self.use_local_output
+            module.register_forward_hook(lambda mod, inputs, outputs: finish(output_layouts, use_local, mod, outputs, mesh))
         return module
 
     # --- named and called as in PyTorch, for subclasses --------------------------------------------------------------
@@ -192,8 +200,8 @@ class ColwiseParallel(_MatrixParallel):
     def __init__(
         self,
         *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
+        input_layouts: StylePlacement | None = None,
+        output_layouts: StylePlacement | None = None,
         use_local_output: bool = True,
         parts: int = 1,
     ) -> None:
@@ -215,10 +223,10 @@ class ColwiseParallel(_MatrixParallel):
         if source_parameters_of(module, "bias"):
             distribute_fused_parameter(module, "bias", mesh, 0, self.parts, self.src_data_rank)
 
-    def _finish_output(self, output: Any, mesh: DeviceMesh, new: bool) -> Any:
+    def _finish_output(self, output: Any, mesh: DeviceMesh, placement: Placement, new: bool) -> Any:
         """Return the output; with ``parts`` > 1 and ``Shard(-1)`` each rank keeps its shard of every part."""
-        if self.parts == 1 or with_positive_dim(self.output_layouts[0], output.ndim) != Shard(output.ndim - 1):
-            return super()._finish_output(output, mesh, new)
+        if self.parts == 1 or with_positive_dim(placement, output.ndim) != Shard(output.ndim - 1):
+            return super()._finish_output(output, mesh, placement, new)
         if not self.use_local_output:
             return output
         stacked = output.unflatten(-1, (self.parts, -1))

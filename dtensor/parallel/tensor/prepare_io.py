@@ -11,11 +11,11 @@ from torch import nn
 from ...base.tensor_tree import rebuild_sequence
 from ...errors import ContradictionError, PlacementError
 from ...mesh.device_mesh import DeviceMesh, as_mesh
-from ...placement import Placement
+from ...placement import Partition, Placement
 from .colwise_rowwise import with_positive_dim
-from .style import ParallelStyle, as_dtensor, make_shared_input, require_one_dim, to_local_if
+from .style import ParallelStyle, StylePlacement, as_dtensor, make_shared_input, placement_over, require_one_dim, to_local_if
 
-NestedLayouts = Placement | Sequence[Any] | Mapping[str, Any] | None  # nested as the values are
+NestedLayouts = StylePlacement | Sequence[Any] | Mapping[str, Any] | None  # nested as the values are
 
 
 class PrepareModuleInput(ParallelStyle):
@@ -23,7 +23,8 @@ class PrepareModuleInput(ParallelStyle):
 
     Args:
         input_layouts: per positional argument, the placement of a plain tensor; None leaves the argument unchanged. For a
-            tuple, list or dict of tensors the entry has the same nesting: ``((Shard(0), None), Replicate())``.
+            tuple, list or dict of tensors the entry has the same nesting: ``((Shard(0), None), Replicate())``. A placement is
+            a ``Placement``, text, a ``Partition``, or for a tensor a mapping with the name of the mesh dim.
         desired_input_layouts: per positional argument, the placement to redistribute to, with the same nesting.
         input_kwarg_layouts, desired_input_kwarg_layouts: the same two for keyword arguments, by name.
         use_local_output: pass the module this rank's local tensors instead of DTensors.
@@ -205,18 +206,19 @@ def _map_nested(
     """Apply ``prepare`` to the tensors of ``x``; ``current`` and ``desired`` are nested as ``x``, down to the placements.
 
     Args:
+        current, desired: a mapping for a tensor has the placement of the mesh dim by name.
         prepare: a function of (tensor, mesh, current placement, desired placement).
     """
     if current is None or x is None:
         return x
-    if isinstance(current, Mapping):
+    if isinstance(current, Mapping) and not (isinstance(x, torch.Tensor) and current.keys() <= {*as_mesh(mesh).named((0,))}):
         if not isinstance(x, Mapping) or not current.keys() <= x.keys():
             raise PlacementError(f"layouts for the keys {sorted(current)}, but the argument is {_describe_type(x)}")
         named = {
             key: _map_nested(value, mesh, current.get(key), _nested_entry(desired, key), prepare) for key, value in x.items()
         }
         return named if type(x) is dict else rebuild_sequence(x, named)
-    if not isinstance(current, Placement):
+    if isinstance(current, (tuple, list)):
         if not isinstance(x, (tuple, list)):
             raise PlacementError(f"layouts for {len(current)} values, but the argument is {_describe_type(x)}")
         _check_same_count(x, current, f"items of a {type(x).__name__}")
@@ -229,7 +231,8 @@ def _map_nested(
         raise PlacementError(
             f"the layout {current} is given for {_describe_type(x)}, which is not a tensor; pass None for it, or nested layouts"
         )
-    return prepare(x, mesh, current, desired)
+    forms: tuple[Any, Any] = (current, desired)
+    return prepare(x, mesh, *(None if form is None else placement_over(as_mesh(mesh), form) for form in forms))
 
 
 def _redistribute_value(x: Any, mesh: DeviceMesh, current: Placement | None, desired: Placement | None, use_local: bool) -> Any:
@@ -294,7 +297,7 @@ def _have_same_nesting(current: Any, desired: Any) -> bool:
         pairs = isinstance(desired, (tuple, list)) and len(current) == len(desired)
         return pairs and all(_have_same_nesting(one, other) for one, other in zip(current, desired, strict=True))
     for layout in (current, desired):
-        if not isinstance(layout, Placement):
+        if not isinstance(layout, (Placement, str, Partition)):
             raise PlacementError(f"a layout is a Placement such as Shard(0) or Replicate(), got {layout!r}")
     return True
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -18,9 +18,10 @@ from ...base.tensor_tree import rebuild_sequence
 from ...comm import shards_of
 from ...errors import MeshError, PlacementError
 from ...layout.on_other_mesh import layout_on_larger_mesh, shard_further
+from ...layout.placement_forms import is_placement_form, read_placements
 from ...mesh.device_mesh import DeviceMesh
 from ...mesh.submesh import have_same_root, join_dims, select_dims
-from ...placement import Placement, Replicate, Shard
+from ...placement import NamedPlacements, Placement, Replicate, Shard
 from ...ranks.per_rank_functorch import split_ranks, unwrap_functorch
 from ...state.functorch import layout_of, mesh_and_placements_of
 from ...tensor.autograd import redistribute_if_needed, to_local_tensor
@@ -74,17 +75,33 @@ def require_one_dim(mesh: DeviceMesh, style: ParallelStyle) -> DeviceMesh:
     return mesh
 
 
-def placement_or_default(input_placement: Placement | None, default: Placement, name: str, style: ParallelStyle) -> Placement:
-    """Return ``input_placement``, or ``default`` for None.
+StylePlacement: TypeAlias = Placement | NamedPlacements
+"""The placement over the one mesh dim of a style, in any form but a list."""
+
+
+def placement_or_default(given: StylePlacement | None, default: Placement, name: str, style: ParallelStyle) -> StylePlacement:
+    """Return ``given``, or ``default`` for None. :func:`placement_over` reads it once the mesh is known.
 
     Raises:
-        PlacementError: it is not a placement.
+        PlacementError: it is no form of one placement.
     """
-    if input_placement is not None and not isinstance(input_placement, Placement):
-        raise PlacementError(
-            f"{type(style).__name__} takes {name}=Shard(dim) or Replicate(), one placement, got {input_placement!r}"
-        )
-    return default if input_placement is None else input_placement
+    if given is not None and (isinstance(given, (list, tuple)) or not is_placement_form(given)):
+        raise PlacementError(f"{type(style).__name__} takes {name}=Shard(dim) or Replicate(), one placement, got {given!r}")
+    return default if given is None else given
+
+
+def placement_over(mesh: DeviceMesh, given: StylePlacement) -> Placement:
+    """Return the placement along the one dim of ``mesh``. Its tensor dim may be negative.
+
+    Raises:
+        PlacementError: a form that does not fit the mesh.
+    """
+    if isinstance(given, Placement):
+        return given
+    placements = read_placements(given, mesh)
+    if len(placements) != 1 or not isinstance(placements[0], Placement):
+        raise PlacementError(f"{given!r} is not one placement along the mesh dim of {mesh!r}; write S(0) or {{name: Shard(0)}}")
+    return placements[0]
 
 
 def distribute_parameter(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement, source: int | None) -> None:

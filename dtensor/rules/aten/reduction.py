@@ -7,6 +7,7 @@ its own (``p_norm``), so the norms of many parameters take one collective when a
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,6 +114,14 @@ def p_norm(p: float) -> str | Monoid:
     if p in (0, 1):
         return "sum"
     return Monoid(f"norm{p:g}", _CombineNorms(p), _EmptyNorm(p), elementwise=True, combine_all=_CombineAllNorms(p))
+
+
+def library_monoid(name: str) -> Monoid | None:
+    """Return the monoid with this name that results of operators can have (``norm2``); None if there is none."""
+    if (match := re.fullmatch(r"norm(-?\d+(?:\.\d+)?(?:e[+-]?\d+)?)", name)) is None:
+        return None
+    monoid = p_norm(float(match[1]))
+    return monoid if isinstance(monoid, Monoid) and monoid.name == name else None
 
 
 def norm_monoid(call: Call) -> str | Monoid:

@@ -22,9 +22,10 @@ from ....comm.map_ranks import communicator_of
 from ....errors import ContradictionError, MeshError, PlacementError, UnitError
 from ....layout.layout import Layout
 from ....layout.on_other_mesh import layout_on_larger_mesh, shard_further
+from ....layout.placement_forms import read_placements
 from ....mesh.device_mesh import DeviceMesh, as_mesh
 from ....mesh.submesh import have_same_root, join_dims, select_dims, unify_roots
-from ....placement import Shard
+from ....placement import NamedPlacements, Partition, Shard
 from ....tensor.dtensor import DTensor, wrap
 from ....tensor.local_tensors import local_tensors_of
 from ....tensor.modules.stale_params import ParamAttributes, note_replaced, replacement_of, shared_param_error
@@ -33,7 +34,7 @@ from .fsdp_param import FSDPParam, is_extended
 from .policy import ShardPlacementResult
 
 T = TypeVar("T", bound=Tensor)
-ShardPlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
+ShardPlacementFn = Callable[[nn.Parameter], Shard | NamedPlacements | ShardPlacementResult | None]
 ParamLayouts = tuple[Layout, Layout, Layout | None, int | None, MeshAxes]  # the fields of FSDPParam from ``stored_layout`` on
 UNIT_ATTRIBUTE = "_data_parallel_unit"  # of a module: its FSDP unit
 
@@ -151,7 +152,7 @@ def _requested_shard_dim(parameter: nn.Parameter, placement_fn: ShardPlacementFn
     """Return the tensor dim to shard, and the mesh axes to shard it over.
 
     Raises:
-        PlacementError: ``placement_fn`` returns no placement.
+        PlacementError: ``placement_fn`` returns no placement, or names mesh dims that do not shard parameters.
         ContradictionError: it returns a ``Shard`` of a dim that the parameter does not have.
     """
     requested: Any = None if placement_fn is None else placement_fn(parameter)
@@ -163,12 +164,27 @@ def _requested_shard_dim(parameter: nn.Parameter, placement_fn: ShardPlacementFn
         requested, axes = requested.placement, make_axes_of_mesh(as_mesh(requested.mesh_info), axes.offload)
     if requested is None:
         return 0, axes
+    if isinstance(requested, (str, Mapping, Partition)):
+        requested = _shard_over_axes(requested, axes, parameter.ndim)
     if not isinstance(requested, Shard) or not -parameter.ndim <= requested.dim < parameter.ndim:
         raise (ContradictionError if isinstance(requested, Shard) else PlacementError)(
             f"shard_placement_fn returned {requested!r} for a parameter of shape {tuple(parameter.shape)}; return "
             f"Shard(dim) with a dim below {parameter.ndim}, None for Shard(0), or a ShardPlacementResult"
         )
     return requested.dim % parameter.ndim, axes
+
+
+def _shard_over_axes(form: Any, axes: MeshAxes, ndim: int) -> Any:
+    """Return the placement that a form gives for the mesh dims that shard parameters. They are one mesh dim for the unit.
+
+    Raises:
+        PlacementError: the form names other mesh dims, or gives them different placements.
+    """
+    mesh = axes.mesh._derive(*select_dims(axes.mesh, axes.shard))
+    placements = read_placements(form, mesh, ndim)
+    if not placements or any(placement != placements[0] for placement in placements):
+        raise PlacementError(f"shard_placement_fn returned {form!r}, which is not one placement along all mesh dims of {mesh!r}")
+    return placements[0]
 
 
 def make_unsharded_layout(axes: MeshAxes, x: Tensor, tp_layout: Layout | None) -> tuple[MeshAxes, Layout]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ....base.torch_internals import tree_map
 from ....comm import PerRank
-from ....placement import Shard
+from ....placement import NamedPlacements, Shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ class ShardPlacementResult:
     """Result of ``shard_placement_fn`` for a parameter on another mesh than the rest, such as an expert.
 
     Attributes:
-        placement: the ``Shard(dim)`` to shard by; None: ``Shard(0)``.
+        placement: the ``Shard(dim)`` to shard by, in any form but a list; None: ``Shard(0)``.
         mesh_info: the mesh, as ``mesh=`` of ``fully_shard``: of one dim, or of two, with replication over the first.
 
     Each mesh has collectives of its own, and gradients are averaged over it.
@@ -142,7 +142,7 @@ class ShardPlacementResult:
     ``fully_shard`` raises ``PlacementError`` if ``mesh_info`` is not a mesh.
     """
 
-    placement: Shard | None
+    placement: Shard | NamedPlacements | None
     mesh_info: Any
 
 
