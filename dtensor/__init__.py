@@ -2,6 +2,7 @@
 
 import sys
 from importlib import import_module
+from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -159,7 +160,13 @@ else:
             return import_module(f".{name}", __name__)
         if name in _LAZY_NAMES:
             return getattr(import_module(f".{_LAZY_NAMES[name]}", __name__), name)
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from .base.public_names import advise_on_name  # only an error needs it
+
+        advice = advise_on_name(name, __name__, (*__all__, *_LAZY_NAMES), (*_LAZY_PACKAGES, "clusters"))
+        is_import = sys._getframe(1).f_code.co_name == "_handle_fromlist"  # Python's text of an ImportError has no advice
+        if advice and is_import and find_spec(f"{__name__}.{name}") is None:
+            raise ImportError(f"cannot import name {name!r} from {__name__!r}: {advice}", name=__name__)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{advice and f': {advice}'}")
 
     class _Root(ModuleType):
         """The package root: keeps functions such as ``dtensor.capture`` when Python imports the package of the same name."""

@@ -6,7 +6,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec, Protocol, TypeVar, overload
 
 import torch
 from torch import nn
@@ -19,8 +19,49 @@ from ..placement import Placement, normalize_placements
 from .dtensor import DTensor
 
 Placements = Sequence[Placement] | None
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
+class LocalMapDecorator(Protocol):
+    """The type of ``local_map(out_placements=...)`` without a function."""
+
+    @overload
+    def __call__(self, func: Callable[P, torch.Tensor], /) -> Callable[P, DTensor]: ...
+    @overload
+    def __call__(self, func: Callable[P, R], /) -> Callable[P, R]: ...
+
+
+@overload
+def local_map(
+    func: Callable[P, torch.Tensor],
+    out_placements: Sequence[Placement],
+    in_placements: tuple[Placements, ...] | None = None,
+    in_grad_placements: tuple[Placements, ...] | None = None,
+    device_mesh: Any = None,
+    *,
+    redistribute_inputs: bool = False,
+) -> Callable[P, DTensor]: ...
+@overload
+def local_map(
+    func: Callable[P, R],
+    out_placements: Any = None,
+    in_placements: tuple[Placements, ...] | None = None,
+    in_grad_placements: tuple[Placements, ...] | None = None,
+    device_mesh: Any = None,
+    *,
+    redistribute_inputs: bool = False,
+) -> Callable[P, R]: ...
+@overload
+def local_map(
+    func: None = None,
+    out_placements: Any = None,
+    in_placements: tuple[Placements, ...] | None = None,
+    in_grad_placements: tuple[Placements, ...] | None = None,
+    device_mesh: Any = None,
+    *,
+    redistribute_inputs: bool = False,
+) -> LocalMapDecorator: ...
 def local_map(
     func: Callable[..., Any] | None = None,
     out_placements: Any = None,
