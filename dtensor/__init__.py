@@ -101,6 +101,7 @@ _LAZY_PACKAGES = (
     "device_mesh",
     "experimental",
     "fsdp",
+    "functional",
     "hf",
     "parallel",
     "placement_types",
@@ -132,6 +133,7 @@ if TYPE_CHECKING:  # a type checker that sees __getattr__ would accept any name
     from . import device_mesh as device_mesh
     from . import experimental as experimental
     from . import fsdp as fsdp
+    from . import functional as functional
     from . import hf as hf
     from . import parallel as parallel
     from . import placement_types as placement_types

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 import dtensor as dt
+from dtensor import functional as F
 from dtensor.parallel import ColwiseParallel, FSDPModule, fully_shard, parallelize_module, replicate
 
 mesh = dt.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
@@ -78,9 +79,24 @@ reveal_type(x.backward())  # None
 print(x.sum().placement)  # error
 x.sun()  # error
 
+reveal_type(F.gelu(x, approximate="tanh"))  # DTensor
+reveal_type(F.layer_norm(x, (4,)))  # DTensor
+reveal_type(F.scaled_dot_product_attention(x, x, x, is_causal=True))  # DTensor
+reveal_type(F.cross_entropy(x, plain, ignore_index=0))  # DTensor
+reveal_type(F.conv2d(x, w, padding="same"))  # DTensor
+reveal_type(F.cat([x, w], dim=1))  # DTensor
+reveal_type(F.where(x > 0, x, 1.0))  # DTensor
+reveal_type(F.zeros_like(x))  # DTensor
+reveal_type(F.gelu(plain))  # Tensor
+reveal_type(F.stack((plain, plain)))  # Tensor
+reveal_type(F.silu(nn.Parameter(plain)))  # Tensor
+reveal_type(F.typed_by_first(torch.logdet)(x))  # DTensor
+F.gelu(x, approximation="tanh")  # error
+
 local = x.to_local()
 reveal_type(local.shards)  # tuple[Tensor, ...]
 reveal_type((local + 1).sum())  # LocalTensor
+reveal_type(F.softmax(local, -1))  # LocalTensor
 if isinstance(local, dt.PerRank):
     reveal_type(local)  # PerRank
     reveal_type(local * 2)  # PerRank

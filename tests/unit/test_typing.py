@@ -17,6 +17,7 @@ import torch
 from tensor_methods_stub import STUB, make_stub
 
 import dtensor as dt
+from dtensor import functional
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "tests" / "typing" / "user_program.py"
@@ -37,8 +38,10 @@ def check_with_mypy(file: Path, folder: Path) -> Messages:
     found: Messages = {}
     for line, kind, text in re.findall(r"^.*\.py:(\d+): (error|note): (.*)$", output, re.MULTILINE):
         revealed = re.fullmatch(r'Revealed type is "(.*)"', text)
-        if kind == "error" or revealed:
-            found[int(line)] = f"error: {text}" if revealed is None else re.sub(r"\b(?:\w+\.)+(?=\w)", "", revealed[1])
+        if kind == "error":
+            found[int(line)] = f"error: {text}"
+        elif revealed:
+            found.setdefault(int(line), re.sub(r"\b(?:\w+\.)+(?=\w)", "", revealed[1]))
     return found
 
 
@@ -49,9 +52,11 @@ def check_with_pyright(file: Path, folder: Path) -> Messages:
     found: Messages = {}
     for message in json.loads(output)["generalDiagnostics"]:
         line, text = message["range"]["start"]["line"] + 1, message["message"]
-        revealed = re.fullmatch(r'Type of ".*" is "(.*)"', text) if message["severity"] == "information" else None
-        if revealed or message["severity"] == "error":
-            found[line] = f"error: {text}" if revealed is None else revealed[1]
+        revealed = re.fullmatch(r'Type of ".*" is "(.*)"', text)
+        if message["severity"] == "error":
+            found[line] = f"error: {text}"
+        elif revealed:
+            found.setdefault(line, revealed[1])
     return found
 
 
@@ -101,3 +106,36 @@ def test_methods_of_the_stub_are_methods_of_tensors() -> None:
     names = {node.name for node in classes["TensorMethods"].body if isinstance(node, ast.FunctionDef)}
     assert len(names) > 500
     assert [name for name in names if not hasattr(dt.DTensor, name)] == []
+
+
+def test_functions_with_declared_results_are_those_of_torch() -> None:
+    names = {
+        name
+        for name, value in vars(functional).items()
+        if callable(value) and name.islower() and value.__module__ != functional.__name__
+    }
+    names -= {"overload"}
+    assert len(names) > 90
+    assert [
+        name for name in names if getattr(functional, name) is not getattr(torch.nn.functional, name, getattr(torch, name, 0))
+    ] == []
+
+
+def test_program_with_functions_of_the_module_is_captured_and_has_gradients() -> None:
+    mesh = dt.init_device_mesh("cpu", (2,))
+    weight = dt.distribute_tensor(torch.arange(12.0).reshape(4, 3), mesh, [dt.Shard(0)]).requires_grad_()
+
+    def loss(x: dt.DTensor) -> dt.DTensor:
+        return functional.gelu(functional.linear(x, weight)).sum()
+
+    x = dt.ones(2, 3, device_mesh=mesh, placements=[dt.Replicate()])
+    captured = dt.capture(loss)
+    losses = []
+    for _ in range(3):
+        losses.append(captured(x))
+        losses[-1].backward()
+    assert weight.grad is not None
+    assert [each.item() for each in losses] == [loss(x).item()] * 3
+    expected = weight.detach().full_tensor().requires_grad_()
+    torch.nn.functional.gelu(torch.ones(2, 3) @ expected.T).sum().backward()
+    torch.testing.assert_close(weight.grad.full_tensor(), 3 * expected.grad)
