@@ -137,6 +137,7 @@ if TYPE_CHECKING:  # a type checker that sees __getattr__ would accept any name
     from . import hf as hf
     from . import parallel as parallel
     from . import placement_types as placement_types
+    from . import sharded_tensor as sharded_tensor
     from . import sharding_spec as sharding_spec
     from . import testing as testing
     from .capture import Captured as Captured
@@ -152,7 +153,6 @@ if TYPE_CHECKING:  # a type checker that sees __getattr__ would accept any name
     from .plan import Sharding as Sharding
     from .plan import auto_shard as auto_shard
     from .plan import plan as plan
-    from .sharding_spec import sharded_tensor as sharded_tensor
     from .sharding_spec.shard_model import collect_state_dict as collect_state_dict
     from .sharding_spec.shard_model import shard_model as shard_model
 else:

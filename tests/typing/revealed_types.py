@@ -67,6 +67,8 @@ reveal_type(x.unbind())  # tuple[DTensor, ...]
 reveal_type(x.max(0).values)  # DTensor
 reveal_type(x.max())  # DTensor
 reveal_type(x.unique())  # DTensor
+reveal_type(x.tolist())  # Any
+reveal_type(x.item())  # int | float | bool
 values, indices = x.topk(2)
 reveal_type(values)  # DTensor
 reveal_type(indices)  # DTensor
