@@ -23,11 +23,21 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+class DTensorFunction(Protocol[P]):
+    """The type of a mapped function with one tensor as its result.
+
+    A class, because mypy takes a function that returns Any for an untyped one if both overloads of ``local_map`` return a
+    ``Callable``.
+    """
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> DTensor: ...
+
+
 class LocalMapDecorator(Protocol):
     """The type of ``local_map(out_placements=...)`` without a function."""
 
     @overload
-    def __call__(self, func: Callable[P, torch.Tensor], /) -> Callable[P, DTensor]: ...
+    def __call__(self, func: Callable[P, torch.Tensor], /) -> DTensorFunction[P]: ...
     @overload
     def __call__(self, func: Callable[P, R], /) -> Callable[P, R]: ...
 
@@ -41,7 +51,7 @@ def local_map(
     device_mesh: Any = None,
     *,
     redistribute_inputs: bool = False,
-) -> Callable[P, DTensor]: ...
+) -> DTensorFunction[P]: ...
 @overload
 def local_map(
     func: Callable[P, R],

@@ -1,6 +1,6 @@
 """Revealed types: each comment is the type that mypy and pyright give to the line, or ``error``. Python does not run the file."""
 
-from typing import reveal_type
+from typing import Any, reveal_type
 
 import torch
 from torch import nn
@@ -68,7 +68,7 @@ reveal_type(x.max(0).values)  # DTensor
 reveal_type(x.max())  # DTensor
 reveal_type(x.unique())  # DTensor
 reveal_type(x.tolist())  # Any
-reveal_type(x.item())  # int | float | bool
+reveal_type(x.dim())  # int
 values, indices = x.topk(2)
 reveal_type(values)  # DTensor
 reveal_type(indices)  # DTensor
@@ -149,11 +149,16 @@ def local_extent(a: torch.Tensor) -> int:
     return a.shape[0]
 
 
+def local_anything(a: Any) -> Any:
+    return a
+
+
 product = dt.local_map(local_product, out_placements=[dt.Partial()], in_placements=([dt.Shard(1)], [dt.Shard(0)]))
 reveal_type(product(x, w, scale=2.0))  # DTensor
 reveal_type(dt.local_map(out_placements=[dt.Shard(0)])(local_product)(x, w))  # DTensor
 reveal_type(dt.local_map(local_extent, out_placements=None)(x))  # int
 reveal_type(dt.local_map(out_placements=None)(local_extent)(x))  # int
+dt.local_map(local_anything, [dt.Shard(0)])(x)
 product(x)  # error
 product(x, w, scale="2")  # error
 reveal_type(step(x, scale=3.0))  # DTensor
