@@ -8,7 +8,7 @@ PLUGINS := --disable-plugin-autoload -p xdist -p hypothesispytest -p dtensor.deb
 PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PLUGINS)
 PARALLEL ?= -n 2 --dist worksteal
 
-.PHONY: wheel site demo demo-4 test test-4 test-chaos test-hf test-all check lint format types layers docs bench profile clean
+.PHONY: wheel site demo demo-4 test test-4 test-chaos test-hf test-all check lint format types stubs layers docs bench profile clean
 
 demo: $(VENV)/.test
 	$(BIN)/python docs/examples/train_gpt.py
@@ -45,6 +45,12 @@ format: $(VENV)/.dev
 
 types: $(VENV)/.dev
 	$(BIN)/mypy
+	$(PYTEST) -q tests/unit/test_typing.py
+
+# The types of the methods of a DTensor, from those of the installed torch
+stubs: $(VENV)/.dev
+	$(BIN)/python tests/support/tensor_methods_stub.py > dtensor/base/.stub.pyi && mv dtensor/base/.stub.pyi dtensor/base/tensor_methods.pyi
+	$(BIN)/ruff format --quiet dtensor/base/tensor_methods.pyi
 
 layers: $(VENV)/.test
 	$(PYTEST) -q -s tests/unit/test_layers.py

@@ -2,6 +2,7 @@
 
 import sys
 from importlib import import_module
+from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -105,6 +106,7 @@ _LAZY_PACKAGES = (
     "device_mesh",
     "experimental",
     "fsdp",
+    "functional",
     "hf",
     "parallel",
     "placement_types",
@@ -136,9 +138,11 @@ if TYPE_CHECKING:  # a type checker that sees __getattr__ would accept any name
     from . import device_mesh as device_mesh
     from . import experimental as experimental
     from . import fsdp as fsdp
+    from . import functional as functional
     from . import hf as hf
     from . import parallel as parallel
     from . import placement_types as placement_types
+    from . import sharded_tensor as sharded_tensor
     from . import sharding_spec as sharding_spec
     from . import testing as testing
     from .capture import Captured as Captured
@@ -154,7 +158,6 @@ if TYPE_CHECKING:  # a type checker that sees __getattr__ would accept any name
     from .plan import Sharding as Sharding
     from .plan import auto_shard as auto_shard
     from .plan import plan as plan
-    from .sharding_spec import sharded_tensor as sharded_tensor
     from .sharding_spec.shard_model import collect_state_dict as collect_state_dict
     from .sharding_spec.shard_model import shard_model as shard_model
 else:
@@ -164,7 +167,13 @@ else:
             return import_module(f".{name}", __name__)
         if name in _LAZY_NAMES:
             return getattr(import_module(f".{_LAZY_NAMES[name]}", __name__), name)
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from .base.public_names import advise_on_name  # only an error needs it
+
+        advice = advise_on_name(name, __name__, (*__all__, *_LAZY_NAMES), (*_LAZY_PACKAGES, "clusters"))
+        is_import = sys._getframe(1).f_code.co_name == "_handle_fromlist"  # Python's text of an ImportError has no advice
+        if advice and is_import and find_spec(f"{__name__}.{name}") is None:
+            raise ImportError(f"cannot import name {name!r} from {__name__!r}: {advice}", name=__name__)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{advice and f': {advice}'}")
 
     class _Root(ModuleType):
         """The package root: keeps functions such as ``dtensor.capture`` when Python imports the package of the same name."""

@@ -30,6 +30,7 @@ MODULES = (
     "dtensor.experimental",
     "dtensor.testing",
     "dtensor.testing.strategies",
+    "dtensor.functional",
     "dtensor.errors",
 )
 

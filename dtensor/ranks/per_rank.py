@@ -14,7 +14,7 @@ import copy
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import repeat
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -30,8 +30,18 @@ from .plain_tensors import ReplicateToRanks, check_no_dtensor_written, list_writ
 from .rank_values import RUN_PER_RANK, RankNumber, RankValues, require_equal
 from .run_mode import NOT_COMPILED
 
+if TYPE_CHECKING:
+    from ..base.tensor_methods import TensorMethods
 
-class PerRank(Tensor):
+    class LocalTensor(TensorMethods):
+        """A local tensor, for type checkers: a ``PerRank``, or on processes a plain tensor, which has no ``shards``."""
+
+        shards: tuple[Tensor, ...]
+else:
+    LocalTensor = Tensor
+
+
+class PerRank(LocalTensor):
     """Tensors of all ranks of an in-process mesh, in ``.shards``. Make it with :func:`per_rank`.
 
     Functions run once per rank; other arguments are shared. Tensor results are ``PerRank``. A Python result (``.shape``,

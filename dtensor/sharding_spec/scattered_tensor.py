@@ -119,7 +119,7 @@ class ScatteredTensor:
             parts = [full[_cell_slices(cell)].reshape(-1) for cell in cells_of[mesh.ranks[member]]]
             return torch.cat(parts) if parts else full.new_empty(0)
 
-        local = value.detach()._local  # type: ignore[attr-defined]  # a DTensor
+        local = value.detach()._local
         if mesh.current_member() is None:
             return ScatteredTensor(wrap(local.new_empty(0), layout), value.shape, spec)
         return ScatteredTensor(wrap(communicator_of(mesh).map(pack, local), layout), value.shape, spec)

@@ -265,10 +265,10 @@ def _collect_value(value: Any, rank: int) -> tuple[Any, bool]:
         case DTensor():
             mesh = value.device_mesh
             if communicator_of(mesh).holds_all:
-                full = value.detach().full_tensor()  # type: ignore[attr-defined]  # a DTensor
+                full = value.detach().full_tensor()
                 return shards_of(full)[0], True
             single_rank = DeviceMesh(mesh.device_type, [rank])
-            gathered: Any = value.detach().redistribute(single_rank, [Replicate()])  # type: ignore[attr-defined]  # a DTensor
+            gathered: Any = value.detach().redistribute(single_rank, [Replicate()])
             return (gathered.to_local() if here else None), here
         case Mapping():
             return {key: _collect_value(item, rank)[0] for key, item in value.items()}, here

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -32,7 +32,7 @@ from ..layout.layout import Layout
 from ..layout.placement_forms import split_mesh_and_placements
 from ..mesh.device_mesh import DeviceMesh, as_mesh
 from ..placement import Placement, Placements, Replicate
-from ..ranks.per_rank import prepare_for_program
+from ..ranks.per_rank import LocalTensor, prepare_for_program
 from ..ranks.per_rank_functorch import join_ranks, split_ranks, unwrap_functorch
 from ..redistribute import Plan, Transit, plan, plan_between
 from ..state.version_counters import MEMORY_STATE, join_alias_groups, mark_local_exposed
@@ -57,10 +57,15 @@ from .observers import ACTIVE_OBSERVERS, expose_local, notify_layout_read
 from .printing import format_local_tensors
 from .storage import storage_of
 
+if TYPE_CHECKING:
+    from ..base.tensor_methods import TensorMethods
+else:
+    TensorMethods = torch.Tensor
+
 _grad_enabled, _require_grad = torch.is_grad_enabled, torch.Tensor.requires_grad_
 
 
-class DTensor(torch.Tensor):
+class DTensor(TensorMethods):
     """A distributed tensor. To the program it is the global tensor: same shape, dtype, strides, values and gradients.
 
     Make one with :func:`distribute_tensor`, :meth:`DTensor.from_local` or a factory (``dtensor.zeros``, ...).
@@ -126,9 +131,9 @@ class DTensor(torch.Tensor):
         return self._layout
 
     @property
-    def _local_tensor(self) -> torch.Tensor:
+    def _local_tensor(self) -> LocalTensor:
         """Return this rank's local tensor without gradients (those of all ranks if they are in this process)."""
-        return cast(torch.Tensor, prepare_for_program(expose_local(self)._local))
+        return cast(LocalTensor, prepare_for_program(expose_local(self)._local))
 
     # --- between local and global -------------------------------------------------------------------------------
     @staticmethod
@@ -177,7 +182,7 @@ class DTensor(torch.Tensor):
             )
         return mark_local_exposed(wrap(local_tensor.detach() if comm.held else empty_local(local_tensor, layout), layout))
 
-    def to_local(self, *, grad_placements: Placements | None = None) -> torch.Tensor:
+    def to_local(self, *, grad_placements: Placements | None = None) -> LocalTensor:
         """Return this rank's local tensor; differentiable, no communication.
 
         It is a ``per_rank`` tensor if all ranks are in this process.
@@ -204,7 +209,8 @@ class DTensor(torch.Tensor):
             local = self._local if ACTIVE_RECORDERS else self._local.detach()
             return prepare_for_program(local) if type(local) is PerRank else local
         locals_ = to_local_recorded(self, self._layout, local_grad_layout(self, self._layout, grad_placements))
-        return join_ranks(locals_, PerRank) if type(locals_) is tuple else locals_
+        joined: Any = join_ranks(locals_, PerRank) if type(locals_) is tuple else locals_
+        return joined
 
     def full_tensor(self, *, grad_placements: Placements | None = None) -> torch.Tensor:
         """Return the global value as a plain tensor on every rank, with memory of its own; differentiable.
@@ -277,7 +283,7 @@ class DTensor(torch.Tensor):
         """
         return resolve_late("reshard")(self, sharding_spec)
 
-    def local_shard(self) -> torch.Tensor:
+    def local_shard(self) -> LocalTensor:
         """Return :meth:`to_local`, under the name of sharded tensors."""
         return self.to_local()
 
@@ -330,12 +336,12 @@ class DTensor(torch.Tensor):
     requires_grad = property(torch.Tensor.requires_grad.__get__, _set_requires_grad)  # type: ignore[attr-defined]  # torch's stub
 
     @property
-    def data(self) -> torch.Tensor:
+    def data(self) -> DTensor:
         """Return a DTensor of the same memory with its own version counter.
 
         Autograd does not see writes to it, but views of this tensor do.
         """
-        return cast(DTensor, mark_local_exposed(self)._get_data_alias()).detach()
+        return cast(DTensor, mark_local_exposed(self)._get_data_alias().detach())
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -394,22 +400,23 @@ class DTensor(torch.Tensor):
 
     _repr_html_ = html_repr
 
-    tolist, numpy, __array__, __dlpack__, __format__ = (
-        host_access.to_list,
-        host_access.to_numpy,
-        host_access.to_array,
-        host_access.to_dlpack_capsule,
-        host_access.format_text,
-    )
-    share_memory_, is_shared, is_pinned, pin_memory = (
-        host_access.share_memory_,
-        host_access.is_shared,
-        host_access.is_pinned,
-        host_access.pin_memory,
-    )
-    apply_, new, untyped_storage = host_access.apply_, host_access.new_of_shape, storage_of
-    __bool__, __int__, __index__, __float__ = host_access.to_bool, host_access.to_int, host_access.to_index, host_access.to_float
-    __complex__, __iter__ = host_access.to_complex, host_access.iterate_rows
+    if not TYPE_CHECKING:  # for a checker they have the types of ``TensorMethods``
+        tolist, numpy, __array__, __dlpack__, __format__ = (
+            host_access.to_list,
+            host_access.to_numpy,
+            host_access.to_array,
+            host_access.to_dlpack_capsule,
+            host_access.format_text,
+        )
+        share_memory_, is_shared, is_pinned, pin_memory = (
+            host_access.share_memory_,
+            host_access.is_shared,
+            host_access.is_pinned,
+            host_access.pin_memory,
+        )
+        apply_, new, untyped_storage = host_access.apply_, host_access.new_of_shape, storage_of
+        __bool__, __int__, __index__ = host_access.to_bool, host_access.to_int, host_access.to_index
+        __float__, __complex__, __iter__ = host_access.to_float, host_access.to_complex, host_access.iterate_rows
 
 
 def _target_layout(layout: Layout, device_mesh: Any, placements: Placements | None) -> Layout:

@@ -6,7 +6,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec, Protocol, TypeVar, overload
 
 import torch
 from torch import nn
@@ -19,7 +19,59 @@ from ..mesh.device_mesh import DeviceMesh, as_mesh
 from ..placement import Partition, Placement, Placements
 from .dtensor import DTensor
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
+
+class DTensorFunction(Protocol[P]):
+    """The type of a mapped function with one tensor as its result.
+
+    A class, because mypy takes a function that returns Any for an untyped one if both overloads of ``local_map`` return a
+    ``Callable``.
+    """
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> DTensor: ...
+
+
+class LocalMapDecorator(Protocol):
+    """The type of ``local_map(out_placements=...)`` without a function."""
+
+    @overload
+    def __call__(self, func: Callable[P, torch.Tensor], /) -> DTensorFunction[P]: ...
+    @overload
+    def __call__(self, func: Callable[P, R], /) -> Callable[P, R]: ...
+
+
+@overload
+def local_map(
+    func: Callable[P, torch.Tensor],
+    out_placements: Placements,
+    in_placements: tuple[Placements | None, ...] | None = None,
+    in_grad_placements: tuple[Placements | None, ...] | None = None,
+    device_mesh: Any = None,
+    *,
+    redistribute_inputs: bool = False,
+) -> DTensorFunction[P]: ...
+@overload
+def local_map(
+    func: Callable[P, R],
+    out_placements: Any = None,
+    in_placements: tuple[Placements | None, ...] | None = None,
+    in_grad_placements: tuple[Placements | None, ...] | None = None,
+    device_mesh: Any = None,
+    *,
+    redistribute_inputs: bool = False,
+) -> Callable[P, R]: ...
+@overload
+def local_map(
+    func: None = None,
+    out_placements: Any = None,
+    in_placements: tuple[Placements | None, ...] | None = None,
+    in_grad_placements: tuple[Placements | None, ...] | None = None,
+    device_mesh: Any = None,
+    *,
+    redistribute_inputs: bool = False,
+) -> LocalMapDecorator: ...
 def local_map(
     func: Callable[..., Any] | None = None,
     out_placements: Any = None,

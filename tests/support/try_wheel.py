@@ -18,7 +18,7 @@ assert "site-packages" in dt.__file__, dt.__file__
 about = metadata.metadata("dtensor")
 assert about["License-Expression"] == "BSD-3-Clause", dict(about)
 root = pathlib.Path(dt.__file__).parent
-assert (root / "py.typed").exists() and (root / "testing" / "accepted_gaps.txt").exists()
+assert all((root / name).exists() for name in ("py.typed", "base/tensor_methods.pyi", "testing/accepted_gaps.txt"))
 mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 x = dt.distribute_tensor(torch.arange(15.0).reshape(5, 3), mesh, [dt.Shard(0), dt.Replicate()])
 w = dt.distribute_tensor(torch.ones(3, 4), mesh, [dt.Replicate(), dt.Shard(1)]).requires_grad_()

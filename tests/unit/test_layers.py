@@ -58,6 +58,7 @@ LAYERS = (
     "device_mesh",
     "placement_types",
     "fsdp",
+    "functional",
     "experimental",
     "_utils",
     "__init__",
@@ -193,7 +194,7 @@ def test_each_folder_is_a_layer() -> None:
     folders = {module_name(path).replace(".", "/").removeprefix("dtensor/") for path in MODULES if path.name == "__init__.py"}
     assert {folder.partition("/")[0] for folder in folders} - {"dtensor"} <= set(LAYERS) | {"parallel"}
     at_root = {path.stem for path in PACKAGE.glob("*.py")}
-    assert at_root == {"__init__", "__main__", "errors", "placement", "sharded_tensor"} | ALIASES
+    assert at_root == {"__init__", "__main__", "errors", "functional", "placement", "sharded_tensor"} | ALIASES
 
 
 def test_print_lines_per_layer() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
+import subprocess
+import sys
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -56,3 +58,47 @@ def test_all_public_modules_are_checked() -> None:
     assert {"dtensor.DTensor", "dtensor.parallel.fully_shard", "dtensor.checkpoint.save"} <= {*NAMES}
     undocumented = [name for name, public_object in NAMES.items() if not (public_object.__doc__ or "").strip()]
     assert undocumented == []
+
+
+ADVICE = {
+    "fully_shard": "write `from dtensor.parallel import fully_shard`",
+    "visualize_sharding": "write `from dtensor.debug import visualize_sharding`",
+    "CommDebugMode": "write `from dtensor.debug import CommDebugMode`",
+    "fullyshard": "did you mean `from dtensor.parallel import fully_shard`?",
+    "distribute_tensors": "did you mean `from dtensor import distribute_tensor`?",
+    "shard": "did you mean `from dtensor import Shard`?",
+}
+
+
+@pytest.mark.parametrize("name", ADVICE)
+def test_error_of_a_missing_name_says_where_it_is(name: str) -> None:
+    assert not hasattr(dt, name)
+    with pytest.raises(AttributeError) as access:
+        getattr(dt, name)
+    assert str(access.value) == f"module 'dtensor' has no attribute {name!r}: {ADVICE[name]}"
+    with pytest.raises(ImportError) as statement:
+        exec(f"from dtensor import {name}")
+    assert str(statement.value) == f"cannot import name {name!r} from 'dtensor': {ADVICE[name]}"
+
+
+@pytest.mark.parametrize("name", ["_fully_shard", "__wrapped__", "unrelated_name"])
+def test_error_of_a_name_that_resembles_no_public_name_has_no_advice(name: str) -> None:
+    with pytest.raises(AttributeError) as access:
+        getattr(dt, name)
+    assert str(access.value) == f"module 'dtensor' has no attribute {name!r}"
+    with pytest.raises(ImportError, match=f"cannot import name '{name}' from 'dtensor' \\("):
+        exec(f"from dtensor import {name}")
+
+
+def test_advice_on_a_name_imports_no_package() -> None:
+    code = """
+import sys, dtensor
+loaded = set(sys.modules)
+print(hasattr(dtensor, "fully_shard"), hasattr(dtensor, "clusters"))
+print(sorted(module for module in set(sys.modules) - loaded if module.startswith("dtensor.")))
+import dtensor.clusters
+from dtensor import command_line, testing
+print(dtensor.clusters.best.__module__.startswith("dtensor.clusters"))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["False False", "['dtensor.base.public_names']", "True"]

@@ -1,125 +1,141 @@
-"""Typing: mypy and pyright accept a correct user program and report each error of a wrong one."""
+"""Types: what mypy and pyright know of a program with DTensors."""
 
 from __future__ import annotations
 
+import ast
 import json
 import re
-import shutil
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-
-CORRECT_PROGRAM = """
-from collections.abc import Sequence
-
 import torch
-from torch import nn
+from tensor_methods_stub import STUB, make_stub
 
 import dtensor as dt
-import dtensor.testing
-from dtensor.parallel import FSDPModule, fully_shard
+from dtensor import functional
 
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(3, 4)
-
-    def own(self) -> int:
-        return 3
-
-
-def table(x: dt.Layout) -> Sequence[tuple[dt.Placement, dt.Placement]]:
-    return [(dt.Shard(d), dt.Shard(d)) for d in range(x.ndim)]
-
-
-mesh: dt.DeviceMesh = dt.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-model: Model = dt.parallel.fully_shard(Model(), mesh=mesh)
-number: int = fully_shard(Model(), mesh=mesh).own()
-if isinstance(model, FSDPModule):
-    model.set_requires_gradient_sync(False)
-several: list[nn.Linear] = fully_shard([nn.Linear(3, 4)], mesh=mesh)
-copied: Model = dt.parallel.replicate(Model(), mesh)
-placed: Model = dt.distribute_module(Model(), mesh)
-real: Model = dt.parallel.materialize(Model())
-x: dt.DTensor = dt.distribute_tensor(torch.ones(4), mesh, [dt.Shard(0)])
-gathered: torch.Tensor = x.full_tensor()
-layout: dt.Layout = x.layout
-with dt.debug.CommDebugMode() as comm:
-    total: torch.Tensor = (x + 1).sum()
-dt.checkpoint.save({"x": x}, "/tmp/nowhere")
-redistributed: list[dt.DTensor] = dt.redistribute_many([x], [[dt.Replicate()]])
-dt.register_sharding(torch.ops.aten.relu.default)(table)
-report = dt.testing.verify_rule("mm")
-print(report.wrong, number, dt.sharding_spec, dt.sharded_tensor, dt.shard_model)
-"""
-
-WRONG_LINES = {
-    "dt.no_such_name": "no_such_name",
-    "dt.parallel.no_such_name": "no_such_name",
-    "dt.parallel.fully_shard(nn.Linear(3, 4), mesh=mesh).no_such_name()": "not callable",  # a tensor or a module
-    "dt.parallel.fully_shard(3, mesh=mesh)": "int",
-    'dt.parallel.fully_shard(nn.Linear(3, 4), mesh=mesh, mp_policy="float16")': "str",
-    "dt.checkpoint.no_such_name": "no_such_name",
-    'dt.Shard("0")': "str",
-    "dt.shard_model(3, None)": "int",
-}
-PREAMBLE = """
-from torch import nn
-import dtensor as dt
-mesh = dt.init_device_mesh("cpu", (2,))
-"""
-WRONG_PROGRAM = PREAMBLE + "".join(f"{line}\n" for line in WRONG_LINES)
-
-
-Errors = dict[str, dict[int, str]]  # by the name of the file and the line
 ROOT = Path(__file__).parents[2]
+PROGRAM = ROOT / "tests" / "typing" / "user_program.py"
+TYPES = ROOT / "tests" / "typing" / "revealed_types.py"
+Messages = dict[int, str]  # of a line: the type that it reveals, or "error: ..."
 
 
-def _run_mypy(folder: Path) -> Errors:
-    """Run mypy with the strict settings and the cache of the project."""
-    command = [sys.executable, "-m", "mypy", *map(str, folder.glob("*.py"))]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
-    assert ran.returncode in (0, 1), ran.stdout + ran.stderr
-    found: Errors = {}
-    for name, line, message in re.findall(r"(\w+)\.py:(\d+): error: (.*)$", ran.stdout, re.MULTILINE):
-        found.setdefault(name, {})[int(line)] = message
-    assert bool(found) == bool(ran.returncode), ran.stdout
+def check_with_mypy(file: Path, folder: Path) -> Messages:
+    """Return the messages of mypy about ``file``; it runs outside of the repository, without its settings."""
+    options = [
+        "--strict",
+        "--config-file=",
+        "--no-error-summary",
+        "--no-color-output",
+        f"--cache-dir={ROOT / '.mypy_cache' / 'user_program'}",
+    ]
+    output = run_checker("mypy", [*options, f"--python-executable={sys.executable}", str(file)], folder)
+    found: Messages = {}
+    for line, kind, text in re.findall(r"^.*\.py:(\d+): (error|note): (.*)$", output, re.MULTILINE):
+        revealed = re.fullmatch(r'Revealed type is "(.*)"', text)
+        if kind == "error":
+            found[int(line)] = f"error: {text}"
+        elif revealed:
+            found.setdefault(int(line), re.sub(r"\b(?:\w+\.)+(?=\w)", "", revealed[1]))
     return found
 
 
-def _run_pyright(folder: Path) -> Errors:
-    settings = {"extraPaths": [str(ROOT)], "typeCheckingMode": "strict", "reportUnknownMemberType": False}
-    (folder / "pyrightconfig.json").write_text(json.dumps(settings))
-    command = ["pyright", "--outputjson", "--pythonpath", sys.executable, "-p", str(folder)]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    found: Errors = {}
-    for item in json.loads(ran.stdout)["generalDiagnostics"]:
-        if item["severity"] == "error":
-            found.setdefault(Path(item["file"]).stem, {})[item["range"]["start"]["line"] + 1] = item["message"]
+def check_with_pyright(file: Path, folder: Path) -> Messages:
+    """Return the messages of pyright in strict mode about ``file``."""
+    (folder / "pyrightconfig.json").write_text(json.dumps({"typeCheckingMode": "strict", "include": [str(file)]}))
+    output = run_checker("basedpyright", ["--outputjson", f"--pythonpath={sys.executable}", "-p", str(folder)], folder)
+    found: Messages = {}
+    for message in json.loads(output)["generalDiagnostics"]:
+        line, text = message["range"]["start"]["line"] + 1, message["message"]
+        revealed = re.fullmatch(r'Type of ".*" is "(.*)"', text)
+        if message["severity"] == "error":
+            found[line] = f"error: {text}"
+        elif revealed:
+            found.setdefault(line, revealed[1])
     return found
 
 
-CHECKERS = [
-    pytest.param(
-        _run_mypy,
-        id="mypy",
-        marks=pytest.mark.skipif(not shutil.which("mypy", path=str(Path(sys.executable).parent)), reason="no mypy"),
-    ),
-    pytest.param(_run_pyright, id="pyright", marks=pytest.mark.skipif(not shutil.which("pyright"), reason="no pyright")),
-]
+def run_checker(name: str, options: list[str], folder: Path) -> str:
+    if find_spec(name) is None:
+        pytest.skip(f"{name} is not installed: pip install dtensor[dev]")
+    process = subprocess.run([sys.executable, "-m", name, *options], cwd=folder, capture_output=True, text=True, check=False)
+    assert process.returncode in (0, 1), process.stdout + process.stderr
+    return process.stdout
 
 
-@pytest.mark.parametrize("checker", CHECKERS)
-def test_type_checker_reports_exactly_the_wrong_lines(checker: Callable[[Path], Errors], tmp_path: Path) -> None:
-    (tmp_path / "right.py").write_text(CORRECT_PROGRAM)
-    (tmp_path / "wrong.py").write_text(WRONG_PROGRAM)
-    found = checker(tmp_path)
-    assert found.keys() == {"wrong"}
-    first = PREAMBLE.count("\n") + 1
-    for k, (line, name) in enumerate(WRONG_LINES.items()):
-        assert name in found["wrong"].get(first + k, ""), (line, found)
-    assert len(found["wrong"]) == len(WRONG_LINES)
+CHECKERS = pytest.mark.parametrize("check", [check_with_mypy, check_with_pyright])
+
+
+@pytest.mark.slow
+@CHECKERS
+def test_strict_checker_accepts_the_program_of_a_user(check: Callable[[Path, Path], Messages], tmp_path: Path) -> None:
+    assert "cast" not in PROGRAM.read_text().partition("import")[2]
+    assert check(PROGRAM, tmp_path) == {}
+
+
+@pytest.mark.slow
+@CHECKERS
+def test_checker_reveals_the_types_of_the_comments(check: Callable[[Path, Path], Messages], tmp_path: Path) -> None:
+    lines = TYPES.read_text().splitlines()
+    expected = {n: line.rpartition("  # ")[2] for n, line in enumerate(lines, 1) if re.search(r"\S  # ", line)}
+    messages = {n: text.partition(":")[0] for n, text in check(TYPES, tmp_path).items()}
+    assert len(expected) > 80
+    assert {n: (lines[n - 1], text) for n, text in messages.items() if expected.get(n) != text} == {}
+    assert expected.keys() == messages.keys()
+
+
+def test_program_of_a_user_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    gradient = runpy.run_path(str(PROGRAM))["main"]()
+    assert type(gradient) is dt.DTensor
+    assert gradient.placements == (dt.Replicate(), dt.Replicate())
+    assert "(Replicate(), Shard(dim=1))" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(torch.__version__.partition("+")[0] not in STUB.read_text(), reason="the stub is for one version of torch")
+def test_stub_of_tensor_methods_equals_the_generated_stub() -> None:
+    assert ast.unparse(ast.parse(STUB.read_text())) == ast.unparse(ast.parse(make_stub())), "run `make stubs`"
+
+
+def test_methods_of_the_stub_are_methods_of_tensors() -> None:
+    classes = {node.name: node for node in ast.parse(STUB.read_text()).body if isinstance(node, ast.ClassDef)}
+    names = {node.name for node in classes["TensorMethods"].body if isinstance(node, ast.FunctionDef)}
+    assert len(names) > 500
+    assert [name for name in names if not hasattr(dt.DTensor, name)] == []
+
+
+def test_functions_with_declared_results_are_those_of_torch() -> None:
+    names = {
+        name
+        for name, value in vars(functional).items()
+        if callable(value) and name.islower() and value.__module__ != functional.__name__
+    }
+    names -= {"overload"}
+    assert len(names) > 90
+    assert [
+        name for name in names if getattr(functional, name) is not getattr(torch.nn.functional, name, getattr(torch, name, 0))
+    ] == []
+
+
+def test_program_with_functions_of_the_module_is_captured_and_has_gradients() -> None:
+    mesh = dt.init_device_mesh("cpu", (2,))
+    weight = dt.distribute_tensor(torch.arange(12.0).reshape(4, 3), mesh, [dt.Shard(0)]).requires_grad_()
+
+    def loss(x: dt.DTensor) -> dt.DTensor:
+        return functional.gelu(functional.linear(x, weight)).sum()
+
+    x = dt.ones(2, 3, device_mesh=mesh, placements=[dt.Replicate()])
+    captured = dt.capture(loss)
+    losses = []
+    for _ in range(3):
+        losses.append(captured(x))
+        losses[-1].backward()
+    assert weight.grad is not None
+    assert [each.item() for each in losses] == [loss(x).item()] * 3
+    expected = weight.detach().full_tensor().requires_grad_()
+    torch.nn.functional.gelu(torch.ones(2, 3) @ expected.T).sum().backward()
+    torch.testing.assert_close(weight.grad.full_tensor(), 3 * expected.grad)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from torch import nn
 
@@ -17,12 +17,13 @@ from .hf_styles import distribute_by_style_name, hook_modules_with_shared_parame
 from .shared_input import share_inputs_within
 from .style import ParallelStyle
 
+M = TypeVar("M", bound=nn.Module)
 Plan = ParallelStyle | str | Mapping[str, Any]
 
 
 def parallelize_module(
-    module: nn.Module, device_mesh: Any = None, parallelize_plan: Plan | None = None, *, src_data_rank: int | None = 0
-) -> nn.Module:
+    module: M, device_mesh: Any = None, parallelize_plan: Plan | None = None, *, src_data_rank: int | None = 0
+) -> M:
     """Apply the styles of a plan to ``module`` in place, and return it.
 
     Args:
@@ -65,7 +66,7 @@ def parallelize_module(
         parallelized = _apply_plan(module, mesh, parallelize_plan, src_data_rank, module)
     if mesh.ndim == 1:
         hook_modules_with_shared_parameters(parallelized, mesh)
-    return parallelized
+    return cast(M, parallelized)
 
 
 def _apply_plan(module: nn.Module, mesh: DeviceMesh, plan: Plan, source: int | None, root: nn.Module) -> nn.Module:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,13 @@ from .grad_accumulation import clear_pending
 from .partial_reshard import ReshardGroup
 from .unit import FSDPUnit, unit_of
 
+if TYPE_CHECKING:  # a checker then knows that each object with these methods is a module too
+    _Module = nn.Module
+else:
+    _Module = object
 
-class FSDPModule:
+
+class FSDPModule(_Module):
     """Mixin of fully sharded modules, which ``fully_shard`` adds.
 
     Methods without ``recurse`` concern this module's own unit.
@@ -55,16 +60,16 @@ class FSDPModule:
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Apply ``to`` and the like to the sharded parameters; weights that modules share stay shared."""
-        if (unit := unit_of(self)) is not None:  # type: ignore[arg-type]  # it is a module too
+        if (unit := unit_of(self)) is not None:
             unit.restore_parameters()
-        made = super()._apply(fn, recurse)  # type: ignore[misc]  # of the module's own class
+        made = super()._apply(fn, recurse)
         if unit is not None:
             unit.tie_parameters()
         return made
 
     def _get_fsdp_state(self) -> UnitState | None:
         """Return ``fully_shard.state(self)``, under the name that programs for torch use."""
-        return state_of(self)  # type: ignore[arg-type]  # it is a module too
+        return state_of(self)
 
     # --- memory ------------------------------------------------------------------------------------------------------
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
@@ -114,8 +119,8 @@ class FSDPModule:
 
         ``optimizer.zero_grad()`` clears both too.
         """
-        super().zero_grad(set_to_none)  # type: ignore[misc]  # of the module's own class
-        clear_pending({id(parameter) for parameter in self.parameters()}, set_to_none)  # type: ignore[attr-defined]  # a module
+        super().zero_grad(set_to_none)
+        clear_pending({id(parameter) for parameter in self.parameters()}, set_to_none)
 
     def get_pending_gradients(self, *, recurse: bool = True) -> dict[nn.Parameter, tuple[Tensor | None, Tensor | None]]:
         """Return by parameter its pending gradients: this rank's unsharded gradient, and its shard that is not all-reduced.
