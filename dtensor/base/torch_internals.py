@@ -68,7 +68,7 @@ NAMES: dict[str, Internal] = {
     "all_operators": Internal("torch._C._dispatch_get_all_op_names", "modes of torch's are told about all of them", _NONE),
     "DispatchKey": Internal("torch._C.DispatchKey", "names of dispatch keys", _NONE),
     "DispatchKeySet": Internal("torch._C.DispatchKeySet", "the keys that a kernel was called with", _NONE),
-    "ExcludeDispatchKeys": Internal("torch._C._ExcludeDispatchKeyGuard", "the next implementation of a higher-order operator", _NONE),
+    "keys_of_arguments": Internal("torch._ops._compute_keyset", "the next implementation of a higher-order operator", _NONE),
     "has_kernel": Internal("torch._C._dispatch_has_kernel_for_dispatch_key", "whether an operator is a composite", _NONE),
     "keys_after": Internal("torch._C._dispatch_keyset_full_after", "to go on below a kernel of ours", _NONE),
     "is_key_excluded": Internal("torch._C._dispatch_tls_is_dispatch_key_excluded", "to see lazy conjugation off or on", _NONE),

@@ -31,13 +31,13 @@ from ...base.memory_order import dense_stride, dims_outermost_first
 from ...base.modes import EXPLICIT
 from ...base.recorder_hooks import untracked
 from ...base.tensor_tree import map_tensors, tensor_leaves
-from ...base.torch_internals import DispatchKey, DispatchKeySet, ExcludeDispatchKeys
+from ...base.torch_internals import keys_of_arguments
 from ...comm import PerRank, shards_of
 from ...comm.map_ranks import communicator_of
 from ...dispatch.comm_report import describe_plan
 from ...dispatch.cross_mesh import make_mesh_error, meshes_of
-from ...dispatch.operand_layouts import layouts_of_arguments
-from ...errors import ImplicitCommunicationError
+from ...dispatch.plain_tensor_args import counts_as_replicated
+from ...errors import ImplicitCommunicationError, MixedTensorError
 from ...layout.layout import Layout
 from ...mesh.device_mesh import DeviceMesh
 from ...placement import Partial, Placement, Replicate
@@ -50,9 +50,9 @@ from ...rules.call import Call
 from ...rules.rule import Factors, Rule
 from ..autograd import from_local_recorded, grad_layout, is_recorded, redistribute_if_needed, to_local_tensor
 from ..dtensor import DTensor, wrap
+from .register import KEYS_BELOW
 
 _RULE_OPERATOR = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-_ABOVE_AUTOGRAD = DispatchKeySet(DispatchKey.PythonTLSSnapshot)
 Function = Callable[..., Tensor]
 
 
@@ -69,14 +69,14 @@ def compute_flex_attention(
 ) -> Any:
     """Return outputs, log-sums and largest scores; see [Note: Flex attention of DTensors]. Takes the arguments of the operator.
 
-    If queries, keys and values are plain, the next implementation of the operator runs.
+    Without DTensors the next implementation of the operator runs.
     """
-    meshes = tuple(meshes_of((query, key, value)))
+    meshes = tuple(meshes_of((query, key, value, score_buffers, mask_buffers)))
     if not meshes:
-        with ExcludeDispatchKeys(_ABOVE_AUTOGRAD):
-            return torch.ops.higher_order.flex_attention(
-                query, key, value, score_mod, block_mask, scale, kernel_options, score_buffers, mask_buffers
-            )
+        args = (query, key, value, score_mod, block_mask, scale, kernel_options, score_buffers, mask_buffers)
+        operator = torch.ops.higher_order.flex_attention
+        keys = keys_of_arguments(args, {}, operator.non_fallthrough_keys) & KEYS_BELOW
+        return operator.dispatch(keys.highestPriorityTypeId(), *args)
     if len(meshes) > 1:
         raise make_mesh_error("flex_attention", meshes)
     *blocks, mask_mod = block_mask
@@ -85,7 +85,7 @@ def compute_flex_attention(
         mask_mod, mask_buffers = lift_captured(mask_mod, query, num_scores=0)
     if key.shape[0] == 1:  # keys that all batch entries share
         key, value = (x.expand(query.shape[0], -1, -1, -1) for x in (key, value))
-    operands = [_as_dtensor(x, meshes[0]) for x in _checked_operands(query, key, value, meshes[0])]
+    operands = [_as_dtensor(x, meshes[0]) for x in (query, key, value)]
     layouts = _choose_layouts(operands, blocks[-2])
     operands = [redistribute_if_needed(x, layout.placements) for x, layout in zip(operands, layouts, strict=True)]
     q_layout = layouts[0]
@@ -107,15 +107,16 @@ def compute_flex_attention(
 
 
 # --- layouts --------------------------------------------------------------------------------------------------------
-def _checked_operands(query: Any, key: Any, value: Any, mesh: DeviceMesh) -> tuple[Any, Any, Any]:
-    """Return the operands. Raise ``MixedTensorError`` if one is a plain tensor that does not count as replicated."""
-    operator = operator_schema_of(_RULE_OPERATOR)
-    layouts_of_arguments(operator, operator.bind((query, key, value), {}), mesh)
-    return query, key, value
-
-
 def _as_dtensor(x: Any, mesh: DeviceMesh) -> Any:
-    return x if isinstance(x, DTensor) else DTensor.from_local(x, mesh)
+    """Return an operand as a DTensor: a plain tensor that counts as the same on all ranks is replicated."""
+    if isinstance(x, DTensor):
+        return x
+    if not counts_as_replicated(x):
+        raise MixedTensorError(
+            f"flex_attention mixes DTensors with plain queries, keys or values of shape {tuple(x.shape)}. If every rank holds the "
+            "same value, use `with dtensor.implicit_replication():`, or distribute_tensor(t, mesh, placements)"
+        )
+    return DTensor.from_local(x, mesh)
 
 
 def _choose_layouts(operands: list[Any], rows_per_block: int) -> list[Layout]:
