@@ -15,6 +15,7 @@ from .interop.default_dispatch_rules import install_default_rules as _install_de
 from .interop.dlpack import install_dlpack as _install_dlpack
 from .interop.dynamo import define_inplace_operators as _define_inplace_operators
 from .interop.dynamo import skip_library_frames as _skip_library_frames
+from .interop.flex_attention import install_flex_attention as _install_flex_attention
 from .interop.saved_on_host import install_save_on_cpu as _install_save_on_cpu
 from .interop.state_dicts import install_state_dicts as _install_state_dicts
 from .interop.torch_compile import install_substitutes as _install_substitutes
@@ -191,6 +192,7 @@ _register_provider("dtensor.sharding_spec.scattered_tensor", "reshard", "shardin
 _register_provider("dtensor.interop.dcp_protocol", "write_items", "chunks", "shard_at")
 _register_provider("dtensor.debug.html", "html_of")
 _register_provider("dtensor.rules.aten.reduction", "library_monoid")
+_register_provider("dtensor.tensor.overrides.flex_attention", "compute_flex_attention")
 _set_level_from_environment()
 _follow_check_level()
 
@@ -208,5 +210,6 @@ _install_dlpack()
 _install_save_on_cpu()
 _register_constants(DeviceMesh, Layout, Shard, Replicate, Partial, Monoid, Partition)
 _install_substitutes()
+_install_flex_attention()
 _define_inplace_operators(DTensor)
 _define_inplace_operators(PerRank)

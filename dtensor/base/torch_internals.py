@@ -72,6 +72,7 @@ NAMES: dict[str, Internal] = {
     ),
     "DispatchKey": Internal("torch._C.DispatchKey", "names of dispatch keys", _NONE),
     "DispatchKeySet": Internal("torch._C.DispatchKeySet", "the keys that a kernel was called with", _NONE),
+    "keys_of_arguments": Internal("torch._ops._compute_keyset", "the next implementation of a higher-order operator", _NONE),
     "has_kernel": Internal("torch._C._dispatch_has_kernel_for_dispatch_key", "whether an operator is a composite", _NONE),
     "keys_after": Internal("torch._C._dispatch_keyset_full_after", "to go on below a kernel of ours", _NONE),
     "is_key_excluded": Internal("torch._C._dispatch_tls_is_dispatch_key_excluded", "to see lazy conjugation off or on", _NONE),
@@ -112,6 +113,9 @@ NAMES: dict[str, Internal] = {
         "torch._C._get_dtensor_allow_implicit_replication",
         "torch's own word that a batching rule makes plain tensors alike on all ranks; since 2.12",
         _NONE,
+    ),
+    "say_alike": Internal(
+        "torch._C._set_dtensor_allow_implicit_replication", "what a compiled function captures is alike on all ranks", _NONE
     ),
     "engine_runs": Internal("torch._C._will_engine_execute_node", "whether backward was asked for some gradients only", _NONE),
     "graph_stays": Internal(

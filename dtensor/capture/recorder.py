@@ -28,6 +28,7 @@ from ..rules.call import Call
 from ..rules.registry import lookup
 from ..tensor.dtensor import DTensor
 from ..tensor.local_tensors import local_tensors_of
+from .flex_attention import register_flex_attention
 from .float_provenance import FloatTracer
 from .guards.guard_set import GuardSet
 from .impure_calls import CallMonitor, ConstantStorages, is_data_dependent, value_read_error
@@ -434,3 +435,6 @@ def _written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         call = Call(func, None, bound, (), ())  # type: ignore[arg-type]  # of local tensors, on no mesh
         written.extend(tensor_tree.tensor_leaves([bound[name] for name in rule.writes(call)]))
     return written
+
+
+register_flex_attention(Recorder)

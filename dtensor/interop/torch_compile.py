@@ -20,7 +20,6 @@ from ..base.patches import patch_applied
 from ..base.torch_internals import opaque_object
 from ..base.tracing import is_traced, register_object, registered_object, unwrap_graph_constant
 from ..comm import PerRank, shards_of
-from ..errors import UnsupportedOperationError
 from ..layout.placement_forms import split_mesh_and_placements
 from ..mesh.device_mesh import DeviceMesh, as_mesh
 from ..placement import Partial, Partition, Placements, Replicate, Shard, partition
@@ -107,7 +106,6 @@ def _install(module: Any) -> None:
     _graph_break = torch_internals.graph_break
     for function in _ALLOWED_IN_GRAPH:
         module.allow_in_graph(function)
-    torch.ops.higher_order.flex_attention.py_impl(DTensor)(_refuse_flex_attention)
     for function, seen_as in _SUBSTITUTES.items():
         module.substitute_in_graph(function, skip_signature_check=True)(seen_as)
     patch_applied("torch._dynamo")
@@ -204,14 +202,6 @@ def _traced_distribute_module(*given: Any, **options: Any) -> None:
 
 def _refuse_mode(*given: Any, **options: Any) -> None:
     _graph_break(msg="modes are guards of a graph; enter the mode around the call of the compiled function")
-
-
-def _refuse_flex_attention(*given: Any, **options: Any) -> None:
-    raise UnsupportedOperationError(
-        "flex_attention does not take DTensors: score_mod and block_mask use global indices. If only "
-        "batch or heads are sharded, and score_mod and block_mask do not use the index of a sharded dim, "
-        "use local_map(flex_attention, [Shard(1)], ([Shard(1)],) * 3, device_mesh=mesh)(q, k, v)"
-    )
 
 
 def _traced_as_mesh(mesh: Any = None) -> DeviceMesh:

@@ -33,6 +33,7 @@ from ..dispatch.announced_collectives import redistribute_under_policy
 from ..dispatch.grad_redistribute import redistribute_grad_unless_planned
 from ..dispatch.output_aliasing import check_unwritten, clone_if_aliased, storage_addresses
 from ..errors import UnsupportedOperationError
+from ..layout.expanded_storage import repeated_dims
 from ..layout.layout import Layout
 from ..placement import Partial, Placement, Placements, Replicate
 from ..ranks.per_rank_functorch import join_ranks
@@ -96,6 +97,11 @@ class _DTensorFunction(FunctorchFunction):
         return redistribute_if_needed(x, placements)
 
 
+def _without_repeated_dims(layout: Layout) -> Layout:
+    """Return ``layout`` with row-major strides if it is of an expanded tensor: gradients of its repeated elements differ."""
+    return layout.replace(shape=layout.shape) if repeated_dims(layout) else layout
+
+
 class FromLocal(_DTensorFunction):
     """Local tensors -> DTensor. Takes one local tensor for each rank in this process."""
 
@@ -145,7 +151,8 @@ class ToLocal(_DTensorFunction):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        _, ctx.source, ctx.target = inputs
+        _, ctx.source, target = inputs
+        ctx.target = _without_repeated_dims(target)
         ctx.use = find_use(ctx.target)
 
     @staticmethod
@@ -175,7 +182,8 @@ class FullTensor(_DTensorFunction):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.target, ctx.use = inputs[1], find_use(inputs[1])
+        ctx.target = _without_repeated_dims(inputs[1])
+        ctx.use = find_use(ctx.target)
 
     @staticmethod
     def jvp(ctx: Any, tangent: Any, *_: Any) -> Any:

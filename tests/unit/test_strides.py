@@ -247,3 +247,18 @@ def test_addends_of_a_partial_have_the_memory_order_of_the_value(op: str, other:
         for partial in (distributed, redistributed):
             orders = [sorted(range(x.ndim), key=local.stride().__getitem__) for local in partial._local.shards]
             assert orders == [sorted(range(x.ndim), key=x.stride().__getitem__)] * 4
+
+
+@pytest.mark.parametrize("read", ["to_local", "full_tensor"])
+def test_gradients_of_expanded_tensors_that_differ_are_summed(read: str) -> None:
+    mesh = dt.init_device_mesh("cpu", (2,))
+    x = dt.distribute_tensor(torch.tensor([[1.0, 1.0]]), mesh, [Replicate()]).requires_grad_()
+    weights = torch.tensor([[1.0, 10.0], [2.0, 20.0], [3.0, 30.0]])
+    repeated = x.expand(3, -1).redistribute(placements=[Shard(1)])
+    if read == "to_local":
+        local = repeated.to_local() * dt.distribute_tensor(weights, mesh, [Shard(1)]).to_local()
+        dt.DTensor.from_local(local, mesh, [Shard(1)]).sum().backward()
+    else:
+        (repeated.full_tensor() * weights).sum().backward()
+    assert x.grad is not None
+    assert x.grad.full_tensor().tolist() == [[6.0, 60.0]]

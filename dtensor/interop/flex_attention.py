@@ -1,0 +1,77 @@
+"""Flex attention: let torch's ``flex_attention`` and its higher-order operator compute DTensors.
+
+``tensor.overrides.flex_attention`` computes them. It is registered in the table of Python implementations of the operator, for the
+dispatch key that runs above autograd. Without ``torch.compile``, torch's function compiles the operator for the eager backend.
+Dynamo cannot trace tensors of all ranks in one process, so for DTensors the operator is called directly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ..base.late_binding import resolve_late
+from ..base.patches import patch_applied
+from ..base.torch_internals import DispatchKey
+from ..tensor.dtensor import DTensor
+from .import_hooks import on_import
+
+try:
+    from ..base.torch_internals import said_alike, say_alike
+except ImportError:  # torch before 2.12 has no such flag
+    say_alike = None
+
+
+def install_flex_attention() -> None:
+    """Register the implementation for DTensors when ``torch.nn.attention.flex_attention`` is imported."""
+    on_import("torch.nn.attention.flex_attention", _install)
+    on_import("torch._dynamo.variables.higher_order_ops", _allow_captured_tensors)
+
+
+def _install(module: Any) -> None:
+    operator = torch.ops.higher_order.flex_attention
+    operator.py_impl(DispatchKey.PythonTLSSnapshot)(resolve_late("compute_flex_attention"))
+    patch_applied("torch.ops.higher_order.flex_attention")
+    make_environment = getattr(module, "setup_compilation_env", None)
+    if make_environment is None:
+        return
+
+    def setup_compilation_env(*args: Any, **kwargs: Any) -> Any:
+        environment, caller = make_environment(*args, **kwargs), sys._getframe(1).f_locals
+        is_distributed = any(isinstance(caller.get(name), DTensor) for name in ("query", "key", "value"))
+        return _without_compiler(environment) if is_distributed else environment
+
+    module.setup_compilation_env = setup_compilation_env
+    patch_applied("torch.nn.attention.flex_attention.setup_compilation_env")
+
+
+@contextlib.contextmanager
+def _without_compiler(environment: Any) -> Iterator[Any]:
+    with environment as backend, torch.compiler.set_stance("force_eager"):
+        yield backend
+
+
+def _allow_captured_tensors(module: Any) -> None:
+    """While Dynamo traces ``score_mod`` and ``mask_mod``, plain tensors that they capture count as replicated.
+
+    Dynamo makes their arguments with ``query.new_empty``, so these are DTensors.
+    """
+    if say_alike is None:
+        return
+    kind = module.FlexAttentionHigherOrderVariable
+    trace_function = kind.create_wrapped_node
+
+    def create_wrapped_node(*args: Any, **kwargs: Any) -> Any:
+        before = said_alike()
+        say_alike(True)
+        try:
+            return trace_function(*args, **kwargs)
+        finally:
+            say_alike(before)
+
+    kind.create_wrapped_node = create_wrapped_node
+    patch_applied("torch._dynamo.variables.higher_order_ops.FlexAttentionHigherOrderVariable")
