@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import Any
@@ -23,7 +24,7 @@ from ..base.tensor_tree import as_sequence
 from ..base.torch_internals import FakeTensorMode, UnsupportedFakeTensorException
 from ..layout.layout import Layout
 from ..rules.call import Call, Meta
-from ..rules.rule import Rule, Shapes
+from ..rules.rule import Rule
 from .op_schema import OperatorSchema
 
 META, CPU = torch.device("meta"), torch.device("cpu")
@@ -48,7 +49,7 @@ def infer_results(operator: OperatorSchema, rule: Rule | None, call: Call) -> tu
     Raises:
         NotInferable: the shape of a result depends on data, or the operator has no meta kernel.
     """
-    shapes = None if rule is None or rule.shapes is None else _shapes_by_rule(operator, rule, call)
+    shapes: Any = None if rule is None or rule.shapes is None else _shapes_by_rule(operator, rule, call)
     key = None if shapes is None else _size_independent_key(operator, call)
     if key is not None:
         cached = _INFERENCE_CACHE.get(key, ())
@@ -66,7 +67,7 @@ def infer_results(operator: OperatorSchema, rule: Rule | None, call: Call) -> tu
     return metas
 
 
-def _infer_from_samples(operator: OperatorSchema, call: Call, shapes: Shapes) -> CachedResults | None:
+def _infer_from_samples(operator: OperatorSchema, call: Call, shapes: Sequence[tuple[int, ...]]) -> CachedResults | None:
     """Return dtype and memory order of each result of the CPU kernel on small tensors of ones.
 
     Equal sizes are equal in the samples, and no size is larger. Return None if the results do not have the shapes that the rule
@@ -131,7 +132,7 @@ def _to_sample(name: str, value: Any, small: dict[int, int]) -> Any:
     return False if name == "pin_memory" else value
 
 
-def _make_cache_entry(metas: tuple[Any, ...], shapes: Shapes) -> CachedResults | None:
+def _make_cache_entry(metas: tuple[Any, ...], shapes: Sequence[tuple[int, ...]]) -> CachedResults | None:
     """Return dtype and memory order of each result, or None if the results do not have the shapes that the rule states."""
     if len(metas) != len(shapes) or not all(meta is None or isinstance(meta, Meta) for meta in metas):
         return None
