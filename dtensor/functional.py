@@ -24,29 +24,29 @@ if TYPE_CHECKING:
 else:
     TensorMethods = Tensor
 
-P = ParamSpec("P")
-X = TypeVar("X", bound=TensorMethods)
+_P = ParamSpec("_P")
+_X = TypeVar("_X", bound=TensorMethods)
 
 
-class TensorFunction(Protocol[P]):
+class TensorFunction(Protocol[_P]):
     """The type of a function that returns a tensor of the class of its first argument."""
 
     @overload
-    def __call__(self, input: X, /, *args: P.args, **kwargs: P.kwargs) -> X: ...
+    def __call__(self, input: _X, /, *args: _P.args, **kwargs: _P.kwargs) -> _X: ...
     @overload
-    def __call__(self, input: Tensor, /, *args: P.args, **kwargs: P.kwargs) -> Tensor: ...
+    def __call__(self, input: Tensor, /, *args: _P.args, **kwargs: _P.kwargs) -> Tensor: ...
 
 
-class SequenceFunction(Protocol[P]):
+class SequenceFunction(Protocol[_P]):
     """The type of a function that returns a tensor of the class of the tensors in its first argument."""
 
     @overload
-    def __call__(self, tensors: Sequence[X], /, *args: P.args, **kwargs: P.kwargs) -> X: ...
+    def __call__(self, tensors: Sequence[_X], /, *args: _P.args, **kwargs: _P.kwargs) -> _X: ...
     @overload
-    def __call__(self, tensors: Sequence[Tensor], /, *args: P.args, **kwargs: P.kwargs) -> Tensor: ...
+    def __call__(self, tensors: Sequence[Tensor], /, *args: _P.args, **kwargs: _P.kwargs) -> Tensor: ...
 
 
-def typed_by_first(function: Callable[Concatenate[Tensor, P], Tensor]) -> TensorFunction[P]:
+def typed_by_first(function: Callable[Concatenate[Tensor, _P], Tensor]) -> TensorFunction[_P]:
     """Return ``function`` itself, declared to return a tensor of the class of its first argument.
 
     Use it for a function that this module does not have. No communication. Of a function with overloads a checker sees one.

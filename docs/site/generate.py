@@ -39,7 +39,8 @@ def public_names(module: Any) -> Iterator[tuple[str, str]]:
     """Yield (name, full path) of the classes and functions that a module exports."""
     for name in getattr(module, "__all__", None) or sorted(vars(module)):
         value = getattr(module, name)
-        if not name.startswith("_") and getattr(value, "__name__", "") == name and value.__module__.startswith("dtensor"):
+        is_own = str(getattr(value, "__module__", None)).startswith("dtensor")
+        if is_own and not name.startswith("_") and getattr(value, "__name__", "") == name:
             yield name, f"{value.__module__}.{name}"
 
 

@@ -333,7 +333,8 @@ class DTensor(TensorMethods):
         keep_graph = create_graph if retain_graph is None else retain_graph
         run_backward((self,), (root_gradient,), keep_graph, create_graph, (), allow_unreachable=True, accumulate_grad=True)
 
-    requires_grad = property(torch.Tensor.requires_grad.__get__, _set_requires_grad)  # type: ignore[attr-defined]  # torch's stub
+    if not TYPE_CHECKING:  # a bool
+        requires_grad = property(torch.Tensor.requires_grad.__get__, _set_requires_grad)
 
     @property
     def data(self) -> DTensor:

@@ -144,9 +144,9 @@ def make_stub() -> str:
 def make_record(name: str) -> str:
     """Return a class with the fields of ``torch.return_types.<name>``. torch's class cannot have subclasses."""
     fields = [
-        ast.unparse(node.returns).replace("Tensor", "T").join((f"    {node.name}: ", ""))
+        f"    {node.name}: {_declared_type(node).replace('Tensor', 'T')}"
         for node in _class_body("return_types.pyi", name)
-        if isinstance(node, ast.FunctionDef) and node.returns and any(ast.unparse(d) == "property" for d in node.decorator_list)
+        if isinstance(node, ast.FunctionDef) and [ast.unparse(decorator) for decorator in node.decorator_list] == ["property"]
     ]
     return "\n".join((f"class {_record_name(name)}(NamedTuple, Generic[T]):", *fields))
 
@@ -193,10 +193,10 @@ def _return_self(node: ast.stmt) -> ast.stmt:
         text = f"{_record_name(name)}[Self]"
     declared = ast.parse(text, mode="eval").body
     if isinstance(node, ast.AnnAssign):
-        return ast.AnnAssign(node.target, declared, None, node.simple)
-    return ast.FunctionDef(
-        node.name, node.args, [ast.Expr(ast.Constant(...))], node.decorator_list, declared, node.type_comment, lineno=0
-    )
+        node.annotation = declared
+    else:
+        node.returns, node.body = declared, [ast.Expr(ast.Constant(...))]
+    return node
 
 
 if __name__ == "__main__":

@@ -61,6 +61,10 @@ reveal_type(x.where(x > 0, w))  # DTensor
 reveal_type(x.T)  # DTensor
 reveal_type(x.data)  # DTensor
 reveal_type(x.grad)  # DTensor | None
+reveal_type(x.requires_grad)  # bool
+x.requires_grad = True
+x.grad = None
+x.data = plain
 reveal_type(x.split(2))  # tuple[DTensor, ...]
 reveal_type(x.chunk(2, dim=1))  # tuple[DTensor, ...]
 reveal_type(x.unbind())  # tuple[DTensor, ...]

@@ -30,7 +30,8 @@ def public_callables() -> dict[str, Any]:
             public_object = getattr(module, name)
             if callable(public_object):
                 found.setdefault(id(public_object), (f"{module.__name__}.{name}", public_object))
-    return dict(found.values())
+    own = dt.functional.typed_by_first  # the other names of the module are those of torch
+    return dict(found.values()) | {f"{own.__module__}.{own.__name__}": own}
 
 
 NAMES = public_callables()

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gloo_processes import run_gloo
 from tensor_methods_stub import STUB, make_stub
 
 import dtensor as dt
@@ -87,6 +88,17 @@ def test_checker_reveals_the_types_of_the_comments(check: Callable[[Path, Path],
     assert len(expected) > 80
     assert {n: (lines[n - 1], text) for n, text in messages.items() if expected.get(n) != text} == {}
     assert expected.keys() == messages.keys()
+
+
+def gradient_of_the_program() -> list[float]:
+    gradient = runpy.run_path(str(PROGRAM))["main"]()
+    return gradient.to_local().flatten().tolist()
+
+
+@pytest.mark.gloo
+def test_program_of_a_user_gives_one_result_in_one_process_and_on_processes() -> None:
+    expected = pytest.approx(gradient_of_the_program(), abs=1e-6)
+    assert run_gloo(gradient_of_the_program, 4) == [expected] * 4
 
 
 def test_program_of_a_user_runs(capsys: pytest.CaptureFixture[str]) -> None:
