@@ -8,13 +8,13 @@ from typing import Any
 from .errors import MeshError
 from .layout.layout import Layout
 from .mesh.device_mesh import as_mesh
-from .placement import Placement
+from .placement import Placements
 
 __all__ = ["compute_local_shape_and_global_offset"]
 
 
 def compute_local_shape_and_global_offset(
-    global_shape: Sequence[int], mesh: Any, placements: Sequence[Placement], skip_offset: bool = False
+    global_shape: Sequence[int], mesh: Any, placements: Placements, skip_offset: bool = False
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the shape of this rank's block of a tensor, and the global index of its first element.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 
 from ..comm.map_ranks import communicator_of
 from ..mesh.device_mesh import DeviceMesh
-from ..placement import Placement
+from ..placement import Placements
 from ..tensor.dtensor import DTensor
 from .scatter import local_block
 
@@ -36,7 +35,7 @@ class CompareOptions:
     values: bool = True
     strides: bool = True
     tolerance: tuple[float, float] | None = None
-    cotangents: Sequence[Placement] | None = None
+    cotangents: Placements | None = None
     seed: int = 0
 
 

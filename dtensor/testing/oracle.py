@@ -20,13 +20,11 @@ from ..comm import events
 from ..errors import PlacementError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
-from ..placement import Partial, Placement, Replicate
+from ..placement import Partial, Placement, Placements, Replicate
 from ..tensor.dtensor import DTensor, grad_placements_of
 from .compare import TOLERANCE as TOLERANCE  # imported by tests that scale it
 from .compare import CompareOptions, find_differences, gather_problems
 from .scatter import can_be_partial, scatter
-
-Placements = Sequence[Placement] | None
 
 
 class Mismatch(AssertionError):
@@ -70,13 +68,15 @@ class Outcome:
     same_error: bool = False
 
 
-def check(fn: Callable[..., Any], *args: Any, mesh: DeviceMesh, placements: Sequence[Placements], **options: Any) -> Outcome:
+def check(
+    fn: Callable[..., Any], *args: Any, mesh: DeviceMesh, placements: Sequence[Placements | None], **options: Any
+) -> Outcome:
     """Check that ``fn(*args)`` gives the same results on plain tensors and on DTensors.
 
     Args:
         args: plain tensors (also inside lists, tuples, dicts) and any other arguments of ``fn``.
         mesh: the mesh of the DTensors.
-        placements: for each tensor among ``args``, in order, one placement per mesh dim; None leaves it plain.
+        placements: for each tensor among ``args``, in order, its placements in any form; None leaves it plain.
         options: see :func:`compare`.
 
     Raises:
@@ -100,14 +100,14 @@ def compare(
     fn: Callable[..., Any],
     args: Sequence[Any],
     mesh: DeviceMesh,
-    placements: Sequence[Placements],
+    placements: Sequence[Placements | None],
     *,
     kwargs: dict[str, Any] | None = None,
     gradients: bool = True,
     cloned: bool = False,
     values: bool = True,
     strides: bool = True,
-    cotangents: Placements = None,
+    cotangents: Placements | None = None,
     tolerance: tuple[float, float] | None = None,
     seed: int = 0,
 ) -> Outcome:
@@ -191,7 +191,7 @@ class _Run:
             self.error = error
 
 
-def _plain_leaf(x: torch.Tensor, placements: Placements, gradients: bool) -> torch.Tensor:
+def _plain_leaf(x: torch.Tensor, placements: Placements | None, gradients: bool) -> torch.Tensor:
     differentiable = gradients and placements is not None and (x.dtype.is_floating_point or x.dtype.is_complex)
     copied = torch.empty_like(x).copy_(x)
     return copied.requires_grad_(differentiable)
@@ -253,16 +253,15 @@ def _compare_gradients(outcome: Outcome, plain: _Run, run: _Run, mesh: DeviceMes
                 outcome.problems.append(f"gradient {i} has placements {leaf.grad.placements}, the leaf {leaf.placements}")
 
 
-def _cotangent_placements(x: torch.Tensor, mesh: DeviceMesh, requested: Placements) -> Sequence[Placement]:
+def _cotangent_placements(x: torch.Tensor, mesh: DeviceMesh, requested: Placements | None) -> Sequence[Placement]:
     """Return the requested placements if they fit this result, else replicated ones."""
     replicated = (Replicate(),) * mesh.ndim
-    if requested is None or not all(can_be_partial(x.dtype, p.reduce_op) for p in requested if isinstance(p, Partial)):
-        return replicated
     try:
-        Layout.of(mesh, requested, x.shape)
+        placements = Layout.of(mesh, requested, x.shape).placements  # None: replicated
     except PlacementError:
         return replicated
-    return requested
+    fits = all(can_be_partial(x.dtype, p.reduce_op) for p in placements if isinstance(p, Partial))
+    return placements if fits else replicated
 
 
 def _errors_differ(outcome: Outcome, plain: _Run, run: _Run, phase: str, mesh: DeviceMesh) -> bool:

@@ -6,7 +6,6 @@ rank has an addend, chosen so that the reduction is exact: integers are added, s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,12 +13,12 @@ import torch
 from ..comm.map_ranks import communicator_of
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
-from ..placement import Monoid, Placement
+from ..placement import Monoid, Placements
 from ..tensor.dtensor import DTensor
 
 
 def scatter(
-    value: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], *, seed: int = 0, requires_grad: bool = False
+    value: torch.Tensor, mesh: DeviceMesh, placements: Placements, *, seed: int = 0, requires_grad: bool = False
 ) -> DTensor:
     """Return a leaf DTensor with global value ``value``. Its addends depend only on ``seed``, so all ranks make the same ones.
 

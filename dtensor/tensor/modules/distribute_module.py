@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from torch import nn
@@ -12,7 +12,7 @@ from torch import nn
 from ...base.tensor_tree import own_tensors
 from ...errors import ArgumentError
 from ...mesh.device_mesh import DeviceMesh, as_mesh
-from ...placement import Placement, Replicate
+from ...placement import Placements, Replicate
 from ..distribute import distribute_tensor
 from ..dtensor import DTensor
 from .stale_params import ParamAttributes, replacing_params
@@ -88,9 +88,7 @@ def _accept_old_signature(fn: Callable[..., Any], name: str) -> Callable[..., An
     return fn
 
 
-def distribute_at(
-    held: dict[str, Any], name: str, mesh: DeviceMesh, placements: Sequence[Placement], source: int | None = 0
-) -> None:
+def distribute_at(held: dict[str, Any], name: str, mesh: DeviceMesh, placements: Placements, source: int | None = 0) -> None:
     """Replace a plain tensor of a module by a DTensor of the same value. A parameter becomes a parameter."""
     old = held[name]
     distributed = distribute_tensor(old.detach(), mesh, placements, src_data_rank=source)
