@@ -90,7 +90,9 @@ def _infer_from_kernel(operator: OperatorSchema, call: Call) -> tuple[Any, ...] 
 
     Return None if they have more elements, or if the kernel refuses the trial values or must not run.
     """
-    if operator.is_view or operator.outs or not operator.gives_tensors or not _may_run_kernel(operator, call):
+    if operator.is_view or operator.outs or not operator.gives_tensors or operator.traits.by_device:
+        return None
+    if not _may_run_kernel(operator, call):
         return None
     if sum(math.prod(layout.shape) for layout in call.operands) > _MAX_SAMPLE_ELEMENTS or _DATA_TAGS & set(operator.func.tags):
         return None
