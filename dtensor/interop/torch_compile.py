@@ -20,7 +20,6 @@ from ..base.patches import patch_applied
 from ..base.torch_internals import opaque_object
 from ..base.tracing import is_traced, register_object, registered_object, unwrap_graph_constant
 from ..comm import PerRank, shards_of
-from ..errors import UnsupportedOperationError
 from ..mesh.device_mesh import DeviceMesh, as_mesh
 from ..placement import Partial, Placement, Replicate, Shard
 from ..ranks.per_rank_functorch import split_ranks, unwrap_functorch
