@@ -1,8 +1,8 @@
 """Flex attention: let torch's ``flex_attention`` and its higher-order operator compute DTensors.
 
-``tensor.overrides.flex_attention`` computes them. It is registered in the table of Python implementations of the operator, for the
-dispatch key that runs above autograd. Without ``torch.compile``, torch's function compiles the operator for the eager backend.
-Dynamo cannot trace tensors of all ranks in one process, so for DTensors the operator is called directly.
+``tensor.overrides.flex_attention`` computes them. It is registered as a Python implementation of the operator, for the dispatch
+key that runs above autograd. Without ``torch.compile``, torch's function compiles the operator for the eager backend. Dynamo
+cannot trace tensors of all ranks in one process, so for DTensors the operator is called directly.
 """
 
 from __future__ import annotations
@@ -74,4 +74,4 @@ def _allow_captured_tensors(module: Any) -> None:
             say_alike(before)
 
     kind.create_wrapped_node = create_wrapped_node
-    patch_applied("torch._dynamo.variables.higher_order_ops.FlexAttentionHigherOrderVariable")
+    patch_applied("torch._dynamo.variables.higher_order_ops.FlexAttentionHigherOrderVariable.create_wrapped_node")

@@ -110,10 +110,31 @@ PATCHES = (
     Patch(
         "torch._dynamo",
         "its import",
-        "DTensor.from_local and functions of parallel styles become a part of graphs (allow_in_graph, "
-        "substitute_in_graph); flex_attention of DTensors raises with advice (py_impl)",
+        "DTensor.from_local and functions of parallel styles become a part of graphs (allow_in_graph, substitute_in_graph)",
         "2.11",
         "stays",
+    ),
+    Patch(
+        "torch.ops.higher_order.flex_attention",
+        "the import of torch.nn.attention.flex_attention, and that of dtensor.capture",
+        "the operator and its backward operator have an implementation for DTensors and one for recorders of capture (py_impl)",
+        "2.11",
+        "stays",
+    ),
+    Patch(
+        "torch.nn.attention.flex_attention.setup_compilation_env",
+        "its import",
+        "without torch.compile, flex_attention of DTensors calls its operator directly: Dynamo cannot trace local tensors of all "
+        "ranks",
+        "2.11",
+        "torch._higher_order_ops.utils has torch's own",
+    ),
+    Patch(
+        "torch._dynamo.variables.higher_order_ops.FlexAttentionHigherOrderVariable.create_wrapped_node",
+        "its import",
+        "plain tensors that score_mod and mask_mod capture count as equal on all ranks while Dynamo traces them",
+        "2.12",
+        "the method is kept by interop.flex_attention, which wraps it",
     ),
     Patch(
         "torch.Tensor.__coerce_same_metadata_as_tangent__",

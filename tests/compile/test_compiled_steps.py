@@ -8,6 +8,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,7 +22,8 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 from torch._dynamo.testing import CompileCounter
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors, make_boxed_func
-from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.attention import flex_attention as flex
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import dtensor as dt
 from dtensor import DTensor, Replicate, Shard
@@ -311,15 +313,27 @@ def other_modes(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
     return found
 
 
+def accept_device(*_: Any) -> None:
+    """Accept operands of any device, in place of the check of ``flex_attention``."""
+
+
 def attention_of_scores(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
-    """Check the error of ``flex_attention`` on DTensors, and its remedy."""
-    q, k, v = (dt.distribute_tensor(torch.randn(2, 4, 16, 16), mesh, [Shard(1)]) for _ in range(3))
-    for backend in (None, "aot_eager"):
-        attend = flex_attention if backend is None else torch.compile(flex_attention, backend=backend, fullgraph=True)
-        with pytest.raises(Exception, match=r"local_map\(flex_attention"):
-            attend(q, k, v)
-    local = dt.local_map(flex_attention, [Shard(1)], ([Shard(1)],) * 3, device_mesh=mesh)
-    return [how(lambda q, k, v: local(q * 2, k, v) * 2, fullgraph=True)(q, k, v)]
+    """Compile ``flex_attention`` with captured tensors, plain and distributed, and a mask."""
+    results, documents, slopes = [], torch.arange(48).reshape(3, 16) // 9, torch.arange(4.0)
+    mask = create_block_mask(lambda b, h, i, j: documents[b, i] == documents[b, j], 3, None, 16, 16, device="cpu", BLOCK_SIZE=4)
+    for placement, own in itertools.product(
+        (Shard(0), Shard(1), Shard(2)), (slopes, dt.distribute_tensor(slopes, mesh, [Shard(0)]))
+    ):
+        q, k, v = (dt.distribute_tensor(torch.randn(3, n, 16, 8), mesh, [placement]).requires_grad_() for n in (4, 2, 2))
+
+        def attend(q: Any, k: Any, v: Any, own: Any = own) -> Any:
+            return flex_attention(q * 2, k, v, lambda score, b, h, i, j: score * own[h] + b * (i - j), mask, enable_gqa=True) * 2
+
+        with mock.patch.object(flex, "_validate_device", accept_device):  # torch refuses gradients on the CPU
+            out = how(attend, fullgraph=True)(q, k, v)
+            out.square().sum().backward()
+        results += [out, q.grad, k.grad, v.grad]
+    return results
 
 
 def captured_graphs(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:

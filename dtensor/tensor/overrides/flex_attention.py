@@ -1,13 +1,13 @@
 """Flex attention (``torch.nn.attention.flex_attention``) of DTensors: each rank computes its batch entries, heads and queries.
 
 [Note: Flex attention of DTensors]
-``flex_attention`` ends in a higher-order operator, which calls ``score_mod`` and ``mask_mod`` with indices. :func:`compute_flex_attention` runs
-above autograd, in place of that operator. It chooses layouts by the rule of scaled dot-product attention, but keys are never
-sharded along their sequence. Then each rank calls the operator on its local tensors:
+``flex_attention`` ends in a higher-order operator, which calls ``score_mod`` and ``mask_mod`` with indices.
+:func:`compute_flex_attention` runs above autograd, in place of that operator. It chooses layouts by the rule of scaled
+dot-product attention, but keys are never sharded along their sequence. Then each rank calls the operator on its local tensors:
 
 - ``score_mod`` and ``mask_mod`` get global indices: the local index plus the offset of the rank's shard.
-- The tensors of a ``BlockMask`` are narrowed to the batch entries, heads and rows of blocks of the rank. Queries are sharded along
-  their sequence only if each shard begins at the beginning of a block, or is a part of one block.
+- The tensors of a ``BlockMask`` are narrowed to the batch entries, heads and rows of blocks of the rank. Queries are sharded
+  along their sequence only if each shard begins at the beginning of a block, or is a part of one block.
 - Tensors that a function captures are replicated. Their gradients are sums over the mesh dims that shard the queries.
 
 ``torch.compile`` makes captured tensors arguments of the operator. Without a compiler :func:`lift_captured` does.
@@ -113,8 +113,8 @@ def _as_dtensor(x: Any, mesh: DeviceMesh) -> Any:
         return x
     if not counts_as_replicated(x):
         raise MixedTensorError(
-            f"flex_attention mixes DTensors with plain queries, keys or values of shape {tuple(x.shape)}. If every rank holds the "
-            "same value, use `with dtensor.implicit_replication():`, or distribute_tensor(t, mesh, placements)"
+            f"flex_attention mixes DTensors with plain queries, keys or values of shape {tuple(x.shape)}. If every rank holds "
+            "the same value, use `with dtensor.implicit_replication():`, or distribute_tensor(t, mesh, placements)"
         )
     return DTensor.from_local(x, mesh)
 
