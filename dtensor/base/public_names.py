@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 from collections.abc import Collection, Mapping
 from difflib import get_close_matches
-from functools import cache
 from pathlib import Path
 
 _ROOT = Path(__file__).parents[1]
@@ -39,7 +38,6 @@ def _find_package(name: str, names_by_package: Mapping[str, frozenset[str]]) -> 
     return next((package for package, names in names_by_package.items() if name in names), None)
 
 
-@cache
 def _read_public_names(packages: tuple[str, ...]) -> Mapping[str, frozenset[str]]:
     """Return the ``__all__`` of each package. Packages precede modules, which repeat names of packages."""
     files = {package: _ROOT / package / "__init__.py" for package in packages}
