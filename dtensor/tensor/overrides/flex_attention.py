@@ -209,13 +209,17 @@ def _attend_on_rank(
     """Call the operator on the local tensors of a rank.
 
     A rank without queries computes one row of zeros, and returns no element of it: so its gradients are zeros, and it takes part
-    in their reductions.
+    in their reductions. A rank outside the mesh has no elements, also of captured tensors.
     """
+    if member is None:
+        captured = [x for x in score_buffers if isinstance(x, Tensor) and x.requires_grad]
+        total = sum(x.sum() for x in (query, key, value, *captured))  # a gradient is recorded, as on other ranks
+        return tuple(total * query.new_zeros([0] * ndim) for ndim in (4, 3, 3))
     sizes = query.shape[:3]
     offsets: tuple[int, ...] = (0, 0, 0)
     if 0 in sizes:
         query, key, value = map(_pad_empty_dims, (query, key, value))
-    elif member is not None:
+    else:
         offsets = q_layout.local_offset(q_layout.mesh.coordinates[member])[:3]
     results = torch.ops.higher_order.flex_attention(
         query,
