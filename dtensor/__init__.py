@@ -15,7 +15,7 @@ from .interop.default_dispatch_rules import install_default_rules as _install_de
 from .interop.dlpack import install_dlpack as _install_dlpack
 from .interop.dynamo import define_inplace_operators as _define_inplace_operators
 from .interop.dynamo import skip_library_frames as _skip_library_frames
-from .interop.flex_attention import install_flex_attention as _install_flex_attention
+from .interop.flex_registration import install_flex_attention as _install_flex_attention
 from .interop.saved_on_host import install_save_on_cpu as _install_save_on_cpu
 from .interop.state_dicts import install_state_dicts as _install_state_dicts
 from .interop.torch_compile import install_substitutes as _install_substitutes

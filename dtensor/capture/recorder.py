@@ -28,7 +28,7 @@ from ..rules.call import Call
 from ..rules.registry import lookup
 from ..tensor.dtensor import DTensor
 from ..tensor.local_tensors import local_tensors_of
-from .flex_attention import register_flex_attention
+from .flex_recording import register_flex_attention
 from .float_provenance import FloatTracer
 from .guards.guard_set import GuardSet
 from .impure_calls import CallMonitor, ConstantStorages, is_data_dependent, value_read_error

@@ -134,7 +134,7 @@ PATCHES = (
         "its import",
         "plain tensors that score_mod and mask_mod capture count as equal on all ranks while Dynamo traces them",
         "2.12",
-        "the method is kept by interop.flex_attention, which wraps it",
+        "the method is kept by interop.flex_registration, which wraps it",
     ),
     Patch(
         "torch.Tensor.__coerce_same_metadata_as_tangent__",

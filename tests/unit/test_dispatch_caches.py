@@ -68,7 +68,7 @@ def test_plans_of_all_operators_together_stay_bounded_with_changing_shapes(monke
     for name, limit in (
         ("layout.layout._BY_REQUEST", 16),
         ("redistribute.planner._PLANS", 99),
-        ("propagation.strategy_table._TABLES", 99),
+        ("propagation.strategy_table._TABLE_CACHE", 99),
     ):
         monkeypatch.setattr(f"dtensor.{name}", BoundedDict(limit))
     dispatcher.clear_plans()

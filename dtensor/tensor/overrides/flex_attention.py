@@ -43,7 +43,8 @@ from ...mesh.device_mesh import DeviceMesh
 from ...placement import Partial, Placement, Replicate
 from ...propagation.op_schema import operator_schema_of
 from ...propagation.propagate import CallPlan, propagate_sharding
-from ...propagation.select_strategy import StrategySelection, select_strategies
+from ...propagation.select_strategy import select_strategies
+from ...propagation.strategy_table import StrategySelection
 from ...redistribute import plan as plan_redistribution
 from ...rules.aten.attention.operators import HEAD_DIMS, attention_sizes, attention_table, operand_factors
 from ...rules.call import Call
@@ -208,13 +209,17 @@ def _attend_on_rank(
     """Call the operator on the local tensors of a rank.
 
     A rank without queries computes one row of zeros, and returns no element of it: so its gradients are zeros, and it takes part
-    in their reductions.
+    in their reductions. A rank outside the mesh has no elements, also of captured tensors.
     """
+    if member is None:
+        captured = [x for x in score_buffers if isinstance(x, Tensor) and x.requires_grad]
+        total = sum(x.sum() for x in (query, key, value, *captured))  # a gradient is recorded, as on other ranks
+        return tuple(total * query.new_zeros([0] * ndim) for ndim in (4, 3, 3))
     sizes = query.shape[:3]
-    offsets = (0, 0, 0)
+    offsets: tuple[int, ...] = (0, 0, 0)
     if 0 in sizes:
         query, key, value = map(_pad_empty_dims, (query, key, value))
-    elif member is not None:
+    else:
         offsets = q_layout.local_offset(q_layout.mesh.coordinates[member])[:3]
     results = torch.ops.higher_order.flex_attention(
         query,
@@ -249,18 +254,13 @@ def _narrow_blocks(blocks: list[Any], offsets: tuple[int, ...], sizes: tuple[int
     num_rows = min(num_rows, sizes[2])
     if last + 1 - first == tensors[0].shape[-1]:
         return num_rows, num_keys, *tensors, rows_per_block, keys_per_block
-    counts, indices, full_counts, full_indices = (
+    key_blocks: list[Any] = [
         x if x is None else x.narrow(x.ndim - num_dims, first, last + 1 - first)
         for x, num_dims in zip(tensors, (1, 2, 1, 2), strict=False)
-    )
-    narrowed = BlockMask.from_kv_blocks(
-        counts,
-        indices,
-        full_counts,
-        full_indices,
-        BLOCK_SIZE=(rows_per_block, keys_per_block),
-        seq_lengths=(num_rows, num_keys),
-    )
+    ]
+    lengths, block_size = (num_rows, num_keys), (rows_per_block, keys_per_block)
+    counts, indices, full_counts, full_indices = key_blocks
+    narrowed = BlockMask.from_kv_blocks(counts, indices, full_counts, full_indices, block_size, seq_lengths=lengths)
     return narrowed.as_tuple()[:-1]
 
 

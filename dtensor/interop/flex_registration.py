@@ -1,8 +1,8 @@
-"""Flex attention: let torch's ``flex_attention`` and its higher-order operator compute DTensors.
+"""Flex registration: let torch's ``flex_attention`` and its higher-order operator compute DTensors.
 
-``tensor.overrides.flex_attention`` computes them. It is registered as a Python implementation of the operator, for the dispatch
-key that runs above autograd. Without ``torch.compile``, torch's function compiles the operator for the eager backend. Dynamo
-cannot trace tensors of all ranks in one process, so for DTensors the operator is called directly.
+``tensor/overrides/flex_attention.py`` computes them. It is registered as a Python implementation of the operator, for the
+dispatch key that runs above autograd. Without ``torch.compile``, torch's function compiles the operator for the eager backend.
+Dynamo cannot trace tensors of all ranks in one process, so for DTensors the operator is called directly.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def install_flex_attention() -> None:
 
 def _install(module: Any) -> None:
     operator = torch.ops.higher_order.flex_attention
-    operator.py_impl(DispatchKey.PythonTLSSnapshot)(resolve_late("compute_flex_attention"))
+    operator.py_impl(DispatchKey.PythonTLSSnapshot)(_compute)
     patch_applied("torch.ops.higher_order.flex_attention")
     make_environment = getattr(module, "setup_compilation_env", None)
     if make_environment is None:
@@ -47,6 +47,10 @@ def _install(module: Any) -> None:
 
     module.setup_compilation_env = setup_compilation_env
     patch_applied("torch.nn.attention.flex_attention.setup_compilation_env")
+
+
+def _compute(*args: Any) -> Any:
+    return resolve_late("compute_flex_attention")(*args)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Flex attention in recordings: each call of torch's higher-order operators of ``flex_attention`` is one recorded step."""
+"""Flex recording: each call of torch's higher-order operators of ``flex_attention`` is one recorded step."""
 
 from __future__ import annotations
 
