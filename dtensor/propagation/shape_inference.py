@@ -55,7 +55,7 @@ def infer_results(operator: OperatorSchema, rule: Rule | None, call: Call) -> tu
     """
     shapes = None if rule is None or rule.shapes is None else _shapes_by_rule(operator, rule, call)
     key = None if shapes is None else _size_independent_key(operator, call)
-    if key is not None:
+    if shapes is not None and key is not None:
         cached = _INFERENCE_CACHE.get(key, ())
         if cached == () and (cached := _infer_from_samples(operator, call, shapes)) is not None:
             _INFERENCE_CACHE.keep(key, cached)
@@ -66,7 +66,7 @@ def infer_results(operator: OperatorSchema, rule: Rule | None, call: Call) -> tu
     metas = None if rule is None or rule.measured else _infer_from_kernel(operator, call)
     if metas is None:
         metas = infer_from_operator(operator, call.arguments)
-    if key is not None and key not in _INFERENCE_CACHE:
+    if shapes is not None and key is not None and key not in _INFERENCE_CACHE:
         _INFERENCE_CACHE.keep(key, _make_cache_entry(metas, shapes))
     return metas
 
