@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cached_property
 from typing import Any
 
@@ -21,7 +21,12 @@ from ..base.caches import BoundedDict
 from ..base.memory_order import dense_stride, memory_order
 from ..base.symbolic_sizes import hashable_size, hashable_sizes, symbolic_fake_mode
 from ..base.tensor_tree import as_sequence
-from ..base.torch_internals import FakeTensorMode, UnsupportedFakeTensorException
+from ..base.torch_internals import (
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    count_dispatch_modes,
+    without_modes,
+)
 from ..layout.layout import Layout
 from ..rules.call import Call, Meta
 from ..rules.rule import Rule
@@ -51,7 +56,7 @@ def infer_results(operator: OperatorSchema, rule: Rule | None, call: Call) -> tu
     """
     shapes: Any = None if rule is None or rule.shapes is None else _shapes_by_rule(operator, rule, call)
     key = None if shapes is None else _size_independent_key(operator, call)
-    if key is not None:
+    if shapes is not None and key is not None:
         cached = _INFERENCE_CACHE.get(key, ())
         if cached == () and (cached := _infer_from_samples(operator, call, shapes)) is not None:
             _INFERENCE_CACHE.keep(key, cached)
@@ -62,7 +67,7 @@ def infer_results(operator: OperatorSchema, rule: Rule | None, call: Call) -> tu
     metas = None if rule is None or rule.measured else _infer_from_kernel(operator, call)
     if metas is None:
         metas = infer_from_operator(operator, call.arguments)
-    if key is not None and key not in _INFERENCE_CACHE:
+    if shapes is not None and key is not None and key not in _INFERENCE_CACHE:
         _INFERENCE_CACHE.keep(key, _make_cache_entry(metas, shapes))
     return metas
 
@@ -78,8 +83,9 @@ def _infer_from_samples(operator: OperatorSchema, call: Call, shapes: Sequence[t
     sizes = sorted({size for layout in call.operands for size in layout.shape})
     small = {1: 1} | {size: small_size for small_size, size in enumerate(sizes, 2)}
     try:
-        bound = {name: _to_sample(name, value, small) for name, value in call.arguments.items()}
-        metas = _run_inference(operator, bound, call.arguments)
+        with _hide_from_modes():
+            bound = {name: _to_sample(name, value, small) for name, value in call.arguments.items()}
+            metas = _run_inference(operator, bound, call.arguments)
         return _make_cache_entry(metas, tuple([tuple([small[size] for size in shape]) for shape in shapes]))
     except _REFUSALS:
         return None
@@ -97,8 +103,9 @@ def _infer_from_kernel(operator: OperatorSchema, call: Call) -> tuple[Any, ...] 
     if sum(math.prod(layout.shape) for layout in call.operands) > _MAX_SAMPLE_ELEMENTS or _DATA_TAGS & set(operator.func.tags):
         return None
     try:
-        bound = {name: _make_trial_value(value, CPU) for name, value in call.arguments.items()}
-        return _run_inference(operator, bound, call.arguments)
+        with _hide_from_modes():
+            bound = {name: _make_trial_value(value, CPU) for name, value in call.arguments.items()}
+            return _run_inference(operator, bound, call.arguments)
     except _REFUSALS:
         return None
 
@@ -112,7 +119,12 @@ def _may_run_kernel(operator: OperatorSchema, call: Call) -> bool:
     """Return True if the CPU kernel may run for inference: on a CPU mesh, without random numbers and symbolic sizes."""
     if call.mesh.device_type != "cpu" or operator.func.namespace != "aten" or operator.seeded or not call.operands:
         return False
-    return operator.traits.infer is None and symbolic_fake_mode(call.arguments.values()) is None
+    return symbolic_fake_mode(call.arguments.values()) is None
+
+
+def _hide_from_modes() -> AbstractContextManager[Any]:
+    """Return a context in which no dispatch mode sees the kernels of inference: a recorder would record them."""
+    return without_modes() if count_dispatch_modes() else nullcontext()
 
 
 def _to_sample(name: str, value: Any, small: dict[int, int]) -> Any:

@@ -35,7 +35,9 @@ z = F.layer_norm(F.gelu(F.linear(y, weight, weight[0])), (8,), weight[0], weight
 z.mul_(2).sub_(z.mean(0)).sum().item()
 torch.where(y > 0, y, z).t().cumsum(1).full_tensor()
 (y == z).any(), z.amax(1), z.to(torch.float64).redistribute(placements=[dt.Replicate()])
-y.requires_grad_()
+if x.shape[0] < 100:
+    leaf = y.detach().requires_grad_()
+    torch.relu(leaf @ weight + weight[0]).sum().backward()
 """
 COMPILER = {
     "mpmath",
