@@ -14,6 +14,7 @@ import argparse
 import json
 import math
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -25,7 +26,8 @@ from typing import Any
 from measuring import timing
 
 ROOT = Path(__file__).parents[1]
-PAGE, README, PICTURES = ROOT / "docs" / "performance.md", ROOT / "README.md", ROOT / "docs" / "pictures"
+PAGE, PICTURES = ROOT / "docs" / "performance.md", ROOT / "docs" / "pictures"
+TABLES = (ROOT / "README.md", ROOT / "docs" / "index.md")  # pages with the table of figures against PyTorch
 SMALL_CASES = ("tp2", "tp4", "fsdp2", "fsdp4", "hsdp2x2", "fsdp2xtp2", "ddp2", "ddp4", "zero2")
 MEDIUM_CASES = ("tp2", "fsdp2", "ddp2", "hsdp2x2")
 OPERATORS: tuple[str, ...] = (
@@ -192,7 +194,7 @@ after the other.
 """
 FIRST = """## Time to the first result
 
-A fresh process, from the start of `import torch` to the fifth operator on four ranks, milliseconds. The sides take turns.
+Processor time of a fresh process up to the fifth operator on four ranks, milliseconds, medians. The sides take turns.
 
 {table}
 
@@ -290,8 +292,13 @@ def redistribution_section(rows: Sequence[Any]) -> str:
 
 
 def first_section(rows: dict[str, Any]) -> str:
-    cells = [[part, *(f"{seconds * 1e3:.0f}" for seconds in sides.values())] for part, sides in rows["parts"].items()]
-    return FIRST.format(table=table(["part", *next(iter(rows["parts"].values()))], cells))
+    sides = rows["rounds"]
+    parts = next(iter(sides.values()))[0]
+    cells = [
+        [part, *(f"{statistics.median(one[part] for one in found) * 1e3:.0f}" for found in sides.values())] for part in parts
+    ]
+    labels = [side.replace("ours", "dtensor").replace("peer", "PyTorch") for side in sides]
+    return FIRST.format(table=table(["part", *labels], cells))
 
 
 SECTIONS: dict[str, Callable[[Any], str]] = {
@@ -322,8 +329,8 @@ def page_of(results: dict[str, Any]) -> str:
     return "\n".join([HEAD.format(where=where), *sections, ahead_section(results)])
 
 
-def readme_figures(results: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the beginning of a row of README's table and the figures of dtensor in it, for the parts that were measured."""
+def table_figures(results: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the beginning of a row of the tables and the figures of dtensor in it, for the parts that were measured."""
     if "host" in results:
         hot = geometric_mean(row["ratio"] for row in results["host"] if row["ratio"] and not is_first_call(row))
         first = geometric_mean(row["ratio"] for row in results["host"] if row["ratio"] and is_first_call(row))
@@ -348,16 +355,21 @@ def readme_figures(results: dict[str, Any]) -> Iterator[tuple[str, str]]:
             "| redistribution, 4 gloo processes",
             f"ratio {ratio:.2f}; bytes: 1.02 times the minimum (the elements that a rank lacks)",
         )
+    if "first" in results:
+        rounds = results["first"]["rounds"]
+        medians = {side: statistics.median(one["after torch"] for one in found) for side, found in rounds.items()}
+        yield "| first operators of a process", f"ratio {medians['ours'] / medians['peer']:.2f}"
 
 
-def update_readme(results: dict[str, Any]) -> None:
-    """Replace the figures of the rows of README's table that this run measured."""
-    lines = README.read_text().splitlines()
-    for start, figures in readme_figures(results):
-        [at] = [i for i, line in enumerate(lines) if line.startswith(start)]
-        cells = lines[at].split(" | ")
-        lines[at] = " | ".join([cells[0], figures, *cells[2:]])
-    README.write_text("\n".join(lines) + "\n")
+def update_tables(results: dict[str, Any]) -> None:
+    """Replace the figures of the rows that this run measured in the tables of README and of the index page."""
+    for page in TABLES:
+        lines = page.read_text().splitlines()
+        for start, figures in table_figures(results):
+            [at] = [i for i, line in enumerate(lines) if line.startswith(start)]
+            cells = lines[at].split(" | ")
+            lines[at] = " | ".join([cells[0], figures, *cells[2:]])
+        page.write_text("\n".join(lines) + "\n")
 
 
 def main() -> None:
@@ -377,7 +389,7 @@ def main() -> None:
             results["about"] = {**timing.machine(), "date": date.today().isoformat()}
             options.data.write_text(json.dumps(results))
     PAGE.write_text(page_of(results))
-    update_readme(results)
+    update_tables(results)
 
 
 if __name__ == "__main__":

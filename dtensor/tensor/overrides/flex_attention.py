@@ -174,7 +174,7 @@ def _replicate_captured(mesh: DeviceMesh, grad_placements: list[Placement] | Non
             return x
         x = DTensor.from_local(x, mesh)
     target = x._layout.replace(placements=[Replicate()] * mesh.ndim)
-    if x._layout.mesh is not mesh:
+    if x._layout.mesh != mesh:
         raise make_mesh_error("flex_attention", (mesh, x._layout.mesh))
     if EXPLICIT and plan_redistribution(x._layout, target).communicates:
         raise ImplicitCommunicationError(
