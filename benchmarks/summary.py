@@ -80,7 +80,7 @@ def measure(part: str, quick: bool) -> Any:
             return {"small": run("train_step.py", "--quick", *memory), "medium": run("train_step.py", *memory)}
         case "redistribution":
             sizes = ("--worlds", "4", "--sizes", "16 KB", "256 KB", "4 MB")
-            return run("redistribute.py", "--quick", *sizes, "--json", "FILE")
+            return run("redistribute.py", "--quick", *sizes, "--json", "FILE")["rows"]
         case _:
             return run("first_result.py", "--json", "--rounds", "3" if quick else "10")
 
