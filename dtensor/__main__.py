@@ -314,7 +314,7 @@ def _add_ops(commands: Any) -> None:
 def _add_verify(commands: Any) -> None:
     about = "run operators under many placements and compare the results with PyTorch on plain tensors"
     examples = ('dtensor verify "*softmax*"', "dtensor verify my.module::halve")
-    command = _add_command(commands, "verify", about, _run_verify, *examples)
+    command = _add_command(commands, "verify", about, _verify_rules, *examples)
     command.add_argument(
         "words",
         nargs="*",
@@ -335,7 +335,8 @@ def _add_verify(commands: Any) -> None:
     command.add_argument("--device", default="cpu", help="device type to run on (default: cpu)")
 
 
-def _run_verify(options: argparse.Namespace) -> int:
+def _verify_rules(options: argparse.Namespace) -> int:
+    """Verify the sharding rules that the words name, print those that are wrong, and return the exit status."""
     names = select_rules(options.words)
     unsampled = sorted({*names} & {*rules_without_sample()} | {name for name in names if name not in rules()})
     options_of_verify = {name: getattr(options, name) for name in ("limit", "budget", "seed", "device")}

@@ -1,6 +1,7 @@
-"""Impure calls: reads that a replay would not repeat, and their refusal while a function is recorded.
+"""Impure calls: refuses reads of tensor values, and calls of compiled code that is not known to be pure, during a recording.
 
-Such a read turns the values of a tensor into Python values, or asks compiled code for something outside of the program.
+A replay would not repeat such a read. It turns the values of a tensor into Python values, or asks compiled code for something
+outside of the program.
 
 A call into compiled code is *pure* if its result depends only on its arguments, or on state that is guarded. Pure are calls into
 torch, numpy, the modules of the standard library that are listed below, and modules that the user declares as trusted. Any other

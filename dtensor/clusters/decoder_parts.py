@@ -156,6 +156,7 @@ class DecoderLayer(nn.Module):
         self.last.watch_modules(self.attention.out, getattr(self.mixing, "down", None))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Run the layer, inside of a checkpoint if backward recomputes all of it."""
         if self.again == "everything":
             output: Tensor = checkpoint(self.run_layer, x, cos, sin, use_reentrant=False)
             return output

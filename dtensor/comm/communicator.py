@@ -105,13 +105,16 @@ class Communicator(ABC):
         """
 
     @abstractmethod
-    def _all_reduce(self, dims: Dims, op: Op, dtype: torch.dtype) -> BoundReduction: ...
+    def _make_all_reduce(self, dims: Dims, op: Op, dtype: torch.dtype) -> BoundReduction:
+        """Return the all-reduce within the groups over mesh dims. No data is sent before it is called."""
 
     @abstractmethod
-    def _reduce_scatter(self, dims: Dims, scatter: Scatter) -> BoundCollective: ...
+    def _make_reduce_scatter(self, dims: Dims, scatter: Scatter) -> BoundCollective:
+        """Return the reduce-scatter within the groups over mesh dims. No data is sent before it is called."""
 
     @abstractmethod
-    def _all_gather_object(self, value: Any, dims: Dims) -> list[Any]: ...
+    def _all_gather_object(self, value: Any, dims: Dims) -> list[Any]:
+        """Return the values of all ranks of the group, in its order."""
 
     # --- bound collectives -----------------------------------------------------------------------------------------------
     def bind_transfer(self, mesh_dims: Sequence[int], transfer: Transfer) -> BoundCollective:
@@ -156,7 +159,7 @@ class Communicator(ABC):
             max_numel = max(box.numel for group in self._groups(dims) for box in scatter.chunks_of(group[0]))
             return (self.group_size(dims) - 1) * max_numel * scatter.dtype.itemsize
 
-        return self._wrap_issue("reduce_scatter", dims, self._reduce_scatter(dims, scatter), received)
+        return self._wrap_issue("reduce_scatter", dims, self._make_reduce_scatter(dims, scatter), received)
 
     def bind_all_reduce(self, mesh_dims: Sequence[int], op: Op, dtype: torch.dtype) -> BoundReduction:
         """Bind an all-reduce: each rank of a group gets the reduction of the group's local values of one dtype."""
@@ -179,7 +182,7 @@ class Communicator(ABC):
         def wrap(run: BoundCollective) -> BoundCollective:
             return self._wrap_issue("all_reduce", dims, run, num_received, bound.at_once)
 
-        bound = self._all_reduce(dims, op, dtype)
+        bound = self._make_all_reduce(dims, op, dtype)
         return BoundReduction(wrap(bound.run), None if bound.taking is None else wrap(bound.taking), bound.at_once)
 
     def _wrap_issue(

@@ -63,7 +63,9 @@ class InProcess(Communicator):
             copies.append((route.new, list(_list_copies(route, routes, holders, position))))
         return lambda x: Pending.of(_run_copies(self._shards(x), copies))
 
-    def _all_reduce(self, dims: Dims, op: Op, dtype: torch.dtype) -> BoundReduction:
+    def _make_all_reduce(self, dims: Dims, op: Op, dtype: torch.dtype) -> BoundReduction:
+        """Return the all-reduce that folds the local tensors of each group and copies the result to its members."""
+
         def run_reduction(x: Local) -> Pending[Local]:
             shards, results = self._shards(x), {}
             for group in self._groups(dims):
@@ -75,7 +77,8 @@ class InProcess(Communicator):
 
         return BoundReduction(run_reduction)
 
-    def _reduce_scatter(self, dims: Dims, scatter: Scatter) -> BoundCollective:
+    def _make_reduce_scatter(self, dims: Dims, scatter: Scatter) -> BoundCollective:
+        """Return the reduce-scatter that folds, for each member, its region of the local tensors of its group."""
         sources_of = []
         for member in self.held:
             group = self.mesh.members_of(dims, member)

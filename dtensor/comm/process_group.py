@@ -78,14 +78,16 @@ class ProcessGroups(Communicator):
             traced_collectives.raise_without_group,
         )
 
-    def _all_reduce(self, dims: Dims, op: Op, dtype: torch.dtype) -> BoundReduction:
+    def _make_all_reduce(self, dims: Dims, op: Op, dtype: torch.dtype) -> BoundReduction:
+        """Return the all-reduce of these groups: each call is compared with other ranks, and can be traced."""
         group, bound = self._group(dims), bind_all_reduce(self._group(dims), op, dtype)
         description, mesh_dims = f"all_reduce({op})", self._name_dims(dims)
         run = wrap_checked(group, description, mesh_dims, bound.run, compare_shape=True)
         taking = None if bound.taking is None else wrap_checked(group, description, mesh_dims, bound.taking, compare_shape=True)
         return traced_collectives.add_traced_reduction(BoundReduction(run, taking, bound.at_once), group, op, dtype)
 
-    def _reduce_scatter(self, dims: Dims, scatter: Scatter) -> BoundCollective:
+    def _make_reduce_scatter(self, dims: Dims, scatter: Scatter) -> BoundCollective:
+        """Return the reduce-scatter of these groups: each call is compared with other ranks, and can be traced."""
         group, description = self._group(dims), f"reduce_scatter({scatter.op}) {scatter.description}"
         run = wrap_checked(group, description, self._name_dims(dims), bind_scatter(group, scatter))
         return select_when_traced(run, lambda: traced_collectives.bind_traced_scatter(group, scatter))

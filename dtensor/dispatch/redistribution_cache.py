@@ -422,7 +422,7 @@ def _cacheable_versions(x: Any) -> tuple[int, ...] | None:
 
 
 def _may_cache_leaf(leaf: Any, recorder: Any, versions: Any) -> bool:
-    """Return True if copies of a parameter are cached now, from a forward pass until the gradient of the parameter arrives."""
+    """Return True if copies of a parameter may be cached now. A forward pass that asks begins that; the gradient ends it."""
     hook = leaf.__dict__.get("_grad_layout")
     if hook is None:
         return False

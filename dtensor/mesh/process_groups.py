@@ -1,4 +1,4 @@
-"""Process groups of mesh dims: given by the user, the world, or made here once; and the library's own gloo groups.
+"""Process groups of mesh dims: of the user, the world, or made here once. On gloo, the library communicates over second groups.
 
 [Note: Names of process groups]
 Every member of a mesh asks for the same groups in the same order, because plans do not depend on the rank. But a mesh may cover

@@ -154,7 +154,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
     # --- shards ------------------------------------------------------------------------------------------------------
     def _shard_params(self, parameters: Iterable[Tensor]) -> list[nn.Parameter]:
         """Return the shards of ``parameters``. Their local tensors share one buffer: they are sent together after a step."""
-        made = [self._shard_param(p) for p in parameters]
+        made = [self._add_sharded_param(p) for p in parameters]
         added = self._sharded_params[len(self._sharded_params) - len(made) :]
         distributed = [x for x in added if x.state is not x.stored and not x.shard.is_meta]
         sharded = [x for x in distributed if all(local.is_contiguous() for local in shards_of(x.shard._local))]
@@ -166,7 +166,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
                     shard._local = local
         return made
 
-    def _shard_param(self, p: Tensor) -> nn.Parameter:
+    def _add_sharded_param(self, p: Tensor) -> nn.Parameter:
+        """Register ``p``, and return the parameter of the inner optimizer: a copy of this rank's shard."""
         stored = self._stored_layout(p)
         state = self._state_layout(stored)
         with torch.no_grad():

@@ -52,18 +52,19 @@ class _LocalParameters(ParallelStyle):
                     distribute_parameter(module, name, mesh, Replicate(), self.src_data_rank)
         kept: list[dict[str, Any]] = []
 
-        def enter_module(running: nn.Module, *_: Any) -> None:  # the module or a copy of it
+        def put_local_parameters(running: nn.Module, *_: Any) -> None:  # the module or a copy of it
+            """Put local tensors in place of the DTensor parameters while the module runs."""
             kept.append(dict(running._parameters))
             for name, value in kept[-1].items():
                 if isinstance(value, DTensor):
                     grad_placements = [Partial() if placement.is_replicate() else placement for placement in value.placements]
                     running._parameters[name] = value.to_local(grad_placements=grad_placements)  # type: ignore[assignment]
 
-        def leave_module(running: nn.Module, *_: Any) -> None:
+        def restore_parameters(running: nn.Module, *_: Any) -> None:
             running._parameters.update(kept.pop())
 
-        module.register_forward_pre_hook(enter_module)
-        module.register_forward_hook(leave_module, always_call=True)
+        module.register_forward_pre_hook(put_local_parameters)
+        module.register_forward_hook(restore_parameters, always_call=True)
         return module
 
 

@@ -65,7 +65,7 @@ def combine_moments(blocks: list[Tensor], counts: list[int]) -> tuple[Any, Any]:
 def normalize(
     x: Tensor, mean: Tensor, variance: Tensor, eps: float, weight: Any, bias: Any, statistics_dtype: torch.dtype
 ) -> Any:
-    """Return the centered and scaled values, the mean, and the reciprocal deviation."""
+    """Return the normalized values times ``weight`` plus ``bias``, the mean, and the reciprocal deviation."""
     rstd = (variance + eps).rsqrt()
     return (
         scale_and_shift((to_sum_dtype(x) - mean) * rstd, weight, bias).to(x.dtype),

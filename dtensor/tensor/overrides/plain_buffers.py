@@ -96,14 +96,15 @@ def on_reduced_operands(name: str) -> Callable[..., Any]:
     With a partial tolerance, a product such as ``max(s) * rtol`` is rounded differently before it is compared.
     """
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run_reduced(*args: Any, **kwargs: Any) -> Any:
+        """Call the operator with partial operands reduced. Return NotImplemented if none is partial."""
         new_kwargs = {key: value if key == "out" else _reduce_partials(value) for key, value in kwargs.items()}
         new_args = [_reduce_partials(value) for value in args]
         if all(new is old for new, old in zip((*new_args, *new_kwargs.values()), (*args, *kwargs.values()), strict=True)):
             return NotImplemented
         return overload_named(name)(*new_args, **new_kwargs)
 
-    return run
+    return run_reduced
 
 
 def copied_into_out(name: str) -> Callable[..., Any]:
