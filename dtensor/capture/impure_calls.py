@@ -158,6 +158,7 @@ class CallMonitor:
             raise self._error
 
     def _on_profile_event(self, frame: FrameType, event: str, fn: Any) -> None:
+        """Check a call that the interpreter reports: raise if user code reads a value or makes an impure call."""
         if self._user_profiler is not None:
             self._user_profiler(frame, event, fn)
         if event == "call":
@@ -208,6 +209,7 @@ class CallMonitor:
         )
 
     def _is_pure(self, fn: Any) -> bool:
+        """Return True if the result of a compiled function depends only on its arguments, or its module is trusted."""
         owner = fn.__module__ if type(fn.__module__) is str else _class_of(fn)
         is_pure = self._pure.get((owner, fn.__name__))
         if is_pure is None:

@@ -142,6 +142,7 @@ def _stack_blocks(parts: Sequence[Any], dim: int = 0) -> Blocks:
 
 
 def _slice_blocks(x: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Blocks:
+    """Return the blocks of a slice of a stored tensor, which refer to parts of the same files."""
     d = dim % x.ndim
     first, last, _ = slice(start, end).indices(x.shape[d])
     if step != 1:
@@ -301,6 +302,7 @@ def _path_of(name: str, tree: Any) -> TreePath | None:
 
 
 def _insert(tree: Any, path: TreePath, value: Any) -> None:
+    """Set a value at a path of nested dicts, and make the dicts that are missing; raise if the path is taken."""
     for key in path[:-1]:
         tree = tree.setdefault(key, {}) if isinstance(tree, dict) else tree[key] if key < len(tree) else None
         if not isinstance(tree, (dict, list)):
@@ -311,6 +313,7 @@ def _insert(tree: Any, path: TreePath, value: Any) -> None:
 
 
 def _unmatched(names: Mapping[str, str], tensors: Mapping[str, StoredTensor]) -> CheckpointError:
+    """Return the error for a rename that matches no key."""
     have = ", ".join(repr(name) for name in [*tensors][:3])
     return CheckpointError(
         f"rename matches nothing: none of {sorted(names)[:3]} is a key of a dict in the checkpoint or a dotted name, "

@@ -168,6 +168,7 @@ class Communicator(ABC):
         )
 
     def _bind_all_reduce(self, dims: Dims, op: Op, dtype: torch.dtype) -> BoundReduction:
+        """Return an all-reduce that is reported and recorded; with one rank or none it does not communicate."""
         if not self.held:
             return BoundReduction(Pending.of)
         check_reduction(op, dtype)
@@ -392,6 +393,7 @@ class Communicator(ABC):
     def _exchange(
         self, chunks: list[Local], dims: Dims, shape_of: Callable[[int, int], Shape], kind: str
     ) -> Pending[list[Local]]:
+        """Send a chunk from each member to each member of its group, and return what each received."""
         members_of = self.mesh.members_of
 
         @functools.cache

@@ -25,6 +25,7 @@ class DryRun(Communicator):
         return fn(0, *args, **kwargs)
 
     def _transfer(self, dims: Dims, transfer: Transfer) -> BoundCollective:
+        """Return a transfer that sends nothing, and allocates the memory that the backend would."""
         like = self.mesh._root.simulated_mesh
         if like is None or like.device_type != "cpu":  # a cluster with a backend that copies nothing into rows
             return _make_empty(transfer.route_of(0).new if transfer.new_of is None else transfer.new_of(0))

@@ -33,6 +33,7 @@ class InProcess(Communicator):
         self.held = mesh.members
 
     def map(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call ``fn`` for one member after another, and merge the results to ``PerRank`` tensors."""
         members = self.mesh.members
         count = count_ranks((args, kwargs), len(members))
         root, results = self.mesh._root, []
@@ -49,6 +50,7 @@ class InProcess(Communicator):
         return PerRank(shards)
 
     def _transfer(self, dims: Dims, transfer: Transfer) -> BoundCollective:
+        """Return the transfer that copies regions between the shards of each group."""
         routes, copies = [transfer.route_of(member) for member in self.held], []
         for member, route in enumerate(routes):
             group = self.mesh.members_of(dims, member)
@@ -56,6 +58,7 @@ class InProcess(Communicator):
         return lambda x: Pending.of(_run_copies(self._shards(x), copies))
 
     def _transfer_to(self, target: DeviceMesh, ranks: Dims, transfer: Transfer) -> BoundCollective:
+        """Return the transfer that copies regions between the shards of two meshes."""
         routes, copies = [transfer.route_of(position) for position in range(len(ranks))], []
         holders = [self.mesh.ranks.index(rank) if rank in self.mesh.ranks else -1 for rank in ranks]
         for position in map(ranks.index, target.ranks):
@@ -119,6 +122,7 @@ def _list_copies(
 
 
 def _run_copies(shards: Sequence[Tensor], copies: Sequence[tuple[tuple[int, ...], list[RegionCopy]]]) -> PerRank:
+    """Return new blocks, filled with the regions that they get from shards."""
     results = [shards[0].new_empty(shape) for shape, _ in copies]
     for result, (_, block_copies) in zip(results, copies, strict=True):
         for source, old, new in block_copies:

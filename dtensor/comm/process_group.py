@@ -48,6 +48,7 @@ class ProcessGroups(Communicator):
         return group
 
     def _transfer(self, dims: Dims, transfer: Transfer) -> BoundCollective:
+        """Return the transfer within the groups over mesh dims: each call is compared with other ranks, and can be traced."""
         group = self._group(dims)
         lengths = None if transfer.description else lengths_of(transfer.route_of(group.members[group.position]))
         description = f"{transfer.kind} {transfer.description}".rstrip()
@@ -55,6 +56,7 @@ class ProcessGroups(Communicator):
         return select_when_traced(run, lambda: traced_collectives.bind_traced_transfer(group, transfer))
 
     def _transfer_to(self, target: DeviceMesh, ranks: Dims, transfer: Transfer) -> BoundCollective:
+        """Return the transfer between the ranks of two meshes, over a group that contains both."""
         rank = dist.get_rank()
         if rank not in ranks:
             return Pending.of
@@ -103,6 +105,7 @@ class ProcessGroups(Communicator):
         return [pickle.loads(row.numpy().tobytes()) for row in rows]
 
     def _gather_row(self, dims: Dims, row: torch.Tensor, lengths: list[int], position: int) -> torch.Tensor:
+        """Gather rows of these lengths from all ranks of the group into one row on the CPU."""
         route = gather_route([(length,) for length in lengths], position)
         group, transfer = self._group(dims), Transfer(lambda _: route, row.dtype, "all_gather", blocking=True)
         run = wrap_checked(

@@ -49,6 +49,7 @@ def convert_scalars_once(plan: CallPlan, operator: OperatorSchema, func: Callabl
 
 
 def _make_scalar_tensors(scalars: Any, count: int, dtype: torch.dtype) -> list[Tensor]:
+    """Return numbers of a foreach operator as 0-d tensors; equal numbers share one."""
     if type(scalars) is not float:
         if not scalars[0] or scalars.count(scalars[0]) != count:  # 0.0 == -0.0
             return list(torch.tensor(scalars, dtype=dtype, device="cpu").unbind())

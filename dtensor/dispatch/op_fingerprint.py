@@ -148,6 +148,7 @@ class PlanFingerprints:
 
 
 def _layouts(signature: Iterable[Any]) -> Iterator[Layout]:
+    """Yield the layouts of a signature, at any depth."""
     for part in signature:
         if isinstance(part, Layout):
             yield part
@@ -176,6 +177,7 @@ def _mesh_text(mesh: DeviceMesh) -> str:
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Any]:
+    """Yield the DTensors among values, at any depth of lists."""
     for value in values:
         if type(value) is wrap.TENSOR:
             yield value
@@ -195,6 +197,7 @@ def _layout_text(layout: Layout) -> str:
 
 
 def _value_text(value: Any) -> str:
+    """Return the text of an argument in a fingerprint: the same on all ranks of a correct program."""
     if type(value) is wrap.TENSOR:
         return "*"
     if isinstance(value, torch.Tensor):

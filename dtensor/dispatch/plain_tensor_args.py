@@ -247,6 +247,7 @@ def make_constants_runner(operator: OperatorSchema, bound: dict[str, Any]) -> Ru
 def _run_with_constants(
     operator: OperatorSchema, names: tuple[str, ...], drawn_by: str, args: tuple[Any, ...], kwargs: dict[str, Any], *_: Any
 ) -> Any:
+    """Run the operator with plain arguments replicated; random ones must be the same on all ranks."""
     bound = operator.bind(args, kwargs)
     (mesh,) = meshes_of(bound.values())
 

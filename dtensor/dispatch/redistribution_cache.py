@@ -441,6 +441,7 @@ def _cheapest_start(copies: dict[Layout, Any], ends: _StoredEnds, local: Any) ->
 
 @memoize(4096)
 def _stored_ends(source: Layout, target: Layout) -> _StoredEnds:
+    """Return source and target in memory order, with the keys under which copies are stored, and the plan between them."""
     order, back = _memory_order_of(source)
     turned_source, turned_target = _permute_layout(source, order), _permute_layout(target, order)
     plan = plan_redistribution(turned_source, turned_target)

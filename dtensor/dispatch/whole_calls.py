@@ -135,6 +135,7 @@ def run_outside_mesh(plan: CallPlan, operator: OperatorSchema, signature: CallSi
 
 
 def _make_empty(layout: Any, device: Any) -> Any:
+    """Return an empty DTensor, or a list of them, for a rank outside of the mesh."""
     if isinstance(layout, list):
         return [_make_empty(item, device) for item in layout]
     if layout is None:

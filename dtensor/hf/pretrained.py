@@ -67,6 +67,7 @@ def from_pretrained(
 
 
 def _find_model_class(config: Any, path: str | Path) -> Any:
+    """Return the class of transformers that config.json names; raise if there is none."""
     names = config.architectures or ["<none>"]
     kind = getattr(import_module("transformers"), names[0], None)
     if kind is None:

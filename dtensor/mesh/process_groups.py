@@ -94,6 +94,7 @@ def _make_group_view(handle: Any, members: tuple[int, ...], ranks: list[int], me
 
 
 def _program_handle(mesh: Geometry, mesh_dims: Sequence[int]) -> tuple[Any, tuple[int, ...], list[int]]:
+    """Return this rank's group of the program over mesh dims, with its members and global ranks."""
     member = mesh.current_member()
     if member is None:
         raise MeshError(
@@ -161,6 +162,7 @@ BEFORE_NEW_GROUP: list[Callable[[list[int], str], None]] = []  # hooks before a 
 
 
 def _get_or_make_handle(mesh: Geometry, mesh_dims: Sequence[int], ranks: list[int]) -> Any:
+    """Return the torch group over mesh dims: the user's, the world, a known one with the same ranks, or a new one."""
     groups = mesh._root.groups
     group_id = mesh.group_id(mesh_dims)
     if group_id in groups:

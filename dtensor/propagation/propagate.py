@@ -140,6 +140,7 @@ def _plan_by_rule(
     metas: tuple[Any, ...],
     choose: StrategySelector,
 ) -> CallPlan | None:
+    """Return the plan of the call by the operator's rule, or None if the rule does not apply or has no valid strategy."""
     factors = rule.factors(call)
     if factors is None:
         return None

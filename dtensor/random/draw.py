@@ -203,6 +203,7 @@ def synchronize(mesh: DeviceMesh, how: str = "a draw") -> None:
 
 @untracked
 def _broadcast_state(mesh: DeviceMesh, how: str) -> None:
+    """Broadcast the generator's state over the mesh at its first use, then compare it between ranks."""
     if tracing.is_tracing() and mesh.kind == "process_group":
         raise UnsupportedOperationError(
             "this random operator on a DTensor is not supported inside torch.compile: a graph has no "

@@ -208,6 +208,7 @@ def require_equal(values: list[Any], what: str) -> Any:
 
 
 def _is_identical(a: Any, b: Any) -> bool:
+    """Return True if two values of ranks are the same, bit by bit; False if they cannot be compared."""
     if a is b:
         return True
     if type(a) is not type(b):

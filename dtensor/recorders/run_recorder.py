@@ -155,6 +155,7 @@ class RunRecorder(CommDebugMode):
         return all_ranks + max(totals.values(), default=0)
 
     def _start_operator_recorder(self) -> None:
+        """Start to record operators and memory, with hooks on optimizer steps that tag gradients and states."""
         block, self.tracker = self._blocks[-1], MemoryTracker()
 
         def is_recorded_here() -> bool:
@@ -216,6 +217,7 @@ class RunRecorder(CommDebugMode):
         return "forward" if graph_task() == -1 else "backward", module
 
     def _record_of_event(self, event: Event, frame: FrameType) -> RecordedCollective:
+        """Return the record of a collective: its source line, phase, module, operator and cause."""
         node = _current_node()
         calls = [cause for cause in events.CAUSES.values() if isinstance(cause, Cause)]
         place, caller = _line_and_caller(frame, node)

@@ -185,6 +185,7 @@ _CURRENT = threading.local()  # .batch: weak reference to the next batch of this
 
 
 def _current_batch() -> _GradBatch:
+    """Return the open batch of leaf gradients of this backward pass, or start one."""
     task, last = graph_task(), getattr(_CURRENT, "batch", lambda: None)()
     if last is not None and last.task == task and last.pending is None:
         return cast(_GradBatch, last)

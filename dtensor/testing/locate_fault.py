@@ -83,6 +83,7 @@ class Trial:
         return not is_composite(operator_schema_of(overload_for(self.case.variant.call, sample.args, sample.kwargs)))
 
     def run(self) -> Outcome:
+        """Run the case, with its strategies forced if it has some, and compare it with plain torch."""
         case, sample = self.case, self.case.variant.sample
         call = forced(case.variant.call, *case.strategies) if case.strategies else case.variant.call
         return compare(

@@ -49,6 +49,7 @@ def factors_of_table(table: Table, call: Call, outs: Sequence[str] = ()) -> Fact
 
 
 def _call_table(table: Table, call: Call, outs: Sequence[str]) -> list[Any]:
+    """Return the strategies that the user's table returns for the call; raise if it does not take the arguments."""
     arguments, taken = arguments_without_out(call.func), inspect.signature(table).parameters
     positional = [call.arguments[a.name] for a in arguments if not a.kwarg_only]
     named = {a.name: call.arguments[a.name] for a in arguments if a.kwarg_only and a.name in call.arguments}

@@ -184,6 +184,7 @@ def _wait_for_hosts(host_state: HostState, ranks: Iterable[int]) -> bool:
 
 
 def _get_or_make_watchdog() -> Watchdog:
+    """Return the watchdog of the current world, started at the first call."""
     world, watchdog = dist.group.WORLD, _ActiveWatchdog.watchdog
     if watchdog is not None and watchdog.host_state.world() is world:
         return watchdog

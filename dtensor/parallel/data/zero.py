@@ -110,6 +110,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         self._share_options()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group, and one of its shards to the inner optimizer."""
         super().add_param_group(param_group)
         if hasattr(self, "state") and len(self.inner.param_groups) < len(self.param_groups):
             group = self.param_groups[-1]
@@ -260,6 +261,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         return {**state_dict, "state": state}
 
     def _distribute_value(self, value: Any, layout: Layout) -> Any:
+        """Return an optimizer state as a DTensor in ``layout``; values of another shape unchanged."""
         if not isinstance(value, Tensor) or tuple(value.shape) != tuple(layout.shape):
             return value
         if isinstance(value, DTensor):
@@ -281,6 +283,7 @@ def _on_all_ranks(value: Tensor, mesh: DeviceMesh) -> Any:
 
 
 def _as_param_groups(params: Any) -> list[dict[str, Any]]:
+    """Return the parameters as a list of groups."""
     listed = list(params)
     if not listed:
         raise ValueError("ZeroRedundancyOptimizer got no parameters; pass model.parameters()")
@@ -292,6 +295,7 @@ def _as_param_groups(params: Any) -> list[dict[str, Any]]:
 
 
 def _find_mesh(groups: list[dict[str, Any]], mesh: Any) -> DeviceMesh:
+    """Return the given mesh, else that of a DTensor parameter, else the current one."""
     if mesh is None:
         for group in groups:
             for p in group["params"]:

@@ -56,6 +56,7 @@ class ShardedExperts(ParallelStyle):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        """Register hooks that run the module on local expert weights, and reduce its output."""
         mesh, running = require_one_dim(device_mesh, self), list[tuple[ExitStack, bool]]()
 
         def enter_module(
@@ -87,6 +88,7 @@ class DividedInput(ParallelStyle):
     """Divide the first plain input by the number of ranks: the module returns its input, which is used as one addend per rank."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        """Register the hook that divides a plain input by the number of ranks."""
         ranks = require_one_dim(device_mesh, self).size()
 
         def enter_module(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:

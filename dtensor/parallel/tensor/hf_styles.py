@@ -45,6 +45,7 @@ class _LocalParameters(ParallelStyle):
         self.replicate = replicate
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        """Replicate the parameters if asked to, and register the hooks that replace them by local tensors."""
         mesh = require_one_dim(device_mesh, self)
         if self.replicate:
             for name, parameter in list(module._parameters.items()):
@@ -76,6 +77,7 @@ class _PartialOutput(ParallelStyle):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        """Register the hooks that sum the output over ranks; with DTensor parameters the module computes on DTensors."""
         mesh = require_one_dim(device_mesh, self)
         if any(isinstance(parameter, DTensor) for parameter in module._parameters.values()):
             return ReplicatedInputs()._apply(module, mesh)
@@ -96,6 +98,7 @@ class _SharedTail(ParallelStyle):
         self.width = width
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        """Register the hook that sums the gradient of the shared features."""
         mesh = require_one_dim(device_mesh, self)
 
         def split_tail(x: torch.Tensor) -> torch.Tensor:
@@ -108,6 +111,7 @@ class _SharedTail(ParallelStyle):
 
 
 def _make_shared_tail(root: nn.Module) -> ParallelStyle:
+    """Return the style for the shared features that the model's config names; raise if it names none."""
     config: Any = getattr(root, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     if not hasattr(text, "qk_rope_head_dim"):

@@ -85,6 +85,7 @@ def _is_misaligned(stride: tuple[int, ...], itemsize: int) -> bool:
 def grouped_mm_of_blocks(
     at: KernelContext, a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: torch.dtype | None = None
 ) -> Any:
+    """Multiply the groups of rows in each rank's blocks, by torch's operator or group by group."""
     left, right, result = _dim_names(at.call)
     result_layout = at.results[0]
     assert result_layout is not None

@@ -294,6 +294,7 @@ class _FindCapturedMode(_ReplaceMode):
         self.own, self.captured = {id(x): x for x in args}, dict[int, Tensor]()
 
     def _find(self, x: Tensor) -> Tensor:
+        """Note a tensor that the function captures, and return a plain tensor in its place."""
         if id(x) in self.own:
             return x
         self.captured[id(x)] = x

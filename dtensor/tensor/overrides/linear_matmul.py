@@ -56,6 +56,7 @@ class _OneNode(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, operator: Any, gradient: Callable[..., Any], weight_first: bool, x: Tensor, *others: Any) -> Tensor:
+        """Run the operator as one autograd node, which saves its operands."""
         ctx.gradient, ctx.weight_first = gradient, weight_first
         ctx.save_for_backward(*((others[0], x) if weight_first else (x, others[0])))
         ctx.set_materialize_grads(False)

@@ -188,6 +188,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Any:
+        """Return the gradient of ``prod`` by division, or by products of the other elements where some are zero."""
         if grad is None:
             return None, None, None
         x, result = ctx.saved_tensors

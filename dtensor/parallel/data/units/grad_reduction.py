@@ -76,6 +76,7 @@ class GradReduction:
 
     @partial(issue_for_cause, "reduce gradients")
     def _issue(self, columns: Sequence[Column]) -> Pending[Tensor]:
+        """Pack the gradients of each local member into one buffer, and start its reduce-scatter or all-reduce."""
         group, comm, axes, dtype = self.group, self.group.comm, self.group.axes, self._dtype
         device, in_process = torch.device(axes.mesh.device_type), comm.holds_all
 
