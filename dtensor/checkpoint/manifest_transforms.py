@@ -165,6 +165,7 @@ def _select_blocks(x: Any, dim: int, index: int) -> Blocks:
 
 
 def _reshape_blocks(x: Any, shape: Sequence[int]) -> Blocks:
+    """Return the blocks of a reshaped tensor; raise if it has several, or is not contiguous."""
     only = x._blocks[0] if len(x._blocks) == 1 else None
     if only is None or _block_stride(only) != contiguous_stride(only.shape):
         raise CheckpointError("tensors of a checkpoint must be reshaped before they are concatenated, sliced or transposed")
@@ -225,6 +226,7 @@ def rename_manifest(manifest: Manifest, rename: Callable[[str], str] | Mapping[s
     moved_values: dict[str, Any] = {}
 
     def visit(tree: Any, old: TreePath, path: TreePath) -> Any:
+        """Return the tree with renamed keys, and store its tensors under their new names."""
         match tree:
             case Stored():
                 if name_of(path) in tensors:
@@ -241,6 +243,7 @@ def rename_manifest(manifest: Manifest, rename: Callable[[str], str] | Mapping[s
         return tree
 
     def visit_dict(tree: dict[Any, Any], old: TreePath, path: TreePath) -> dict[Any, Any]:
+        """Rename the keys of one dict; items with a renamed dotted name are moved out of it."""
         result: dict[Any, Any] = {}
         for key, item in tree.items():
             dotted, value = name_of((*old, key)), item

@@ -329,6 +329,7 @@ def unique_tensors(state: Any) -> dict[str, torch.Tensor]:
 
 
 def _leaf_names(tree: Any, path: tuple[str, ...] = ()) -> Iterable[str]:
+    """Yield the dotted names of the leaves of a tree of mappings."""
     if isinstance(tree, Mapping):
         for key, item in tree.items():
             yield from _leaf_names(item, (*path, str(key)))

@@ -140,6 +140,7 @@ def _drop_targets(item: Any) -> Any:
 
 
 def _leaf_names(tree: Any, path: TreePath) -> list[str]:
+    """Return the dotted names of the leaves of a tree."""
     if isinstance(tree, Mapping) and tree:
         return [name for key, item in tree.items() for name in _leaf_names(item, (*path, key))]
     if isinstance(tree, (list, tuple)) and has_tensors(tree):
@@ -159,6 +160,7 @@ def _join_limited(items: list[str], between: str) -> str:
 
 
 def _value_at(tree: Any, path: TreePath) -> Any:
+    """Return the value at a path of a tree, or None."""
     for key in path:
         if not isinstance(tree, (Mapping, list, tuple)):
             return None

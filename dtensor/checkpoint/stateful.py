@@ -48,6 +48,7 @@ def expand_state(state: Any, stored: Mapping[str, StoredTensor] | None = None) -
     names = _parameter_names(state)
 
     def visit(value: Any, path: TreePath) -> Any:
+        """Return the state of a module, optimizer or stateful object, and note how to install it."""
         match value:
             case nn.Module():
                 installs[path] = _module_installer(value)

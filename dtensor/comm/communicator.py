@@ -232,6 +232,7 @@ class Communicator(ABC):
         return self._kept.keep(self._bound, key, make()) if bound is None else bound
 
     def _event(self, kind: str, dims: Dims, nbytes: int) -> events.Event:
+        """Return the event by which a collective is reported."""
         ranks = self.mesh.ranks
         groups = self._get_or_bind(
             ("ranks", dims), lambda: tuple(tuple(ranks[member] for member in group) for group in self._groups(dims))

@@ -178,6 +178,7 @@ def _count_elements(layout: Layout) -> int:
 
 
 def _check_operands(name: str, values: Sequence[Any], home: DeviceMesh) -> None:
+    """Raise if an operand on another mesh than ``home`` cannot be copied to it."""
     backward = graph_task() != -1
     for value in iter_tree_leaves(values):
         layout = _layout_of(value)

@@ -72,6 +72,7 @@ def match_list_strides(operator: OperatorSchema) -> Callable[..., Any]:
     func, is_written = operator.func, [name in operator.mutated for name in operator.names]
 
     def run(*local_args: Any, **local_kwargs: Any) -> Any:
+        """Run the function on copies of elements with other strides than the first list's, and write results back."""
         copied: list[tuple[Any, Any]] = []  # written tensors and their copies
         first = local_args[0]
         if not _all_match([arg for arg in local_args if isinstance(arg, list)]):

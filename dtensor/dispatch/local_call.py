@@ -333,6 +333,7 @@ def with_uniform_errors(plan: CallPlan, operator: OperatorSchema, func: Callable
     was_tried = False
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        """Compute, after a first try of the operator on tensors of one element, which raises as torch does."""
         nonlocal was_tried
         if not was_tried:
             try:

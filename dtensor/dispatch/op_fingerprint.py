@@ -111,6 +111,7 @@ class PlanFingerprints:
         get, thread, main, modes = plans.get, threading.get_ident, threading.main_thread().ident, count_dispatch_modes
 
         def find(signature: tuple[Any, ...], numbers: list[Any] | None = None) -> Any:
+            """Return the program of a signature, and add the call to the trail that is compared between ranks."""
             cached = get(signature)
             program, trail, step, text = (None, *self._fingerprint_of(signature)) if cached is None else cached
             if trail is None or thread() != main or (modes() and is_tracing()):

@@ -147,6 +147,7 @@ def _weight_conversion(model: Any) -> Callable[[dict[str, torch.Tensor]], dict[s
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
 
     def arrange(stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return stored tensors under the names and in the form of the model's parameters."""
         results: dict[str, torch.Tensor] = {}
         collected: dict[str, Any] = {}
         for key in sorted(stored, key=library.dot_natural_key):
@@ -169,6 +170,7 @@ def _buffer_initializer(model: Any) -> Callable[[nn.Module], None]:
     """Return a function that sets the non-persistent buffers of a module as the model sets them. All others are read."""
 
     def init(module: nn.Module) -> None:
+        """Compute the non-persistent buffers of a module; raise if ``_init_weights`` does not compute them."""
         buffers = {name: module._buffers[name] for name in module._non_persistent_buffers_set}
         tables = {name: table for name, table in buffers.items() if table is not None and table.numel()}
         for table in tables.values():

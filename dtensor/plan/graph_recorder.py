@@ -267,6 +267,7 @@ def call_key(operator: OperatorSchema, bound: dict[str, Any]) -> tuple[object, .
 
 
 def _static_key(value: Any, is_number: bool) -> object:
+    """Return what the calls of repeated layers have in common: shapes, dtypes and flags, but no numbers."""
     if isinstance(value, torch.Tensor):
         return (str(value.dtype), *value.shape)
     if isinstance(value, (list, tuple)):

@@ -319,6 +319,7 @@ def _element_of(meta: Any, i: int) -> Meta | None:
 
 
 def _element_argument(operator: OperatorSchema, name: str, value: Any, i: int) -> Any:
+    """Return the argument for element ``i`` of a list operator."""
     if isinstance(value, Layout):
         return (
             value.to_replicated() if not value.shape else None

@@ -175,6 +175,7 @@ class RunRecorder(CommDebugMode):
         self._operator_recorder.__enter__()
 
     def _handle_event(self, event: Event) -> CollectiveWrapper | None:
+        """Record a collective, and return the function that measures it."""
         super()._handle_event(event)
         if event.kind == EXCHANGE_KIND:
             return None
@@ -188,6 +189,7 @@ class RunRecorder(CommDebugMode):
         in_process = mesh is not None and mesh.kind == "in_process"
 
         def run(fn: Callable[[], Any], sent: Any) -> Any:
+            """Run a collective, and measure its time and memory."""
             outer = (0, True) if operators is None else (operators.collective_depth, operators.counts_memory)
             if operators is not None:
                 operators.collective_depth, operators.counts_memory = outer[0] + 1, outer[1] and not in_process

@@ -165,6 +165,7 @@ def _bind_transfer(comm: Communicator, step: AllGather | Exchange) -> BoundColle
     bound: list[BoundCollective] = []
 
     def issue(x: LocalValue) -> Pending[LocalValue]:
+        """Start the transfer, which is bound at the first call."""
         if not bound:
             kind, find = ("all_gather", gather_traffic) if isinstance(step, AllGather) else ("all_to_all", exchange_traffic)
             traffic_of = functools.partial(find, step.before, step.after, step.mesh_dims)

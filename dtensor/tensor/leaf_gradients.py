@@ -45,6 +45,7 @@ def install_grad_hook(leaf: Any) -> None:
     layout_cell: list[Any] = [leaf._layout]  # then the redistribution cache of the leaf, see dispatch/redistribution_cache.py
 
     def to_leaf_layout(grad: Any) -> Any:
+        """Return the gradient in the layout of its leaf, or None if it has it."""
         layout = layout_cell[0]
         if len(layout_cell) > 1:
             layout_cell.pop().copies.clear()

@@ -129,6 +129,7 @@ class _Boundary:
 
         @functools.wraps(func)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
+            """Call ``func`` with the local tensors of its arguments, and wrap its outputs."""
             flat, tree = tree_flatten(args)
             self._check_count(len(flat))
             mesh: DeviceMesh | None = None if self.mesh is None else as_mesh(self.mesh)

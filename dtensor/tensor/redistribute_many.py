@@ -104,6 +104,7 @@ class RedistributeMany(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, _: Any, __: Any, *tangents: Any) -> Any:
+        """Redistribute the tangents as the tensors; absent ones are zeros."""
         like = next(t for t in tangents if t is not None)
         return tuple(
             like.new_zeros(target.shape, dtype=target.dtype)

@@ -150,6 +150,7 @@ class _CompareEachOperator(CallListener):
         return self.faulty_call is None and not call.operator.seeded
 
     def on_dtensor_call(self, call: OperatorCall) -> Any:
+        """Run a call, and keep its strategies if the result differs from plain torch."""
         args, kwargs = map_tensors(_full_value, (call.args, call.kwargs))
         strategies = _chosen_strategies(call)
         result = call.run()
@@ -164,6 +165,7 @@ def _full_value(x: torch.Tensor) -> torch.Tensor:
 
 
 def _has_difference(func: Any, result: Any, args: Any, kwargs: Any) -> bool:
+    """Return True if plain torch computes another result."""
     try:
         expected = tensor_leaves(func(*args, **kwargs))
     except RuntimeError:  # a view op cannot run on the clone

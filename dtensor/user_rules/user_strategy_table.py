@@ -95,6 +95,7 @@ def _is_full_result(output: Placement) -> bool:
 
 
 def _check_placements(placements: Sequence[Any], shapes: Sequence[Sequence[int]]) -> list[Placement]:
+    """Return the placements of a strategy; raise if one names shard sizes."""
     checked = [normalize_placements([placement], 1, len(shape))[0] for placement, shape in zip(placements, shapes, strict=True)]
     for placement in checked:
         if isinstance(placement, Shard) and (placement.sizes is not None or placement.level is not None):
@@ -211,6 +212,7 @@ def _enter_factor(
 
 
 def _make_spec(placement: Placement, factor: str | None) -> Spec:
+    """Return the spec of a placement: along the factor for ``Shard``."""
     match placement:
         case Shard():
             return Along(factor or "")

@@ -278,6 +278,7 @@ def wait_after_skip(log: CollectiveLog) -> None:
     host_state, number, hashed = log.host_state, log.count, log.hash
 
     def wait_for_ranks() -> None:
+        """Wait until all ranks have issued the collective; raise if one has issued another."""
         missing_ranks = [rank for rank in log.ranks if rank != host_state.rank]
         while missing_ranks:
             host_state.raise_diagnosis()

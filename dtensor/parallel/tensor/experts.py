@@ -62,6 +62,7 @@ class ShardedExperts(ParallelStyle):
         def enter_module(
             running_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            """Put local expert weights in place for plain inputs; else replicate the inputs."""
             has_dtensors = any(isinstance(unwrap_functorch(x), DTensor) for x in (*args, *kwargs.values()))
             sharded_stacks = None if has_dtensors else _sharded_stacks_of(running_module, mesh)
             stack = ExitStack()

@@ -293,6 +293,7 @@ def hook_first_input(module: nn.Module, prepare: Callable[[Any], Any]) -> None:
     """Register a hook that applies ``prepare`` to the first tensor argument of ``module``, positional or by keyword."""
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Prepare the first tensor argument."""
         if args:
             return (prepare(_require_tensor(args[0])), *args[1:]), kwargs
         for name, value in kwargs.items():

@@ -92,6 +92,7 @@ def grouped_mm_of_blocks(
     total, runs_operator = at.once(_operand_sizes).get("r", 0), _can_run_operator(at, result_layout)
 
     def multiply_block(here: At, a: Tensor, b: Tensor, offs: Tensor | None) -> Tensor:
+        """Multiply the groups of rows that one rank's blocks have."""
         if offs is None:
             return torch.bmm(a, b)
         if runs_operator and not a.is_meta:  # torch's meta kernel accepts one dtype only

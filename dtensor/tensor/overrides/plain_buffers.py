@@ -117,6 +117,7 @@ def copied_into_out(name: str) -> Callable[..., Any]:
     out_names = [argument.name for argument in getattr(packet, overload)._schema.arguments if argument.is_out]
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        """Compute the operator without ``out=``, and copy the results into DTensors."""
         outs = [kwargs.pop(out) for out in out_names]
         if not all(isinstance(out, DTensor) for out in outs):
             return NotImplemented
@@ -241,6 +242,7 @@ class _RealFFT(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Any:
+        """Return the gradient of the real FFT: the complex FFT of the padded gradient."""
         if grad is None:
             return None, None, None
         size, dim, normalization = ctx.options

@@ -97,6 +97,7 @@ class GradReduction:
             return (buffer if buffer.numel() == nbytes else buffer[:nbytes]).view(dtype)
 
         def pack(member: int) -> Tensor:
+            """Pack the gradients of one member, with flags of those that are missing, or fill its bucket."""
             grads = [column[member if in_process else 0] for column in columns]
             if self._buckets is None:
                 flags = self._send_buffers.get_or_make_ones(len(grads), dtype, device)
