@@ -195,6 +195,7 @@ class Communicator(ABC):
         """
 
         def issue(x: Local) -> Pending[Local]:
+            """Record the collective, or report and run it, or run it."""
             if ACTIVE_RECORDERS and (recorder := current_recorder()) is not None:
                 return recorder.record_op(issue, (x,), {})
             if events.listeners or profiler_enabled() or (count_dispatch_modes() and has_range_observer()):

@@ -230,6 +230,7 @@ def _reduce_in_place(group: Group, x: Tensor, op: Op) -> Pending[Tensor]:
     )
 
     def begin() -> Callable[[], Tensor]:
+        """Reduce this rank's chunk, and start to exchange the reduced chunks."""
         if own:
             addends = [addend_chunks[mine] if k == mine else scratch[k][:own] for k in range(size)]
             wait_then(first, lambda: fold(addends, op, out=result_chunks[mine]))

@@ -80,6 +80,7 @@ def as_graph_op(layouts: Sequence[Layout], make: Callable[..., Any], *arguments:
     formats = [(layout.mesh, layout.placements, layout.dtype, layout.ndim) for layout in layouts]
 
     def run_make(blocks: Sequence[torch.Tensor], sizes: Sequence[int]) -> Any:
+        """Rebuild layouts and arguments from the operator's flat inputs, and call ``make``."""
         filled, numbers = list(values), iter(sizes)
         for i, block in zip(tensor_places, blocks, strict=True):
             filled[i] = block

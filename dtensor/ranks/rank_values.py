@@ -163,6 +163,7 @@ def _map_operator(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Return a method that applies ``fn`` to the numbers of each rank."""
 
     def method(self: RankNumber, *others: Any) -> Any:
+        """Apply the operator to the numbers of each rank."""
         columns = [self.values]
         for other in others:
             if not isinstance(other, (RankNumber, Number)):

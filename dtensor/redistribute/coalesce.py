@@ -304,6 +304,7 @@ def _bind_exchange(steps: tuple[Any, ...]) -> MergedStart:
         return torch.cat(row) if row else parts[0].new_empty(0, dtype=torch.uint8)
 
     def place_received(member: int, arrived: Tensor, *parts: Tensor) -> list[Tensor]:
+        """Return the results of all steps of one member, filled from what it received and what it keeps."""
         results = []
         pieces = iter(arrived.split([length for own in lengths_of(member, "receives") for length in own]))
         for part, own in zip(parts, (route_of_step(step, member) for step in steps), strict=True):

@@ -186,6 +186,7 @@ def declare_norm(
     """
 
     def norm_factors(call: Call) -> Factors:
+        """Return the factors of the call, with the results' dtypes of the CPU kernels."""
         norm_call, mask, statistics_dtype = (
             describe(call),
             call.get("output_mask"),
