@@ -117,6 +117,8 @@ def _add_explain(commands: Any) -> None:
 
 
 def _add_trace(commands: Any) -> None:
+    """Add the command ``trace``."""
+
     def run(options: argparse.Namespace) -> Callable[[], int]:
         path = run_script.existing_file(options.script)
         return lambda: run_script.trace_script(path, options.arguments, options.output)
@@ -135,6 +137,8 @@ def _add_trace(commands: Any) -> None:
 
 
 def _add_plan(commands: Any) -> None:
+    """Add the command ``plan``: plan the strategies of a script, or find the best mesh for a known model."""
+
     def run(options: argparse.Namespace) -> int | Callable[[], int]:
         if options.script.name in MODELS:
             about = "Find the fastest parallel layouts of a training step on a cluster, by the cost model."
@@ -170,6 +174,7 @@ def _near_models(name: str) -> str:
 
 # --- measuring ----------------------------------------------------------------------------------------------------------
 def _add_bench(commands: Any) -> None:
+    """Add the command ``bench``, with its kinds ``redistribute`` and ``dispatch``."""
     command = _add_command(
         commands,
         "bench",
@@ -214,6 +219,7 @@ def _add_bench(commands: Any) -> None:
 
 
 def _bench_redistribute(options: argparse.Namespace) -> int:
+    """Measure redistributions on one process per rank, and show them next to the predictions."""
     mesh, shapes = bench.parse_mesh(options.mesh), [bench.parse_shape(text) for text in options.size]
     pairs = options.pairs or bench.default_pairs(mesh)
     for shape in shapes:
@@ -234,6 +240,7 @@ def _bench_dispatch(options: argparse.Namespace) -> int:
 
 
 def _show_rows(options: argparse.Namespace, rows: Iterator[Any], count: int) -> int:
+    """Print measured rows as a table or JSON, and draw them if a plot is requested; return the exit status."""
     if options.plot:
         check_installed("matplotlib", "plot", "--plot")
     results = list(iterate_with_progress(rows, count, f"measuring {options.kind}"))
@@ -248,6 +255,7 @@ def _show_rows(options: argparse.Namespace, rows: Iterator[Any], count: int) -> 
 
 
 def _add_calibrate(commands: Any) -> None:
+    """Add the command ``calibrate``."""
     about = "measure collectives and compute on this machine, and save the constants of the cost model"
     command = _add_command(commands, "calibrate", about, _run_calibrate, "dtensor calibrate --ranks 4")
     command.add_argument("--ranks", type=int, default=4, metavar="N", help="processes to start, unless torchrun did (default: 4)")
@@ -281,6 +289,8 @@ def _add_doctor(commands: Any) -> None:
 
 
 def _add_ranks(commands: Any) -> None:
+    """Add the command ``ranks``."""
+
     def run(options: argparse.Namespace) -> int:
         if options.folder is not None and not options.folder.is_dir():
             raise ArgumentError(f"there is no folder {options.folder}")
@@ -312,9 +322,10 @@ def _add_ops(commands: Any) -> None:
 
 
 def _add_verify(commands: Any) -> None:
+    """Add the command ``verify``."""
     about = "run operators under many placements and compare the results with PyTorch on plain tensors"
     examples = ('dtensor verify "*softmax*"', "dtensor verify my.module::halve")
-    command = _add_command(commands, "verify", about, _run_verify, *examples)
+    command = _add_command(commands, "verify", about, _verify_rules, *examples)
     command.add_argument(
         "words",
         nargs="*",
@@ -335,7 +346,8 @@ def _add_verify(commands: Any) -> None:
     command.add_argument("--device", default="cpu", help="device type to run on (default: cpu)")
 
 
-def _run_verify(options: argparse.Namespace) -> int:
+def _verify_rules(options: argparse.Namespace) -> int:
+    """Verify the sharding rules that the words name, print those that are wrong, and return the exit status."""
     names = select_rules(options.words)
     unsampled = sorted({*names} & {*rules_without_sample()} | {name for name in names if name not in rules()})
     options_of_verify = {name: getattr(options, name) for name in ("limit", "budget", "seed", "device")}

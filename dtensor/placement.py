@@ -287,6 +287,7 @@ def parse_placement(text: str) -> Placement:
 
 
 def _reduction_of_name(name: str) -> str | Monoid:
+    """Return the reduction or library monoid of this name; raise if there is none."""
     reduction: str | Monoid | None = name if name in REDUCE_OPS else resolve_late("library_monoid")(name)
     if reduction is None:
         raise PlacementError(

@@ -21,6 +21,7 @@ def memoize(limit: int) -> Callable[[Callable[ParamsT, ValueT]], Callable[Params
     """Memoize a function of hashable arguments with an LRU cache of ``limit`` results."""
 
     def decorate(function: Callable[ParamsT, ValueT]) -> Callable[ParamsT, ValueT]:
+        """Return the memoized function, registered by its name for ``cache_info``."""
         cached = lru_cache(maxsize=limit)(function)
 
         def fullness() -> tuple[int, int]:

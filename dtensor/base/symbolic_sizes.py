@@ -141,6 +141,8 @@ def _is_clearly_less(one: Any, other: Any) -> bool:
 
 
 def _returning_cost(plain: Any) -> Any:
+    """Return an operation whose symbolic result is a cost."""
+
     def operation(*values: Any) -> Any:
         found = plain(*values)
         return SymbolicCost(found.node) if type(found) is torch.SymFloat else found
@@ -149,6 +151,7 @@ def _returning_cost(plain: Any) -> Any:
 
 
 def _returning_size(plain: Any) -> Any:
+    """Return an operation of symbolic sizes with a size as result, or a cost if it computes with a float."""
     price = _returning_cost(plain)
 
     def operation(self: SymbolicSize, *others: Any) -> Any:

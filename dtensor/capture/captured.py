@@ -220,6 +220,7 @@ class Captured(Generic[P, T]):
         return sum(map(len, self._entries.values())) < self._limit
 
     def _run_beyond_limit(self, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run the function without a recording, and warn at the first call."""
         if not self._plain:
             warnings.warn(
                 f"capture: {self.__name__} was recorded {self._limit} times for different shapes, layouts, "  # type: ignore[attr-defined]

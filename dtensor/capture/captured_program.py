@@ -265,6 +265,7 @@ class Program:
         return {var.storage for spec in self.inputs for var in spec.locals}
 
     def _compile(self) -> CompiledProgram:
+        """Optimize the tape and compile it to a function, with the list of tensors whose writes invalidate a backward pass."""
         inputs = tuple(var for spec in self.inputs for var in spec.locals) + tuple(var for var, _ in self.float_inputs)
         results = tuple(var for tensor in self.computed for var in tensor.locals)
         saved = tuple(dict.fromkeys(var for backward in self.backwards.values() for var in backward.needed))
@@ -347,6 +348,7 @@ class Program:
         return [self._make_output(output, computed, sources) for output in self.outputs]
 
     def _make_output(self, output: Output, computed: Sequence[Any], sources: Sources) -> Any:
+        """Return one output of a replay from computed tensors and inputs."""
         match output:
             case ComputedOutput(number):
                 return computed[number]
@@ -396,6 +398,7 @@ class Replayed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, program: Program, sources: Sources, without_grad: dict[int, Any], *inputs: torch.Tensor) -> Any:
+        """Run the compiled forward, and save what backward needs; outputs without gradient go to ``without_grad``."""
         compiled = ctx.compiled = program.compiled or program.get_or_compile()
         values, computed = program.run_forward(compiled, sources), program.computed
         watched = [values[ref] if isinstance(ref, int) else sources[ref[0]][ref[1]] for ref in compiled.watched]
@@ -409,6 +412,7 @@ class Replayed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
+        """Run the compiled backward for these gradients, redistributed to recorded layouts if theirs were not recorded."""
         _check_no_double_backward()
         compiled, saved = ctx.compiled, ctx.saved_tensors
         entry = compiled.backwards.get(grads_key(grads))

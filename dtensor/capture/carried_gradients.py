@@ -187,6 +187,8 @@ class LeafGradients:
             yield
 
     def _make_hook(self, number: int) -> Callable[[Any], None]:
+        """Return the hook that notes that backward has accumulated into a leaf."""
+
         def note_accumulation(_: Any) -> None:
             if current_recorder() is not None or get_ident() == self._thread:  # not another thread's backward pass
                 self.accumulated.add(number)

@@ -55,6 +55,7 @@ class TapeFunction:
         self.run: Callable[..., tuple[Any, ...]] = self.namespace[name]
 
     def _write_results(self, tape: Tape, values: Sequence[ComputedTensor | None], copied: Iterator[bool]) -> Iterator[str]:
+        """Yield the source texts of the results, local tensors wrapped in their layouts."""
         names = map(self._var_name, tape.results)
         for value in values:
             parts = [next(names) + (".clone()" if next(copied) else "") for _ in (() if value is None else value.locals)]
@@ -73,6 +74,7 @@ class TapeFunction:
             yield f"{self._var_name(var)} = {name}{'.clone()' if var.storage in writable else ''}"
 
     def _write_steps(self, tape: Tape) -> Iterator[str]:
+        """Yield the source lines of all steps; variables are deleted after their last use."""
         last_uses = _find_last_uses(tape)
         for k, step in enumerate(tape.steps):
             yield from self._write_step(step)
@@ -81,6 +83,7 @@ class TapeFunction:
                 yield f"del {', '.join(freed)}"
 
     def _write_step(self, step: Step) -> Iterator[str]:
+        """Yield the source lines of one step: the call, and the assignment of its outputs."""
         call, out = self._write_call(step), step.out
         if not any(True for _ in step.outputs):
             yield call
@@ -93,6 +96,7 @@ class TapeFunction:
             yield from self._unpack(out, "r")
 
     def _unpack(self, out: Any, name: str) -> Iterator[str]:
+        """Yield the assignments of the variables of an output."""
         match out:
             case Var():
                 yield f"{self._var_name(out)} = {name}"
@@ -103,6 +107,7 @@ class TapeFunction:
                     yield from self._unpack(item, f"{name}[{k}]")
 
     def _write_call(self, step: Step) -> str:
+        """Return the source text of a call: as a method, an infix operator or a function."""
         args = [self._write_value(value) for value in step.args]
         named = [f"{name}={self._write_value(value)}" for name, value in step.kwargs.items()]
         fn: Any = step.fn
@@ -114,6 +119,7 @@ class TapeFunction:
         return f"{self._function_name(fn)}({', '.join([*args, *named])})"
 
     def _function_name(self, fn: Any) -> str:
+        """Return the name by which the generated code calls a function."""
         if isinstance(fn, OpOverload):
             return self._name_object(fn.name().replace("::", "_").replace(".", "_"), fn._op)
         name: str = fn.__name__
@@ -122,6 +128,7 @@ class TapeFunction:
         return self._name_object(name.strip("_"), fn)
 
     def _write_value(self, value: Any) -> str:
+        """Return the source text of an argument: a variable, a literal, or the name of an object of the generated function."""
         match value:
             case Var():
                 return self._var_name(value)

@@ -213,6 +213,8 @@ _MATH_PATCH = RefCountedPatch(_patched_math)
 
 
 def _make_tracing(fn: Any) -> Any:
+    """Wrap a function of floats so that a traced float among its arguments gives a traced result."""
+
     @wraps(fn)
     def run(*args: Any, **kwargs: Any) -> Any:
         traced = next((x for x in args if type(x) is TracedFloat), None)

@@ -1,6 +1,7 @@
-"""Impure calls: reads that a replay would not repeat, and their refusal while a function is recorded.
+"""Impure calls: refuses reads of tensor values, and calls of compiled code that is not known to be pure, during a recording.
 
-Such a read turns the values of a tensor into Python values, or asks compiled code for something outside of the program.
+A replay would not repeat such a read. It turns the values of a tensor into Python values, or asks compiled code for something
+outside of the program.
 
 A call into compiled code is *pure* if its result depends only on its arguments, or on state that is guarded. Pure are calls into
 torch, numpy, the modules of the standard library that are listed below, and modules that the user declares as trusted. Any other
@@ -157,6 +158,7 @@ class CallMonitor:
             raise self._error
 
     def _on_profile_event(self, frame: FrameType, event: str, fn: Any) -> None:
+        """Check a call that the interpreter reports: raise if user code reads a value or makes an impure call."""
         if self._user_profiler is not None:
             self._user_profiler(frame, event, fn)
         if event == "call":
@@ -207,6 +209,7 @@ class CallMonitor:
         )
 
     def _is_pure(self, fn: Any) -> bool:
+        """Return True if the result of a compiled function depends only on its arguments, or its module is trusted."""
         owner = fn.__module__ if type(fn.__module__) is str else _class_of(fn)
         is_pure = self._pure.get((owner, fn.__name__))
         if is_pure is None:

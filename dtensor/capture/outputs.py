@@ -151,6 +151,7 @@ class OutputClassifier:
         return shared
 
     def _vars_of(self, x: Any) -> tuple[Var, ...]:
+        """Return the variables of a tensor's local tensors; raise if the recording has not computed them."""
         variables = tuple(map(self.recorder.find_var, local_tensors_of(x)))
         if any(var is None for var in variables):
             raise CaptureError(
@@ -159,6 +160,7 @@ class OutputClassifier:
         return variables  # type: ignore[return-value]  # none is None
 
     def _classify_leaf(self, leaf: Any, shared: set[int]) -> Output:
+        """Return how a replay makes one leaf of the output; raise if it cannot make it."""
         if type(leaf) is TracedFloat:
             self.computed.append(ComputedTensor((leaf.var,), None, False))
             self.tensors.append(to_plain_float(leaf))
@@ -204,6 +206,7 @@ class OutputClassifier:
         return leaf, tuple(reversed(chain))
 
     def _add_computed(self, x: Any, variables: tuple[Var, ...]) -> int:
+        """Add a computed tensor, unless it is there, and return its number."""
         number = self._numbers.setdefault(id(x), len(self.computed))
         if number == len(self.computed):
             layout = x._layout if isinstance(x, DTensor) else None

@@ -406,6 +406,7 @@ def _count_bytes(issue: Step, wait: Step, metadata: Mapping[Var, LocalMetadata])
 def _advance_issues(
     steps: Sequence[Step], metadata: Mapping[Var, LocalMetadata], external: frozenset[int], max_bytes: int
 ) -> list[Step]:
+    """Return the steps with collectives issued as soon as their inputs are ready, at most ``max_bytes`` in flight."""
     uses, waits = DefUse(steps, external), _wait_places(steps)
     keys = [(place, 1, place) for place in range(len(steps))]
     advanced: list[tuple[int, int]] = []  # (original place, bytes) of collectives that are issued before their place
@@ -435,6 +436,7 @@ def _advance_issues(
 def _delay_waits(
     steps: Sequence[Step], metadata: Mapping[Var, LocalMetadata], external: frozenset[int], max_bytes: int
 ) -> list[Step]:
+    """Return the steps with waits placed before the first use of what they wait for, at most ``max_bytes`` in flight."""
     uses, waits = DefUse(steps, external), _wait_places(steps)
     pending: dict[Step, tuple[int, int]] = {}  # by the step that waits: the place at which it must be done, and bytes
     result: list[Step] = []

@@ -76,6 +76,7 @@ class ProgramPlans:
         return RecordingMode(executor, is_followed, int(min(MAX_BUCKET_BYTES, spare)))
 
     def _check_followed(self, key: Any, executor: PlanExecutor) -> bool:
+        """Return True if the recording followed the plan, or the plan is the user's; else drop the plan."""
         if executor.is_complete:
             return True
         if self._fixed is not None or self._failures.get(key, 0) == MAX_PLANS - 1:

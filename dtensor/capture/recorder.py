@@ -127,6 +127,7 @@ class Recorder(TorchDispatchMode):
         return self._record_local(func, args, kwargs)
 
     def _dispatch_dtensor(self, kind: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator on DTensors while its local steps are recorded, and note which results are views."""
         self.operators.append(str(func))
         try:
             with self:
@@ -140,6 +141,7 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _record_local(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call an operator on local tensors and record it as a step; raise if a replay could not repeat it."""
         if self.paused or func in (aten.is_pinned.default,) or _has_meta_tensor(args, kwargs):
             return func(*args, **kwargs)
         operator = self._operator
@@ -236,6 +238,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def _restoring_library_state(self) -> Iterator[None]:
+        """Restore the library's state at the end; after a refused capture also run the callbacks that undo changes."""
         self._refusal_callbacks.clear()
         try:
             yield
@@ -373,6 +376,7 @@ class Recorder(TorchDispatchMode):
         self._generators[id(generator)] = (generator, get_generator_state(generator))
 
     def _check_generator(self, generator: torch.Generator, place: str) -> None:
+        """Raise if the program has set the generator's state between two random operators."""
         _, state = self._generators.get(id(generator), (None, None))
         changed = state is not None and not bool((state == get_generator_state(generator)).all())
         if changed and self._generator_was_set:  # otherwise another thread has used the generator

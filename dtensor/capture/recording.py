@@ -74,6 +74,7 @@ class Recording:
                 self._add_input(InputRef(GRAD, number), grad)
 
     def _add_input(self, ref: InputRef, x: Any) -> None:
+        """Register a tensor that the recording reads; one that shares memory with others is copied, or refused."""
         own = local_tensors_of(x)
         locals_, self.vars[ref] = self._add_locals(own)
         self.user_tensors[ref], self.locals[ref] = x, locals_
@@ -177,6 +178,7 @@ class Recording:
             mapping[key] = self.recorder.floats.make_float(mapping[key], self.float_vars[place], frozenset((place,)))
 
     def _call_function(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the captured function; explain in-place writes to arguments that require grad."""
         try:
             return call_captured(self.fn, args, kwargs)
         except RuntimeError as error:
@@ -188,6 +190,7 @@ class Recording:
             raise
 
     def _describe_input(self, ref: InputRef) -> str:
+        """Return the words by which errors name an input."""
         if ref.kind == ARG:
             return f"argument tensor {ref.number}"
         number = self.gradients.leaf_number(ref.number) if ref.kind == GRAD else ref.number

@@ -195,6 +195,7 @@ class CheckpointFiles:
         return row.as_strided(box.size, [step // width for step in stride])
 
     def _read_exactly(self, handle: int, memory: memoryview, at: int, file: str) -> None:
+        """Fill the memory from a file; raise if the file ends before."""
         while memory:
             got = os.preadv(handle, [memory], at)
             if got == 0:
@@ -202,6 +203,7 @@ class CheckpointFiles:
             memory, at = memory[got:], at + got
 
     def _get_or_open(self, file: str) -> tuple[int, Any]:
+        """Return the handle of a file, opened at the first call, and its memory map, if it has one."""
         entry = self._open.get(file)
         if entry is None:
             path = self.folder / file
@@ -210,6 +212,7 @@ class CheckpointFiles:
         return entry
 
     def _get_or_map(self, file: str) -> Any:
+        """Return the memory map of a file, made at the first call."""
         handle, mapped = self._get_or_open(file)
         if mapped is None:
             mapped = mmap.mmap(handle, 0, access=mmap.ACCESS_COPY)  # torch.frombuffer needs writable memory
@@ -224,6 +227,7 @@ class RemoteCheckpointFiles(CheckpointFiles):
         """Return None: remote data is always copied."""
 
     def read_box(self, out: torch.Tensor, box: CommonBox) -> None:
+        """Read the part of a stored block that a box covers into ``out``, in one read of its byte range."""
         width, path = out.element_size(), self.folder / box.block.file
         (source, theirs, length), (begin, ours) = box.file_range(width), box.memory_range(out)
         assert isinstance(path, RemotePath)

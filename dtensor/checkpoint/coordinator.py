@@ -42,6 +42,7 @@ class RankGroup:
             self._check_call(what, separate_group)
 
     def _check_call(self, what: str, separate_group: bool) -> None:
+        """Log the call, so that a rank that makes another one is found, and take a gloo group to send messages over."""
         try:
             log_event(self.world_ranks, f"{what}{' in the background' if separate_group else ''}")
             if separate_group or "gloo" not in str(dist.get_backend_config(self.group)):
@@ -120,6 +121,7 @@ class RankGroup:
         return cast(R, result)
 
     def _collect_and_decide(self, report: Any, then: Callable[[list[Any]], Any]) -> tuple[Any, BaseException | None]:
+        """Collect the reports of all ranks on rank 0, decide the outcome there, and send it to all."""
         gathered, lost = [report], []
         for rank in range(1, self.size):
             try:
@@ -138,6 +140,7 @@ class RankGroup:
         return outcome, lost[0][1] if lost else None
 
     def _report_and_receive(self, report: Any, left: str) -> tuple[Any, BaseException | None]:
+        """Send this rank's report to rank 0, and return the outcome that it decides."""
         try:
             _send_message(report, self.world_ranks[0], self.group)
             return _receive_message(self.world_ranks[0], self.group), None
@@ -196,6 +199,7 @@ def _get_or_make_gloo_group(group: Any, separate_group: bool) -> Any:
 
 
 def _send_message(value: Any, to: int, group: Any) -> None:
+    """Send a pickled value: a first message with its length, and a second one if it is long."""
     data = pickle.dumps(value)
     first = len(data).to_bytes(8, "little") + data[:_INLINE_BYTES]
     dist.send(_to_byte_tensor(first.ljust(8 + _INLINE_BYTES)), to, group, _MESSAGE_TAG)
@@ -204,6 +208,7 @@ def _send_message(value: Any, to: int, group: Any) -> None:
 
 
 def _receive_message(source: int, group: Any) -> Any:
+    """Receive a pickled value: a first message with its length, and a second one if it is long."""
     first = torch.empty(8 + _INLINE_BYTES, dtype=torch.uint8, device="cpu")
     dist.recv(first, source, group, _MESSAGE_TAG)
     received = first.numpy().tobytes()
@@ -227,6 +232,7 @@ def _call_caught(fn: Callable[[], T]) -> tuple[T | None, BaseException | None]:
 
 
 def _decide_outcome(gathered: list[Any], then: Callable[[list[Any]], Any]) -> tuple[Any, str | None]:
+    """Return the result of ``then`` on all reports, or None and the first problem that a rank reports."""
     failed = [(rank, problem_text) for rank, (_, problem_text) in enumerate(gathered) if problem_text is not None]
     if failed:
         rank, problem_text = failed[0]
@@ -238,6 +244,7 @@ def _decide_outcome(gathered: list[Any], then: Callable[[list[Any]], Any]) -> tu
 
 
 def _error_text(error: BaseException) -> str:
+    """Return the text of an error that ranks exchange."""
     if isinstance(error, CheckpointError):
         return str(error)
     if isinstance(error, OSError) and error.strerror:

@@ -85,6 +85,7 @@ class _RecordUnpickler(pickle.Unpickler):
     """Unpickler of records, dtypes and builtin containers, and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
+        """Return the record type of a known name; raise for any other, so that the metadata runs no code."""
         record = _RECORDS.get((module, name))
         if record is not None:
             return record
@@ -137,6 +138,7 @@ def _offset_of(index: Any) -> tuple[int, ...] | None:
 
 
 def _read_entry(folder: StoragePath, name: str, description: Any, locations: Mapping[Any, Any]) -> StoredTensor:
+    """Return the entry of one tensor of a torch.distributed.checkpoint, with the place of each chunk in its file."""
     dtype = str(description.properties.state[0]).removeprefix("torch.")
     blocks = []
     for chunk in description.chunks:
@@ -187,6 +189,7 @@ class _TensorUnpickler(pickle.Unpickler):
     """Unpickler of the description of one tensor."""
 
     def find_class(self, module: str, name: str) -> Any:
+        """Return stand-ins for the names of torch's tensor pickles; raise for any other."""
         match module, name:
             case "torch._utils", "_rebuild_tensor_v2" | "_rebuild_tensor_v3":
                 return _SavedTensor
@@ -205,6 +208,7 @@ class _TensorUnpickler(pickle.Unpickler):
 
 
 def _read_value(folder: StoragePath, name: str, info: Any) -> Any:
+    """Read a stored Python value; raise if it is damaged, or holds tensors."""
     path = folder / info.relative_path
     try:
         with open_for_reading(path) as file:

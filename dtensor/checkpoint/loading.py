@@ -209,6 +209,7 @@ def read_tree(path: str | os.PathLike[str]) -> Any:
 def _read_targets(
     targets: Mapping[str, Target], manifest: Manifest, files: CheckpointFiles, buffers: Buffers, ranks: RankGroup
 ) -> Sums:
+    """Read this rank's blocks of all targets from the files into ``buffers``, and return the digests of what was read."""
     check_files(manifest, files.folder)
     sums: Sums = {}
     for name, held in blocks_here({name: target.like for name, target in targets.items()}, ranks.rank, ranks.participants):
@@ -286,6 +287,7 @@ def _add_digests(
 
 
 def _verify_digests(sums: list[Sums], manifest: Manifest, folder: StoragePath) -> None:
+    """Raise if the digests of the parts that all ranks read do not add up to that of a stored block."""
     total = Counter[tuple[str, int]]()
     for rank_sums in sums:
         total.update(rank_sums)

@@ -183,6 +183,7 @@ class Manager:
         return -min(measured)[1] if measured else None
 
     def _read_metric(self, step: int) -> float | None:
+        """Return the metric that was saved with a step, or None if there is none or it is NaN."""
         if step not in self._metrics:
             notes = read_manifest(self._folder_of(step)).notes
             found = notes.get("metric") if isinstance(notes, dict) else None

@@ -125,6 +125,7 @@ def check_files(manifest: Manifest, folder: StoragePath) -> None:
 
 
 def _check_dcp_metadata(manifest: Manifest, folder: StoragePath) -> None:
+    """Raise if the metadata of torch.distributed.checkpoint is of another save than the manifest."""
     path = folder / ".metadata"
     if manifest.beside and path_exists(path) and sha256(read_file(path)) not in manifest.beside:
         raise CheckpointError(
@@ -134,6 +135,7 @@ def _check_dcp_metadata(manifest: Manifest, folder: StoragePath) -> None:
 
 
 def _parse_manifest(data: Any, path: StoragePath) -> Manifest:
+    """Return the manifest that decoded JSON describes."""
     tensors = {}
     for name, entry in data["tensors"].items():
         blocks = []
@@ -168,6 +170,7 @@ def check_entries(manifest: Manifest, path: StoragePath) -> None:
 
 
 def _check_entry(entry: StoredTensor, files: Mapping[str, int]) -> None:
+    """Raise if the blocks of a stored tensor exceed their files, or do not cover the tensor exactly once."""
     width = entry.torch_dtype.itemsize
     shape = [_check_count(size) for size in entry.shape]
     if math.prod(size for size in shape if size) * width > _MAX_COUNT:

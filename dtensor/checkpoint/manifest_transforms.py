@@ -142,6 +142,7 @@ def _stack_blocks(parts: Sequence[Any], dim: int = 0) -> Blocks:
 
 
 def _slice_blocks(x: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Blocks:
+    """Return the blocks of a slice of a stored tensor, which refer to parts of the same files."""
     d = dim % x.ndim
     first, last, _ = slice(start, end).indices(x.shape[d])
     if step != 1:
@@ -164,6 +165,7 @@ def _select_blocks(x: Any, dim: int, index: int) -> Blocks:
 
 
 def _reshape_blocks(x: Any, shape: Sequence[int]) -> Blocks:
+    """Return the blocks of a reshaped tensor; raise if it has several, or is not contiguous."""
     only = x._blocks[0] if len(x._blocks) == 1 else None
     if only is None or _block_stride(only) != contiguous_stride(only.shape):
         raise CheckpointError("tensors of a checkpoint must be reshaped before they are concatenated, sliced or transposed")
@@ -224,6 +226,7 @@ def rename_manifest(manifest: Manifest, rename: Callable[[str], str] | Mapping[s
     moved_values: dict[str, Any] = {}
 
     def visit(tree: Any, old: TreePath, path: TreePath) -> Any:
+        """Return the tree with renamed keys, and store its tensors under their new names."""
         match tree:
             case Stored():
                 if name_of(path) in tensors:
@@ -240,6 +243,7 @@ def rename_manifest(manifest: Manifest, rename: Callable[[str], str] | Mapping[s
         return tree
 
     def visit_dict(tree: dict[Any, Any], old: TreePath, path: TreePath) -> dict[Any, Any]:
+        """Rename the keys of one dict; items with a renamed dotted name are moved out of it."""
         result: dict[Any, Any] = {}
         for key, item in tree.items():
             dotted, value = name_of((*old, key)), item
@@ -301,6 +305,7 @@ def _path_of(name: str, tree: Any) -> TreePath | None:
 
 
 def _insert(tree: Any, path: TreePath, value: Any) -> None:
+    """Set a value at a path of nested dicts, and make the dicts that are missing; raise if the path is taken."""
     for key in path[:-1]:
         tree = tree.setdefault(key, {}) if isinstance(tree, dict) else tree[key] if key < len(tree) else None
         if not isinstance(tree, (dict, list)):
@@ -311,6 +316,7 @@ def _insert(tree: Any, path: TreePath, value: Any) -> None:
 
 
 def _unmatched(names: Mapping[str, str], tensors: Mapping[str, StoredTensor]) -> CheckpointError:
+    """Return the error for a rename that matches no key."""
     have = ", ".join(repr(name) for name in [*tensors][:3])
     return CheckpointError(
         f"rename matches nothing: none of {sorted(names)[:3]} is a key of a dict in the checkpoint or a dotted name, "

@@ -129,6 +129,7 @@ def read_header(path: StoragePath) -> tuple[dict[str, StoredTensor], int]:
 
 
 def _parse_place(name: str, description: Mapping[str, Any]) -> HeaderEntry:
+    """Return the entry of one tensor in a header; raise if its bytes do not fit its dtype and shape."""
     dtype, shape, (first, last) = _DTYPE_OF[description["dtype"]], tuple(description["shape"]), description["data_offsets"]
     if len(description) != 3 or any(type(n) is not int or n < 0 for n in (*shape, first, last)):
         raise ValueError(f"the entry of {name!r} is {dict(description)}")
@@ -197,6 +198,7 @@ def read_safetensors_manifest(path: StoragePath) -> Manifest:
 
 
 def _make_manifest(folder: StoragePath, files: Mapping[str, set[str] | None]) -> Manifest:
+    """Return a manifest of the tensors in safetensors files, by their headers."""
     tensors: dict[str, StoredTensor] = {}
     sizes = {}
     for file, expected in files.items():
@@ -327,6 +329,7 @@ def unique_tensors(state: Any) -> dict[str, torch.Tensor]:
 
 
 def _leaf_names(tree: Any, path: tuple[str, ...] = ()) -> Iterable[str]:
+    """Yield the dotted names of the leaves of a tree of mappings."""
     if isinstance(tree, Mapping):
         for key, item in tree.items():
             yield from _leaf_names(item, (*path, str(key)))

@@ -200,6 +200,8 @@ def _run_job(
     extras: SaveExtras,
     copied: Callable[[], None] = lambda: None,
 ) -> None:
+    """Write this rank's blocks, and commit the checkpoint on all ranks together, or discard its files."""
+
     def files(token: str) -> tuple[StoragePath, StoragePath]:
         return folder / f"__{ranks.rank}_{token}.distcp", folder / f"__{ranks.rank}_{token}v.distcp"
 

@@ -68,6 +68,7 @@ def match_trees(requested: Expanded, manifest: Manifest, strict: bool, convert: 
 
 
 def _match_value(requested: Any, stored: Any, path: TreePath, manifest: Manifest, result: MatchResult) -> Any:
+    """Match a requested value with the stored one; return it with targets of tensors, and record what does not match."""
     match requested, stored:
         case ((torch.Tensor() | Target()), Stored()):
             return _match_tensor(requested, stored.name, manifest, result)
@@ -86,6 +87,7 @@ def _match_value(requested: Any, stored: Any, path: TreePath, manifest: Manifest
 
 
 def _match_dicts(requested: Any, stored: Any, path: TreePath, manifest: Manifest, result: MatchResult) -> dict[Any, Any]:
+    """Match the items of two dicts by key, and record keys that only one of them has."""
     unmatched = {str(key): key for key in stored}  # in torch's checkpoints all keys are strings
     filled = {}
     for key, item in requested.items():
@@ -109,6 +111,7 @@ def _is_structure(requested: Any, stored: Any) -> bool:
 
 
 def _match_tensor(requested: Any, name: str, manifest: Manifest, result: MatchResult) -> Any:
+    """Return the target of a stored tensor; record it as wrong if shape or dtype do not fit."""
     entry = manifest.tensors[name]
     target = requested if isinstance(requested, Target) else Target.of(name, requested)
     if target.shape != entry.shape:
@@ -137,6 +140,7 @@ def _drop_targets(item: Any) -> Any:
 
 
 def _leaf_names(tree: Any, path: TreePath) -> list[str]:
+    """Return the dotted names of the leaves of a tree."""
     if isinstance(tree, Mapping) and tree:
         return [name for key, item in tree.items() for name in _leaf_names(item, (*path, key))]
     if isinstance(tree, (list, tuple)) and has_tensors(tree):
@@ -156,6 +160,7 @@ def _join_limited(items: list[str], between: str) -> str:
 
 
 def _value_at(tree: Any, path: TreePath) -> Any:
+    """Return the value at a path of a tree, or None."""
     for key in path:
         if not isinstance(tree, (Mapping, list, tuple)):
             return None

@@ -48,6 +48,7 @@ def expand_state(state: Any, stored: Mapping[str, StoredTensor] | None = None) -
     names = _parameter_names(state)
 
     def visit(value: Any, path: TreePath) -> Any:
+        """Return the state of a module, optimizer or stateful object, and note how to install it."""
         match value:
             case nn.Module():
                 installs[path] = _module_installer(value)
@@ -84,6 +85,7 @@ def _module_tree(module: nn.Module, path: TreePath, stored: Mapping[str, StoredT
 
 
 def _module_installer(module: nn.Module) -> Install:
+    """Return the function that sets loaded values on a module, with tied parameters tied again."""
     ties = _tied_names(module)
 
     def install(tree: dict[str, Any]) -> None:
@@ -122,6 +124,7 @@ def _parameter_keys(optimizer: Optimizer, names: Mapping[int, str]) -> list[Any]
 def _optimizer_tree(
     optimizer: Optimizer, names: Mapping[int, str], path: TreePath, stored: Mapping[str, StoredTensor] | None
 ) -> Any:
+    """Return the optimizer's state with parameters by name, and with targets for state that only the checkpoint has."""
     tree, keys = optimizer.state_dict(), _parameter_keys(optimizer, names)
     state = {keys[k]: value for k, value in tree["state"].items()}
     if stored is not None:
@@ -135,6 +138,7 @@ def _optimizer_tree(
 
 
 def _stored_state_targets(parameter: Any, path: TreePath, stored: Mapping[str, StoredTensor]) -> dict[str, Target]:
+    """Return targets for the optimizer state of a parameter that the checkpoint holds."""
     prefix, targets = name_of(path) + ".", {}
     for name, entry in stored.items():
         if name.startswith(prefix):
@@ -146,6 +150,7 @@ def _stored_state_targets(parameter: Any, path: TreePath, stored: Mapping[str, S
 
 
 def _optimizer_installer(optimizer: Optimizer, names: Mapping[int, str]) -> Install:
+    """Return the function that loads state by name into the optimizer."""
     keys = _parameter_keys(optimizer, names)  # computed before loading, which may replace parameters
 
     def install(tree: dict[str, Any]) -> None:

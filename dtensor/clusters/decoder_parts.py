@@ -63,6 +63,7 @@ class Attention(nn.Module):
         return x.unflatten(2, (-1, self.head_dim)).transpose(1, 2)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Run causal attention, over the ring of context-parallel ranks if there is one."""
         if self.ring is not None:
             return self.ring.attention(query, key, value, is_causal=True, enable_gqa=True)
         if query.is_meta:  # on meta tensors torch does not choose a fused kernel
@@ -110,6 +111,7 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts(model, mesh)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Send tokens to the ranks of the experts that chose them and back, and add up the weighted outputs."""
         tokens = to_local_tensor(x).flatten(0, 1)
         scores = to_local_tensor(self.router(x)).flatten(0, 1).softmax(-1)
         count = scores.shape[1]
@@ -156,16 +158,19 @@ class DecoderLayer(nn.Module):
         self.last.watch_modules(self.attention.out, getattr(self.mixing, "down", None))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Run the layer, inside of a checkpoint if backward recomputes all of it."""
         if self.again == "everything":
             output: Tensor = checkpoint(self.run_layer, x, cos, sin, use_reentrant=False)
             return output
         return self.run_layer(x, cos, sin)
 
     def run_layer(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Add attention and mixing to the residual stream."""
         x = x + self.run_half(lambda x: to_local_tensor(self.attention(self.attention_norm(x), cos, sin)), x)
         return x + self.run_half(lambda x: to_local_tensor(self.mixing(self.mixing_norm(x))), x)
 
     def run_half(self, fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Run half of the layer, under selective checkpointing if backward recomputes elementwise operators."""
         if self.again != "elementwise":
             return fn(x)
         output: Tensor = checkpoint(

@@ -167,6 +167,7 @@ class _StepObserver:
         self.operators = OperatorRecorder(self.holdings, lambda: (NO_SOURCE_LINE, "", ""), lambda: True)
 
     def _record_event(self, event: Event) -> None:
+        """Add the bytes and the estimated time of a collective to the work of its mesh dim."""
         mesh = event.mesh
         assert mesh is not None
         outermost_dim = MESH_DIMS[min(mesh.group_id(event.mesh_dims))]

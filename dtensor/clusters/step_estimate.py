@@ -134,6 +134,7 @@ def _estimate_least_recomputation(request: _StepRequest, parts: DryRunOf, kinds:
 
 
 def _compose_estimate(request: _StepRequest, parts: DryRunOf, again: str) -> Estimate:
+    """Compose the dry runs of the parts of a model into the time, memory and traffic of a training step."""
     model, cluster, degrees = request.model, request.cluster, request.degrees
     pp, micros = degrees.pp, request.batch // degrees.dp // request.micro
     chunks = 1 if pp == 1 else request.chunks or max(1, model.layers // pp)

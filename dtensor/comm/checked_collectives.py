@@ -80,6 +80,7 @@ def wrap_checked(
     lengths_text = "" if lengths is None else format_lengths(*([side[positions[rank]] for rank in log.ranks] for side in lengths))
 
     def issue_checked(x: torch.Tensor) -> Pending[torch.Tensor]:
+        """Log the call and compare it with those of other ranks, then run it."""
         if (level := CheckLevel.now) == "off":
             return run(x)
         key = (x.dtype, x.is_meta, x.shape) if compare_shape else (x.dtype, x.is_meta)

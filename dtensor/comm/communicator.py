@@ -105,13 +105,16 @@ class Communicator(ABC):
         """
 
     @abstractmethod
-    def _all_reduce(self, dims: Dims, op: Op, dtype: torch.dtype) -> BoundReduction: ...
+    def _make_all_reduce(self, dims: Dims, op: Op, dtype: torch.dtype) -> BoundReduction:
+        """Return the all-reduce within the groups over mesh dims. No data is sent before it is called."""
 
     @abstractmethod
-    def _reduce_scatter(self, dims: Dims, scatter: Scatter) -> BoundCollective: ...
+    def _make_reduce_scatter(self, dims: Dims, scatter: Scatter) -> BoundCollective:
+        """Return the reduce-scatter within the groups over mesh dims. No data is sent before it is called."""
 
     @abstractmethod
-    def _all_gather_object(self, value: Any, dims: Dims) -> list[Any]: ...
+    def _all_gather_object(self, value: Any, dims: Dims) -> list[Any]:
+        """Return the values of all ranks of the group, in its order."""
 
     # --- bound collectives -----------------------------------------------------------------------------------------------
     def bind_transfer(self, mesh_dims: Sequence[int], transfer: Transfer) -> BoundCollective:
@@ -156,7 +159,7 @@ class Communicator(ABC):
             max_numel = max(box.numel for group in self._groups(dims) for box in scatter.chunks_of(group[0]))
             return (self.group_size(dims) - 1) * max_numel * scatter.dtype.itemsize
 
-        return self._wrap_issue("reduce_scatter", dims, self._reduce_scatter(dims, scatter), received)
+        return self._wrap_issue("reduce_scatter", dims, self._make_reduce_scatter(dims, scatter), received)
 
     def bind_all_reduce(self, mesh_dims: Sequence[int], op: Op, dtype: torch.dtype) -> BoundReduction:
         """Bind an all-reduce: each rank of a group gets the reduction of the group's local values of one dtype."""
@@ -165,6 +168,7 @@ class Communicator(ABC):
         )
 
     def _bind_all_reduce(self, dims: Dims, op: Op, dtype: torch.dtype) -> BoundReduction:
+        """Return an all-reduce that is reported and recorded; with one rank or none it does not communicate."""
         if not self.held:
             return BoundReduction(Pending.of)
         check_reduction(op, dtype)
@@ -179,7 +183,7 @@ class Communicator(ABC):
         def wrap(run: BoundCollective) -> BoundCollective:
             return self._wrap_issue("all_reduce", dims, run, num_received, bound.at_once)
 
-        bound = self._all_reduce(dims, op, dtype)
+        bound = self._make_all_reduce(dims, op, dtype)
         return BoundReduction(wrap(bound.run), None if bound.taking is None else wrap(bound.taking), bound.at_once)
 
     def _wrap_issue(
@@ -191,6 +195,7 @@ class Communicator(ABC):
         """
 
         def issue(x: Local) -> Pending[Local]:
+            """Record the collective, or report and run it, or run it."""
             if ACTIVE_RECORDERS and (recorder := current_recorder()) is not None:
                 return recorder.record_op(issue, (x,), {})
             if events.listeners or profiler_enabled() or (count_dispatch_modes() and has_range_observer()):
@@ -228,6 +233,7 @@ class Communicator(ABC):
         return self._kept.keep(self._bound, key, make()) if bound is None else bound
 
     def _event(self, kind: str, dims: Dims, nbytes: int) -> events.Event:
+        """Return the event by which a collective is reported."""
         ranks = self.mesh.ranks
         groups = self._get_or_bind(
             ("ranks", dims), lambda: tuple(tuple(ranks[member] for member in group) for group in self._groups(dims))
@@ -389,6 +395,7 @@ class Communicator(ABC):
     def _exchange(
         self, chunks: list[Local], dims: Dims, shape_of: Callable[[int, int], Shape], kind: str
     ) -> Pending[list[Local]]:
+        """Send a chunk from each member to each member of its group, and return what each received."""
         members_of = self.mesh.members_of
 
         @functools.cache

@@ -25,6 +25,7 @@ class DryRun(Communicator):
         return fn(0, *args, **kwargs)
 
     def _transfer(self, dims: Dims, transfer: Transfer) -> BoundCollective:
+        """Return a transfer that sends nothing, and allocates the memory that the backend would."""
         like = self.mesh._root.simulated_mesh
         if like is None or like.device_type != "cpu":  # a cluster with a backend that copies nothing into rows
             return _make_empty(transfer.route_of(0).new if transfer.new_of is None else transfer.new_of(0))
@@ -38,10 +39,12 @@ class DryRun(Communicator):
     def _transfer_to(self, target: DeviceMesh, ranks: Dims, transfer: Transfer) -> BoundCollective:
         return _make_empty(transfer.route_of(ranks.index(target.ranks[0])).new)
 
-    def _all_reduce(self, dims: Dims, op: Op, dtype: torch.dtype) -> BoundReduction:
+    def _make_all_reduce(self, dims: Dims, op: Op, dtype: torch.dtype) -> BoundReduction:
+        """Return an all-reduce that sends nothing and allocates its result."""
         return BoundReduction(lambda x: Pending.of(x.new_empty(x.shape)))
 
-    def _reduce_scatter(self, dims: Dims, scatter: Scatter) -> BoundCollective:
+    def _make_reduce_scatter(self, dims: Dims, scatter: Scatter) -> BoundCollective:
+        """Return a reduce-scatter that sends nothing, and allocates the received addends and the result."""
         own = scatter.new(0)
 
         def run_scatter(x: Local) -> Pending[Local]:

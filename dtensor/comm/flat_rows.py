@@ -125,7 +125,7 @@ def broadcast_route(shape: Shape, size: int, source: int, mine: int) -> SendRecv
 
 
 def check_announced_shape(tensor: Tensor, shape: Shape, member: int) -> Tensor:
-    """Return ``piece`` if it has the shape that the other ranks expect.
+    """Return ``tensor`` if it has the shape that the other ranks expect.
 
     Another shape would be misread by them, except for two empty tensors.
 

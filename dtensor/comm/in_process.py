@@ -33,6 +33,7 @@ class InProcess(Communicator):
         self.held = mesh.members
 
     def map(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call ``fn`` for one member after another, and merge the results to ``PerRank`` tensors."""
         members = self.mesh.members
         count = count_ranks((args, kwargs), len(members))
         root, results = self.mesh._root, []
@@ -49,6 +50,7 @@ class InProcess(Communicator):
         return PerRank(shards)
 
     def _transfer(self, dims: Dims, transfer: Transfer) -> BoundCollective:
+        """Return the transfer that copies regions between the shards of each group."""
         routes, copies = [transfer.route_of(member) for member in self.held], []
         for member, route in enumerate(routes):
             group = self.mesh.members_of(dims, member)
@@ -56,6 +58,7 @@ class InProcess(Communicator):
         return lambda x: Pending.of(_run_copies(self._shards(x), copies))
 
     def _transfer_to(self, target: DeviceMesh, ranks: Dims, transfer: Transfer) -> BoundCollective:
+        """Return the transfer that copies regions between the shards of two meshes."""
         routes, copies = [transfer.route_of(position) for position in range(len(ranks))], []
         holders = [self.mesh.ranks.index(rank) if rank in self.mesh.ranks else -1 for rank in ranks]
         for position in map(ranks.index, target.ranks):
@@ -63,7 +66,9 @@ class InProcess(Communicator):
             copies.append((route.new, list(_list_copies(route, routes, holders, position))))
         return lambda x: Pending.of(_run_copies(self._shards(x), copies))
 
-    def _all_reduce(self, dims: Dims, op: Op, dtype: torch.dtype) -> BoundReduction:
+    def _make_all_reduce(self, dims: Dims, op: Op, dtype: torch.dtype) -> BoundReduction:
+        """Return the all-reduce that folds the local tensors of each group and copies the result to its members."""
+
         def run_reduction(x: Local) -> Pending[Local]:
             shards, results = self._shards(x), {}
             for group in self._groups(dims):
@@ -75,7 +80,8 @@ class InProcess(Communicator):
 
         return BoundReduction(run_reduction)
 
-    def _reduce_scatter(self, dims: Dims, scatter: Scatter) -> BoundCollective:
+    def _make_reduce_scatter(self, dims: Dims, scatter: Scatter) -> BoundCollective:
+        """Return the reduce-scatter that folds, for each member, its region of the local tensors of its group."""
         sources_of = []
         for member in self.held:
             group = self.mesh.members_of(dims, member)
@@ -116,6 +122,7 @@ def _list_copies(
 
 
 def _run_copies(shards: Sequence[Tensor], copies: Sequence[tuple[tuple[int, ...], list[RegionCopy]]]) -> PerRank:
+    """Return new blocks, filled with the regions that they get from shards."""
     results = [shards[0].new_empty(shape) for shape, _ in copies]
     for result, (_, block_copies) in zip(results, copies, strict=True):
         for source, old, new in block_copies:

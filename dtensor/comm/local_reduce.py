@@ -99,6 +99,7 @@ def fold(addends: Sequence[Tensor], op: Op, out: Tensor | None = None) -> Tensor
 
 
 def _reduce_by_steps(addends: Sequence[Tensor], op: str) -> Tensor:
+    """Reduce addends one after another, in the accumulation dtype."""
     dtype = addends[0].dtype
     compute_dtype = _ACCUMULATION_DTYPES.get(dtype, dtype)
     total = row_major_copy(addends[0], compute_dtype)
@@ -138,6 +139,7 @@ _BLOCK_ELEMENTS = 1 << 16  # elements of each addend that are summed at a time, 
 
 
 def _sum_in_blocks(addends: Sequence[Tensor], op: str, out: Tensor) -> Tensor:
+    """Write the sum or mean of the addends to ``out``; those of large addends block by block."""
     addends = [addend.detach() for addend in addends]
     if out.numel() > 2 * _BLOCK_ELEMENTS and len(addends) > 2 and all(addend.is_contiguous() for addend in addends):
         blocks = list(zip(*(addend.view(-1).split(_BLOCK_ELEMENTS) for addend in (out, *addends)), strict=True))
@@ -154,6 +156,7 @@ def _sum_in_blocks(addends: Sequence[Tensor], op: str, out: Tensor) -> Tensor:
 
 
 def _reduce_monoid(addends: Sequence[Tensor], op: Monoid) -> Tensor:
+    """Reduce addends by a monoid and finalize; the result has memory of its own and is contiguous."""
     if len(addends) > 1 and (op.combine_all is not None or (op.elementwise and len(addends) > 2)):
         return reduce_stack(torch.stack([addend.detach() for addend in addends]), op)
     total = functools.reduce(op.combine, addends)

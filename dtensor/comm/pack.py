@@ -197,6 +197,7 @@ class Packing:
 
     @cached_property
     def grid(self) -> RegularGrid | None:
+        """Return the regular grid that the boxes form, or None if they differ in size or place."""
         if not self.nonempty_boxes or not self.is_even or len({box.size for box in self.nonempty_boxes}) > 1:
             return None
         found = _find_grid([_box_offset(box, self.shape) for box in self.nonempty_boxes])

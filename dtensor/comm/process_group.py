@@ -48,6 +48,7 @@ class ProcessGroups(Communicator):
         return group
 
     def _transfer(self, dims: Dims, transfer: Transfer) -> BoundCollective:
+        """Return the transfer within the groups over mesh dims: each call is compared with other ranks, and can be traced."""
         group = self._group(dims)
         lengths = None if transfer.description else lengths_of(transfer.route_of(group.members[group.position]))
         description = f"{transfer.kind} {transfer.description}".rstrip()
@@ -55,6 +56,7 @@ class ProcessGroups(Communicator):
         return select_when_traced(run, lambda: traced_collectives.bind_traced_transfer(group, transfer))
 
     def _transfer_to(self, target: DeviceMesh, ranks: Dims, transfer: Transfer) -> BoundCollective:
+        """Return the transfer between the ranks of two meshes, over a group that contains both."""
         rank = dist.get_rank()
         if rank not in ranks:
             return Pending.of
@@ -78,14 +80,16 @@ class ProcessGroups(Communicator):
             traced_collectives.raise_without_group,
         )
 
-    def _all_reduce(self, dims: Dims, op: Op, dtype: torch.dtype) -> BoundReduction:
+    def _make_all_reduce(self, dims: Dims, op: Op, dtype: torch.dtype) -> BoundReduction:
+        """Return the all-reduce of these groups: each call is compared with other ranks, and can be traced."""
         group, bound = self._group(dims), bind_all_reduce(self._group(dims), op, dtype)
         description, mesh_dims = f"all_reduce({op})", self._name_dims(dims)
         run = wrap_checked(group, description, mesh_dims, bound.run, compare_shape=True)
         taking = None if bound.taking is None else wrap_checked(group, description, mesh_dims, bound.taking, compare_shape=True)
         return traced_collectives.add_traced_reduction(BoundReduction(run, taking, bound.at_once), group, op, dtype)
 
-    def _reduce_scatter(self, dims: Dims, scatter: Scatter) -> BoundCollective:
+    def _make_reduce_scatter(self, dims: Dims, scatter: Scatter) -> BoundCollective:
+        """Return the reduce-scatter of these groups: each call is compared with other ranks, and can be traced."""
         group, description = self._group(dims), f"reduce_scatter({scatter.op}) {scatter.description}"
         run = wrap_checked(group, description, self._name_dims(dims), bind_scatter(group, scatter))
         return select_when_traced(run, lambda: traced_collectives.bind_traced_scatter(group, scatter))
@@ -101,6 +105,7 @@ class ProcessGroups(Communicator):
         return [pickle.loads(row.numpy().tobytes()) for row in rows]
 
     def _gather_row(self, dims: Dims, row: torch.Tensor, lengths: list[int], position: int) -> torch.Tensor:
+        """Gather rows of these lengths from all ranks of the group into one row on the CPU."""
         route = gather_route([(length,) for length in lengths], position)
         group, transfer = self._group(dims), Transfer(lambda _: route, row.dtype, "all_gather", blocking=True)
         run = wrap_checked(

@@ -61,6 +61,7 @@ def bind_scatter(group: Group, scatter: Scatter) -> Issue:
 
 
 def _bind_native_scatter(group: Group, old: tuple[int, ...], chunks: tuple[Box, ...], op: Any, view_dtype: torch.dtype) -> Issue:
+    """Return a reduce-scatter by the backend's own collective, of a packed row."""
     send_packing, own = Packing(tuple(group.to_torch(chunks)), old), chunks[group.position]
     reduce = bind_native_reduce_scatter(group, op)
 
@@ -76,6 +77,7 @@ def _bind_native_scatter(group: Group, old: tuple[int, ...], chunks: tuple[Box, 
 
 
 def _bind_direct_scatter(group: Group, old: tuple[int, ...], chunks: tuple[Box, ...], op: Op) -> Issue:
+    """Return a reduce-scatter that sends each region to its rank, which reduces in the order of ranks."""
     own, mine = chunks[group.position], group.position
     send_regions = list_message_regions(group, tuple(chunks), old, 1)
     order = group.order or tuple(range(group.size))
@@ -117,6 +119,8 @@ def bind_all_reduce(group: Group, op: Op, dtype: torch.dtype) -> BoundReduction:
 def _bind_native_reduction(
     reduce: Callable[[Tensor], list[Waitable]], dtype: torch.dtype, view_dtype: torch.dtype
 ) -> BoundReduction:
+    """Return an all-reduce by the backend's own collective; it can reduce in place if the dtype needs no view."""
+
     def reduce_in_place(result: Tensor) -> Pending[Tensor]:
         return make_pending(reduce(result), lambda: result)
 
@@ -226,6 +230,7 @@ def _reduce_in_place(group: Group, x: Tensor, op: Op) -> Pending[Tensor]:
     )
 
     def begin() -> Callable[[], Tensor]:
+        """Reduce this rank's chunk, and start to exchange the reduced chunks."""
         if own:
             addends = [addend_chunks[mine] if k == mine else scratch[k][:own] for k in range(size)]
             wait_then(first, lambda: fold(addends, op, out=result_chunks[mine]))

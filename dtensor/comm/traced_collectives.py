@@ -321,6 +321,7 @@ def bind_traced_transfer(group: Group, transfer: Transfer) -> BoundCollective:
 
 
 def _bind_gather(group: Group, route: Any, description: str) -> BoundCollective:
+    """Return an all-gather as an operator of the graph."""
     arriving = make_gather_packing(group, route)
     gather = _make_collective(group, "gather", f"all_gather {description}")
 
@@ -360,6 +361,7 @@ def bind_traced_scatter(group: Group, scatter: Scatter) -> BoundCollective:
 def _bind_native_scatter(
     group: Group, leaving: Packing, size: tuple[int, ...], native: tuple[Any, torch.dtype], description: str
 ) -> BoundCollective:
+    """Return a reduce-scatter as an operator of the graph, of a packed row."""
     op, seen = native
     reduce = _make_collective(group, "reduce_scatter", description, op)
 

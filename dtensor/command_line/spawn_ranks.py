@@ -48,6 +48,8 @@ def spawn_ranks(
 
 
 def _collect_messages(messages: Any, processes: list[Any], deadline: float, seconds: float) -> Iterator[Any]:
+    """Yield the rows that the processes send; raise if one fails, dies, or the deadline passes."""
+
     def exited_ranks() -> list[str]:
         return [f"rank {k} died (exit code {p.exitcode})" for k, p in enumerate(processes) if p.exitcode]
 
@@ -70,6 +72,7 @@ def _collect_messages(messages: Any, processes: list[Any], deadline: float, seco
 def _run_rank(
     rank: int, ranks: int, folder: str, device_type: str, messages: Any, rows: Callable[..., Iterator[Any]], args: tuple[Any, ...]
 ) -> None:
+    """Run ``rows`` as one rank of a process group; rank 0 sends each row, and a failing rank its error."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     try:
         store = f"file://{Path(folder) / 'store'}"

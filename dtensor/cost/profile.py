@@ -114,6 +114,7 @@ BUILT_IN_PROFILE = Profile({"gloo": _GLOO, "nccl": _NCCL}, {"nccl": _NCCL_BETWEE
 
 
 def _parse_links(read: Any) -> dict[str, Link]:
+    """Parse the rates of collectives by backend; raise if one is missing or not a number."""
     if not isinstance(read, dict):
         raise ValueError(f"links by backend are expected, got {type(read).__name__}")
     try:
@@ -176,6 +177,7 @@ _elected_profile: list[tuple[Any, Profile]] = []  # the last world, and the prof
 
 
 def _world_profile(world: Any) -> Profile:
+    """Return the machine profile that all ranks of the world use: that of the rank that asked first."""
     if not _elected_profile or _elected_profile[0][0] is not world:
         own, per_host = _process_profile(), os.environ.get("LOCAL_WORLD_SIZE", "")  # set by torchrun
         if not own.ranks_per_host and per_host.isdigit():

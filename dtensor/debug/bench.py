@@ -91,6 +91,7 @@ def _parse_placements(side: str, mesh: Shape, ndim: int) -> Placements:
 
 
 def _parse_placement(word: str, ndim: int) -> Placement:
+    """Return the placement that a word such as ``S0``, ``R`` or ``P`` names."""
     try:
         return check_placement(parse_placement(re.sub(r"^S(\d+)$", r"S(\1)", word)), ndim)
     except PlacementError:

@@ -123,6 +123,7 @@ def _measure_matmul_rate(dtype: torch.dtype, device_type: str, seconds: float) -
 
 
 def _measure_link(groups: Sequence[Sequence[int]], device_type: str, seconds: float) -> Link:
+    """Measure the collectives of one backend, and fit a rate to each kind."""
     memory = _measure_copy_rate(device_type, seconds)
     measurements = list(product(groups, MEASURED_COLLECTIVES, _SIDES))
     steps = iterate_with_progress(measurements, len(measurements), "calibrating") if dist.get_rank() == 0 else iter(measurements)

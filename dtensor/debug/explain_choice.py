@@ -93,6 +93,7 @@ def _alternative_lines(cause: Cause, query: RuleQuery) -> Iterator[str]:
 
 
 def _strategy_lines(query: RuleQuery) -> Iterator[str]:
+    """Yield, for each mesh dim, the cheapest strategies of the call with their times, and mark the chosen one."""
     assert query.chosen is not None
     for mesh_dim, chosen in enumerate(query.chosen.choice.strategies):
         priced = _strategies_by_cost(query, mesh_dim)

@@ -160,6 +160,7 @@ def _listing_html(x: Any, lines: Iterable[CostlyLine], **more: Any) -> str:
 
 
 def _listing_rows(file: str, lines: Sequence[CostlyLine], largest: int) -> Iterator[dict[str, Any]]:
+    """Yield the rows of one file's listing: its costly lines and those near them."""
     by_number = group_by_key((line.place.number, line) for line in lines)
     code = _code_lines(file)
     near = {number for at in by_number for number in range(max(at - _CONTEXT_LINES, 1), min(at + _CONTEXT_LINES, len(code)) + 1)}

@@ -145,6 +145,7 @@ def _dim_intervals(layout: Layout, dim: int) -> list[tuple[int, int]]:
 
 
 def _make_panels(dims: Sequence[Sequence[Interval]], cells: dict[tuple[int, ...], Box]) -> Iterator[Panel]:
+    """Yield a panel of rows and columns for each index of the leading dims."""
     single = Interval("", 1)
     rows, columns = dims[-2] if len(dims) > 1 else [single], dims[-1] if dims else [single]
     for before in itertools.product(*(range(len(dim)) for dim in dims[:-2])):

@@ -128,6 +128,7 @@ def lines_at_peak(tracker: MemoryTracker, rank: int) -> tuple[tuple[SourceLine, 
 
 
 def _timeline_of(tracker: MemoryTracker, rank: int) -> tuple[Moment, ...]:
+    """Return the memory of one rank by kind, at each time at which it changes."""
     times: Sequence[int] = [when for when, _, _ in tracker.log]
     moments = []
     for count, sizes in tracker.sizes_over_time(rank):

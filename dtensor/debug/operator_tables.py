@@ -148,6 +148,7 @@ def torch_version() -> str:
 
 
 def _family_table(shared: Mapping[OperatorEntry, Sequence[str]]) -> str:
+    """Return a Markdown table with a line for all operators that share an entry."""
     lines = [
         "| operators | run by | inputs | results | sharded | partial results | collectives | partial inputs |",
         "|---|---|---|---|---|---|---|---|",
@@ -295,6 +296,7 @@ def rename_factors(factors: Factors) -> Factors:
 
 
 def _notation_text(tensors_dims: Sequence[Dims], factors: Factors, shapes: Sequence[tuple[int, ...]]) -> str:
+    """Return the dims of tensors as a pattern in the notation of rules."""
     texts = []
     for i, (dims, shape) in enumerate(zip(tensors_dims, shapes, strict=True)):
         words = [_dim_text(dim, size, factors) for dim, size in zip(dims, shape, strict=True)]
@@ -304,6 +306,7 @@ def _notation_text(tensors_dims: Sequence[Dims], factors: Factors, shapes: Seque
 
 
 def _dim_text(dim: tuple[str, ...], size: int, factors: Factors) -> str:
+    """Return one dim in the notation of rules."""
     if any(name[0] == "@" for name in dim):
         return "{" + ", ".join(name.lstrip("@") for name in dim) + "}"
     names = [f"[{name}]" if name in factors.whole else name for name in dim]

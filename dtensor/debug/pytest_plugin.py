@@ -92,6 +92,7 @@ def dtensor_budget(request: pytest.FixtureRequest) -> Budget:
 
     @contextmanager
     def block(**limits: Any) -> Iterator[None]:
+        """Record the block; fail the test if it exceeds the given limits, or else compare it with the recorded budget."""
         allowed = Limits(**limits)
         entered[0] += 1
         name = request.node.nodeid + (f" #{entered[0]}" if entered[0] > 1 else "")

@@ -179,6 +179,7 @@ def _collective_events(
 
 
 def _call_details(operation: RecordedOperation, call: RecordedLocalCall) -> dict[str, Any]:
+    """Return the details that the timeline shows for one local call."""
     return {
         "operator": operation.operator,
         "operands": list(operation.operands),

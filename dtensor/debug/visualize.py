@@ -72,6 +72,7 @@ def _notebook_display() -> Any:
 
 # --- colored ------------------------------------------------------------------------------------------------------------
 def _print_boxes(boxes: Boxes, force: bool) -> None:
+    """Print the boxes to the terminal, colored by rich where it can."""
     from rich.console import Console  # optional
     from rich.text import Text
 

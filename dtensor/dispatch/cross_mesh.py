@@ -74,6 +74,7 @@ def make_cross_mesh_runner(operator: OperatorSchema, bound: dict[str, Any]) -> R
 
 
 def _make_home_runner(operator: OperatorSchema, bound: dict[str, Any]) -> Runner:
+    """Return the function that copies operands to the home mesh, and runs the operator there."""
     home = _choose_home_mesh(operator, bound)
     name = operator.name
 
@@ -104,6 +105,7 @@ def _group_by_mesh(operator: OperatorSchema, bound: dict[str, Any]) -> list[list
 
 
 def _run_mesh_by_mesh(operator: OperatorSchema, bound: dict[str, Any], groups: Sequence[Sequence[int]]) -> Any:
+    """Run a list operator once for each group of elements on one mesh, and return the results in order."""
     count = sum(map(len, groups))
     results: list[Any] = [None] * count
     for group in groups:
@@ -142,6 +144,7 @@ def _run_on_plain_tensors(operator: OperatorSchema, bound: dict[str, Any]) -> An
 
 
 def _plain_value(value: Any, name: str, ranked: bool) -> Any:
+    """Return the local value of a DTensor, one for all ranks unless ``ranked``; other values unchanged."""
     layout = _layout_of(value)
     if layout is None:
         return value
@@ -175,6 +178,7 @@ def _count_elements(layout: Layout) -> int:
 
 
 def _check_operands(name: str, values: Sequence[Any], home: DeviceMesh) -> None:
+    """Raise if an operand on another mesh than ``home`` cannot be copied to it."""
     backward = graph_task() != -1
     for value in iter_tree_leaves(values):
         layout = _layout_of(value)
@@ -270,6 +274,7 @@ def _agree_between_copies(local: Any, mesh: DeviceMesh, home: DeviceMesh, name: 
 
 @untracked
 def _check_copies_equal(rows: Sequence[torch.Tensor], name: str, mesh: DeviceMesh) -> None:
+    """Raise if a value differs between submeshes by more than rounding."""
     first = rows[0]
     if first.is_meta or has_no_values(first):
         return

@@ -150,6 +150,7 @@ def _make_dispatch(entry: Entry) -> Callable[..., Any]:
     keyed, listed = entry.operator.keyed, entry.operator.listed
 
     def run(cls: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        """Run the operator on a call: look its program up by the layouts and values of the arguments."""
         try:
             if _count_modes() and tracing.add_graph_constants((args, kwargs)):
                 return func(*args, **(kwargs or {}))
@@ -211,6 +212,7 @@ def _make_general_dispatch(entry: Entry, find: Callable[..., Any]) -> Callable[.
     options = entry.operator.options
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call of any form: lists, keywords, numbers that are part of the key by type."""
         key: list[Any] = []
         numbers: list[Any] | None = [] if records else None
         local_args: list[Any] = []

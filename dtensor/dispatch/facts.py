@@ -185,6 +185,7 @@ def attach_row_ownership(plan: CallPlan, operator: OperatorSchema, signature: Ca
     is_written = bool(operator.mutated)
 
     def step(frame: Frame) -> None:
+        """Attach the ownership of rows to disjoint results, and zero the rows of other ranks where the plan asks for it."""
         bound = operator.bind(frame.args, frame.kwargs)
         results = [x for x in tree_leaves(frame.output) if isinstance(x, torch.Tensor)]
         for disjoint, inherited in zip(disjoint_results, frame.ownerships, strict=True):
@@ -291,6 +292,7 @@ def propagate_local_indices(plan: CallPlan, operator: OperatorSchema, signature:
     layouts = [layout for layout in tree_leaves(plan.results) if isinstance(layout, Layout)]
 
     def step(frame: Frame) -> None:
+        """Give views of an index tensor the fact that it refers to this rank's shard only."""
         base = frame.args[0]
         fact = find_local_indices(base) if _LOCAL_INDICES in base.__dict__ else None
         if fact is not None:
@@ -415,6 +417,7 @@ def make_quick_facts(operator: OperatorSchema) -> Callable[[Args, Keywords], tup
     )
 
     def quick_facts(args: Args, kwargs: Keywords) -> tuple[Any, ...]:
+        """Return the facts of the arguments, or () at once if no tensor among them has an attribute of a fact."""
         for value in (*args, *kwargs.values()) if kwargs else args:
             kind = type(value)
             if kind is tensor:

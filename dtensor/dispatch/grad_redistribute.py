@@ -52,6 +52,7 @@ def register_grad_redistribute(x: Any, is_part: bool) -> bool:
     metadata[key] = True
 
     def redistribute_grad(grad: Any) -> Any:
+        """Return the gradient sharded as its forward value, or None if it stays as it is."""
         found = getattr(grad, "_layout", None)
         if found is None or found.mesh != layout.mesh:
             return None

@@ -49,6 +49,7 @@ def convert_scalars_once(plan: CallPlan, operator: OperatorSchema, func: Callabl
 
 
 def _make_scalar_tensors(scalars: Any, count: int, dtype: torch.dtype) -> list[Tensor]:
+    """Return numbers of a foreach operator as 0-d tensors; equal numbers share one."""
     if type(scalars) is not float:
         if not scalars[0] or scalars.count(scalars[0]) != count:  # 0.0 == -0.0
             return list(torch.tensor(scalars, dtype=dtype, device="cpu").unbind())
@@ -71,6 +72,7 @@ def match_list_strides(operator: OperatorSchema) -> Callable[..., Any]:
     func, is_written = operator.func, [name in operator.mutated for name in operator.names]
 
     def run(*local_args: Any, **local_kwargs: Any) -> Any:
+        """Run the function on copies of elements with other strides than the first list's, and write results back."""
         copied: list[tuple[Any, Any]] = []  # written tensors and their copies
         first = local_args[0]
         if not _all_match([arg for arg in local_args if isinstance(arg, list)]):

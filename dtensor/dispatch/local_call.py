@@ -161,6 +161,7 @@ def _rank_constants(plan: CallPlan) -> dict[int, Constants]:
 def _call_with_rank_constants(
     plan: CallPlan, operator: OperatorSchema, signature: CallSignature, by_member: dict[int, Constants]
 ) -> LocalCall:
+    """Return the call of the local function with the argument values that each member gets from the rule."""
     rule_function = None if plan.rule is None or plan.rule.local is None else _function_for_ranks_here(plan, plan.rule.local)
     accepted = {*operator.names}
     if rule_function is not None:
@@ -332,6 +333,7 @@ def with_uniform_errors(plan: CallPlan, operator: OperatorSchema, func: Callable
     was_tried = False
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        """Compute, after a first try of the operator on tensors of one element, which raises as torch does."""
         nonlocal was_tried
         if not was_tried:
             try:

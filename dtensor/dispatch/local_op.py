@@ -56,6 +56,7 @@ def _decompose_under_modes(composite: Any) -> Any:
 
     @wraps(composite)
     def run(*args: Any, **kwargs: Any) -> Any:
+        """Run the composite operator so that active dispatch modes see its parts."""
         if not count_dispatch_modes() or not _is_excluded(_AUTOGRAD):
             return composite(*args, **kwargs)
         _set_excluded(_AUTOGRAD, False)

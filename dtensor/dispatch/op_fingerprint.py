@@ -111,6 +111,7 @@ class PlanFingerprints:
         get, thread, main, modes = plans.get, threading.get_ident, threading.main_thread().ident, count_dispatch_modes
 
         def find(signature: tuple[Any, ...], numbers: list[Any] | None = None) -> Any:
+            """Return the program of a signature, and add the call to the trail that is compared between ranks."""
             cached = get(signature)
             program, trail, step, text = (None, *self._fingerprint_of(signature)) if cached is None else cached
             if trail is None or thread() != main or (modes() and is_tracing()):
@@ -148,6 +149,7 @@ class PlanFingerprints:
 
 
 def _layouts(signature: Iterable[Any]) -> Iterator[Layout]:
+    """Yield the layouts of a signature, at any depth."""
     for part in signature:
         if isinstance(part, Layout):
             yield part
@@ -176,6 +178,7 @@ def _mesh_text(mesh: DeviceMesh) -> str:
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Any]:
+    """Yield the DTensors among values, at any depth of lists."""
     for value in values:
         if type(value) is wrap.TENSOR:
             yield value
@@ -195,6 +198,7 @@ def _layout_text(layout: Layout) -> str:
 
 
 def _value_text(value: Any) -> str:
+    """Return the text of an argument in a fingerprint: the same on all ranks of a correct program."""
     if type(value) is wrap.TENSOR:
         return "*"
     if isinstance(value, torch.Tensor):

@@ -40,6 +40,7 @@ def check_unwritten(pending: Pending[Any], sources: Sequence[Any]) -> Pending[An
     check = WriteCheck(t for x in sources for t in (x, *shards_of(x._local)))
 
     def wait() -> Any:
+        """Return the value; raise if a tensor was written to while it was sent."""
         value = pending.wait()
         if check.was_written():
             raise DTensorError(

@@ -203,6 +203,7 @@ def _needs_copy(operator: OperatorSchema, value: Any) -> bool:
 def _run_on_copies(
     operator: OperatorSchema, names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any], *_: Any
 ) -> Any:
+    """Run the operator on DTensor copies of plain tensors, and write the copies back."""
     bound = operator.bind(args, kwargs)
     arguments = {name: bound[name] for name in names}
     (mesh,) = meshes_of(bound.values())
@@ -247,6 +248,7 @@ def make_constants_runner(operator: OperatorSchema, bound: dict[str, Any]) -> Ru
 def _run_with_constants(
     operator: OperatorSchema, names: tuple[str, ...], drawn_by: str, args: tuple[Any, ...], kwargs: dict[str, Any], *_: Any
 ) -> Any:
+    """Run the operator with plain arguments replicated; random ones must be the same on all ranks."""
     bound = operator.bind(args, kwargs)
     (mesh,) = meshes_of(bound.values())
 

@@ -92,6 +92,7 @@ def _make_runner(steps: Sequence[Step]) -> Runner:
     """Return the function that runs ``steps`` on one frame."""
 
     def run(args: Args, kwargs: Keywords, local_args: list[Any], local_kwargs: Keywords) -> Any:
+        """Run the steps of the program until one of them ends the call."""
         frame = Frame(args, kwargs, local_args, local_kwargs)
         for step in steps:
             if step(frame):
@@ -109,6 +110,7 @@ def _make_local_runner(
     output = wrap.output
 
     def run(args: Args, kwargs: Keywords, local_args: list[Any], local_kwargs: Keywords) -> Any:
+        """Run the steps of the program around the local function, and return the output."""
         frame = Frame(args, kwargs, local_args, local_kwargs)
         for step in before:
             if step(frame):
@@ -142,6 +144,7 @@ def _make_short_runner(call: LocalCall, wrap: WrapOutputs) -> Runner:
     if constants or keywords:
 
         def run(args: Args, kwargs: Keywords, local_args: list[Any], local_kwargs: Keywords) -> Any:
+            """Call the local function with the rank's constants, and wrap its result."""
             for position, value in constants:
                 local_args[position] = value
             if keywords:

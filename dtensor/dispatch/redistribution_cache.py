@@ -422,7 +422,7 @@ def _cacheable_versions(x: Any) -> tuple[int, ...] | None:
 
 
 def _may_cache_leaf(leaf: Any, recorder: Any, versions: Any) -> bool:
-    """Return True if copies of a parameter are cached now, from a forward pass until the gradient of the parameter arrives."""
+    """Return True if copies of a parameter may be cached now. A forward pass that asks begins that; the gradient ends it."""
     hook = leaf.__dict__.get("_grad_layout")
     if hook is None:
         return False
@@ -441,6 +441,7 @@ def _cheapest_start(copies: dict[Layout, Any], ends: _StoredEnds, local: Any) ->
 
 @memoize(4096)
 def _stored_ends(source: Layout, target: Layout) -> _StoredEnds:
+    """Return source and target in memory order, with the keys under which copies are stored, and the plan between them."""
     order, back = _memory_order_of(source)
     turned_source, turned_target = _permute_layout(source, order), _permute_layout(target, order)
     plan = plan_redistribution(turned_source, turned_target)

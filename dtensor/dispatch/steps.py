@@ -45,12 +45,12 @@ def order_arguments(plan: CallPlan, operator: OperatorSchema, signature: CallSig
     if not signature.reordered:
         return None
 
-    def step(frame: Frame) -> None:
+    def move_keywords(frame: Frame) -> None:
         args, frame.kwargs = operator.in_order(frame.args, frame.kwargs)
         frame.args = tuple(args)
         frame.local_args, frame.local_kwargs = operator.in_order(frame.local_args, frame.local_kwargs)
 
-    return step
+    return move_keywords
 
 
 def check_explicit(plan: CallPlan, operator: OperatorSchema, signature: CallSignature) -> Step | None:
@@ -58,13 +58,13 @@ def check_explicit(plan: CallPlan, operator: OperatorSchema, signature: CallSign
     if not plan.communicates:
         return None
 
-    def step(frame: Frame) -> None:
+    def check_explicit_mode(frame: Frame) -> None:
         if EXPLICIT.held and EXPLICIT:
             raise ImplicitCommunicationError(f"{operator.name} would communicate under explicit():\n{describe_plan(plan)}")
         if plan.how == "gather":
             warn_of_gather(plan, operator.name)
 
-    return step
+    return check_explicit_mode
 
 
 def split_aliased_lists(plan: CallPlan, operator: OperatorSchema, signature: CallSignature) -> Step | None:
@@ -73,13 +73,13 @@ def split_aliased_lists(plan: CallPlan, operator: OperatorSchema, signature: Cal
     if not operator.mutated or all(index is None for (_, index), _ in plan.redistributions):
         return None
 
-    def step(frame: Frame) -> bool:
+    def run_elements(frame: Frame) -> bool:
         if not has_aliased_elements(operator, frame.args, frame.kwargs):
             return False
         run_per_element(operator, frame.args, frame.kwargs)
         return True
 
-    return step
+    return run_elements
 
 
 def redistribute_inputs(plan: CallPlan, operator: OperatorSchema, signature: CallSignature) -> Step | None:
@@ -105,7 +105,7 @@ def redistribute_inputs(plan: CallPlan, operator: OperatorSchema, signature: Cal
     else:
         redistribute_all = redistribute_cached_each
 
-    def step(frame: Frame) -> None:
+    def redistribute_operands(frame: Frame) -> None:
         requests: list[Request] = []
         for place, index, redistribution in places:
             local = frame.local(place)
@@ -117,17 +117,17 @@ def redistribute_inputs(plan: CallPlan, operator: OperatorSchema, signature: Cal
             else:
                 frame.local(place)[index] = value
 
-    return step
+    return redistribute_operands
 
 
 def _redistribute_one(place: int, redistribution: RedistributionPlan, cached: bool) -> Step:
     """Make the step for the usual case: one positional operand."""
 
-    def step(frame: Frame) -> None:
+    def redistribute_operand(frame: Frame) -> None:
         local_args = frame.local_args
         local_args[place] = redistribute_cached(frame.args[place] if cached else None, redistribution, local_args[place])
 
-    return step
+    return redistribute_operand
 
 
 def _redistribute_elements(requests: Sequence[Request]) -> list[Any]:
@@ -151,13 +151,13 @@ def order_inputs_in_memory(plan: CallPlan, operator: OperatorSchema, signature: 
     if not places:
         return None
 
-    def step(frame: Frame) -> None:
+    def copy_to_memory_order(frame: Frame) -> None:
         for place, strides in places:
             local = frame.local(place)
             if type(local) is not torch.Tensor or local.stride() != strides[0]:
                 frame.put_local(place, _with_strides(local, strides))
 
-    return step
+    return copy_to_memory_order
 
 
 def _local_strides(layout: Layout) -> list[Stride]:
@@ -235,7 +235,7 @@ def copy_aliased_results(plan: CallPlan, operator: OperatorSchema, signature: Ca
     if not redistributed or operator.is_view or operator.mutated:
         return None
 
-    def step(frame: Frame) -> None:
+    def copy_aliased(frame: Frame) -> None:
         addresses: set[int] = set()
         for place, index in redistributed:
             x = frame.local(place)
@@ -247,7 +247,7 @@ def copy_aliased_results(plan: CallPlan, operator: OperatorSchema, signature: Ca
             type(result)(clone_if_aliased(x, addresses) for x in result) if is_list else clone_if_aliased(result, addresses)
         )
 
-    return step
+    return copy_aliased
 
 
 def write_into_locals(plan: CallPlan, operator: OperatorSchema, signature: CallSignature) -> Step | None:
@@ -258,12 +258,12 @@ def write_into_locals(plan: CallPlan, operator: OperatorSchema, signature: CallS
         (k, signature.place(name)) for k, name in enumerate(operator.returns) if name is not None and name not in operator.outs
     ]
 
-    def step(frame: Frame) -> None:
+    def write_results(frame: Frame) -> None:
         results = results_of(frame.local_result, operator)
         for k, place in places:
             write_value(frame.local(place), results[k])
 
-    return step
+    return write_results
 
 
 def write_back(plan: CallPlan, operator: OperatorSchema, signature: CallSignature) -> Step | None:
@@ -281,7 +281,7 @@ def write_back(plan: CallPlan, operator: OperatorSchema, signature: CallSignatur
         result_index = operator.returns.index(name) if is_returned else None
         places.append((signature.place(name), index, result_index, not plan.results and name in operator.outs, redistribution))
 
-    def step(frame: Frame) -> None:
+    def copy_back(frame: Frame) -> None:
         results = results_of(frame.local_result, operator)
         for place, index, k, shape_is_data, redistribution in places:
             target, local = frame.given(place), frame.local(place) if k is None else results[k]
@@ -292,7 +292,7 @@ def write_back(plan: CallPlan, operator: OperatorSchema, signature: CallSignatur
                     target, execute(redistribution, local.to(redistribution.src.dtype))
                 )  # a rule's function may return another dtype
 
-    return step
+    return copy_back
 
 
 def bump_versions(plan: CallPlan, operator: OperatorSchema, signature: CallSignature) -> Step | None:
@@ -301,7 +301,7 @@ def bump_versions(plan: CallPlan, operator: OperatorSchema, signature: CallSigna
         return None
     places = [place for name in sorted(operator.mutated) if (place := signature.given(name)) is not None]
 
-    def step(frame: Frame) -> None:
+    def count_writes(frame: Frame) -> None:
         for place in places:
             written = frame.given(place)
             if isinstance(written, (list, tuple)):
@@ -310,7 +310,7 @@ def bump_versions(plan: CallPlan, operator: OperatorSchema, signature: CallSigna
                 except RuntimeError:  # inference tensors have no version counter
                     increment_version([tensor for tensor in written if not tensor.is_inference()])
 
-    return step
+    return count_writes
 
 
 # --- results ------------------------------------------------------------------------------------------------------------

@@ -55,6 +55,7 @@ def with_variants(
         return programs.keep(full(args, kwargs), runner_of(program, operator))
 
     def run(args: Args, kwargs: Keywords, local_args: list[Any], local_kwargs: Keywords) -> Any:
+        """Run the program for the facts of these arguments, and plan it if there is none."""
         nonlocal conditions
         programs, quick, full = table
         variant = programs.get(quick(args, kwargs))

@@ -51,6 +51,7 @@ def decompose(plan: CallPlan, operator: OperatorSchema, signature: CallSignature
     lacking = {name: value for name, value in signature.omitted_by_name.items() if name not in operator.outs}
 
     def run(args: Args, kwargs: Keywords, local_args: list[Any], local_kwargs: Keywords) -> Any:
+        """Run the operators that the call consists of, with plain arguments distributed as planned."""
         named = {name: value for name, value in kwargs.items() if name not in operator.outs}
         result = compose(
             *[_distribute_plain(value, layout) for value, layout in zip(args, layouts, strict=True)],
@@ -105,6 +106,7 @@ def run_outside_mesh(plan: CallPlan, operator: OperatorSchema, signature: CallSi
     owners = [None if owner is None else signature.place(owner) for owner in operator.returns]
 
     def run(args: Args, kwargs: Keywords, local_args: list[Any], local_kwargs: Keywords) -> Any:
+        """Return empty outputs on a rank outside of the mesh; raise if the caller would need values."""
         frame = Frame(args, kwargs, list(local_args), dict(local_kwargs))
         if check is not None:
             check(frame)
@@ -135,6 +137,7 @@ def run_outside_mesh(plan: CallPlan, operator: OperatorSchema, signature: CallSi
 
 
 def _make_empty(layout: Any, device: Any) -> Any:
+    """Return an empty DTensor, or a list of them, for a rank outside of the mesh."""
     if isinstance(layout, list):
         return [_make_empty(item, device) for item in layout]
     if layout is None:

@@ -67,6 +67,7 @@ def from_pretrained(
 
 
 def _find_model_class(config: Any, path: str | Path) -> Any:
+    """Return the class of transformers that config.json names; raise if there is none."""
     names = config.architectures or ["<none>"]
     kind = getattr(import_module("transformers"), names[0], None)
     if kind is None:
@@ -146,6 +147,7 @@ def _weight_conversion(model: Any) -> Callable[[dict[str, torch.Tensor]], dict[s
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
 
     def arrange(stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return stored tensors under the names and in the form of the model's parameters."""
         results: dict[str, torch.Tensor] = {}
         collected: dict[str, Any] = {}
         for key in sorted(stored, key=library.dot_natural_key):
@@ -168,6 +170,7 @@ def _buffer_initializer(model: Any) -> Callable[[nn.Module], None]:
     """Return a function that sets the non-persistent buffers of a module as the model sets them. All others are read."""
 
     def init(module: nn.Module) -> None:
+        """Compute the non-persistent buffers of a module; raise if ``_init_weights`` does not compute them."""
         buffers = {name: module._buffers[name] for name in module._non_persistent_buffers_set}
         tables = {name: table for name, table in buffers.items() if table is not None and table.numel()}
         for table in tables.values():

@@ -1,4 +1,4 @@
-"""Default dispatch rules: what torch calls for all operators of a tensor class or mode, instead of ``__torch_dispatch__``.
+"""Default dispatch rules: let torch call ``__torch_dispatch__`` without an import of ``torch.distributed.tensor``, on torch 2.13.
 
 ``torch.library.register_torch_dispatch`` registers a rule for one operator. If a class has none, torch 2.13 compares it with
 ``torch.distributed.tensor.DTensor`` before it calls ``__torch_dispatch__``. This imports ``torch.distributed.tensor`` and sympy,

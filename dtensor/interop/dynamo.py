@@ -70,6 +70,8 @@ def define_inplace_operators(kind: type) -> None:
 
 
 def _make_forwarder(method: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Wrap a method in a Python function, which Dynamo can trace."""
+
     def in_place(self: Any, other: Any) -> Any:
         return method(self, other)
 

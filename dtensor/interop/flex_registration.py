@@ -33,6 +33,7 @@ def install_flex_attention() -> None:
 
 
 def _install(module: Any) -> None:
+    """Register the kernel of flex_attention for DTensors, and keep torch from compiling their calls."""
     operator = torch.ops.higher_order.flex_attention
     operator.py_impl(DispatchKey.PythonTLSSnapshot)(_compute)
     patch_applied("torch.ops.higher_order.flex_attention")

@@ -24,6 +24,7 @@ def install_save_on_cpu() -> None:
 
 
 def _init_hooks(self: Any, pin_memory: bool = False, device_type: str = "cuda") -> None:
+    """Initialize ``save_on_cpu`` with a pack hook that accepts DTensors."""
     _torch_init(self, pin_memory, device_type)
     pack = self.pack_hook
     pins = pin_memory and getattr(torch, device_type, torch.cuda).is_available()

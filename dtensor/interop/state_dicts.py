@@ -36,6 +36,7 @@ def install_state_dicts() -> None:
 
 
 def _patch_utils(module: Any) -> None:
+    """Patch torch's state-dict utilities so that they accept DTensors of this library."""
     iterate, broadcast, distribute, theirs = (
         getattr(module, name, None) for name in ("_iterate_state_dict", "_broadcast_tensors", "distribute_tensor", "DTensor")
     )
@@ -86,6 +87,7 @@ def _patch_for_ranks_in_process(module: Any) -> None:
 
 
 def _patch_stager(module: Any) -> None:
+    """Patch torch's state-dict stager to copy the local tensors of DTensors."""
     stager_class = getattr(module, "StateDictStager", None)
     offload = getattr(stager_class, "_offload_tensor", None)
     if stager_class is None or offload is None:

@@ -102,6 +102,7 @@ def install_substitutes() -> None:
 
 
 def _install(module: Any) -> None:
+    """Register the library's functions with Dynamo, and patch the tangents of AOTAutograd."""
     global _graph_break
     _graph_break = torch_internals.graph_break
     for function in _ALLOWED_IN_GRAPH:

@@ -165,6 +165,7 @@ class Layout:
 
     @staticmethod
     def _interned(mesh: Any, placements: Any, splits: Any, shape: Any, stride: Any, dtype: Any) -> Layout:
+        """Return the one layout with these attributes, and make it if there is none."""
         if contains_symbols(shape) or contains_symbols(stride):  # some symbols may be specialized to ints by now
             shape, stride = hashable_sizes(shape), hashable_sizes(stride)
         key = (mesh, placements, shape, stride, dtype)

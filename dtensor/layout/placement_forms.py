@@ -93,6 +93,7 @@ def _place_by_name(pairs: Sequence[tuple[Any, Any]], names: Sequence[Any], form:
 
 
 def _find_mesh_dim(name: Any, names: Sequence[Any], form: Any) -> int:
+    """Return the index of the mesh dim of this name; raise with advice if there is none."""
     if name in names:
         return names.index(name)
     advice = "its mesh dims are " + ", ".join(map(repr, names))
@@ -102,6 +103,7 @@ def _find_mesh_dim(name: Any, names: Sequence[Any], form: Any) -> int:
 
 
 def _read_partition(partition: Partition, mesh: DeviceMesh, ndim: int | None) -> tuple[Placement, ...]:
+    """Return the placements of a partition, which names the mesh dims of each tensor dim."""
     if ndim is not None and len(partition.dims) > ndim:
         raise PlacementError(f"{partition!r} has {len(partition.dims)} entries for a tensor of {ndim} dims; leave the last out")
     names = mesh.mesh_dim_names or ()

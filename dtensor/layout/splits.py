@@ -98,6 +98,7 @@ def _outermost_first(shards: list[tuple[int, Shard]], dim: int) -> list[tuple[in
 
 
 def _block_sizes(levels: list[tuple[int, Shard]], dim: int, size: int) -> tuple[int, ...]:
+    """Return the sizes of the blocks of one tensor dim after sharding it level by level."""
     blocks: tuple[int, ...] = (size,)
     leaf_count = math.prod(count for count, _ in levels)
     last = levels[-1][1].sizes

@@ -1,4 +1,4 @@
-"""Process groups of mesh dims: given by the user, the world, or made here once; and the library's own gloo groups.
+"""Process groups of mesh dims: of the user, the world, or made here once. On gloo, the library communicates over second groups.
 
 [Note: Names of process groups]
 Every member of a mesh asks for the same groups in the same order, because plans do not depend on the rank. But a mesh may cover
@@ -94,6 +94,7 @@ def _make_group_view(handle: Any, members: tuple[int, ...], ranks: list[int], me
 
 
 def _program_handle(mesh: Geometry, mesh_dims: Sequence[int]) -> tuple[Any, tuple[int, ...], list[int]]:
+    """Return this rank's group of the program over mesh dims, with its members and global ranks."""
     member = mesh.current_member()
     if member is None:
         raise MeshError(
@@ -161,6 +162,7 @@ BEFORE_NEW_GROUP: list[Callable[[list[int], str], None]] = []  # hooks before a 
 
 
 def _get_or_make_handle(mesh: Geometry, mesh_dims: Sequence[int], ranks: list[int]) -> Any:
+    """Return the torch group over mesh dims: the user's, the world, a known one with the same ranks, or a new one."""
     groups = mesh._root.groups
     group_id = mesh.group_id(mesh_dims)
     if group_id in groups:

@@ -113,6 +113,7 @@ class Sharding:
         return model
 
     def _place_states(self, optimizer: torch.optim.Optimizer, mesh: DeviceMesh, names: Mapping[Any, str]) -> None:
+        """Redistribute the states of an optimizer to the planned placements, and distribute plain ones."""
         for p, state in optimizer.state.items():
             for key, x in state.items():
                 placements = self.placements.get(f"{names.get(p, '')}.{key}")
@@ -242,6 +243,7 @@ def _find_input(recorder: GraphRecorder, x: DTensor) -> int | None:
 
 
 def _compute_loss(result: Any, loss: Any) -> torch.Tensor:
+    """Return the loss of the model's result: by the user's function, its attribute ``loss``, or its mean."""
     if loss is not None:
         return loss(result)
     value = getattr(result, "loss", result)

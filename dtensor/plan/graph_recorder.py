@@ -65,6 +65,7 @@ class GraphRecorder(CallListener):
         self.graph.collectives.append((event, current_redistribution_steps()))
 
     def on_dtensor_call(self, call: OperatorCall) -> Any:
+        """Run a call and record it: with its choice of strategies, by its parts, or as fixed."""
         if call.bypasses_rules:
             return self._record_fixed(call)
         plan, query = self._get_or_make_plan(call)
@@ -77,6 +78,7 @@ class GraphRecorder(CallListener):
         return self._record_call(call, plan, query)
 
     def _record_call(self, call: OperatorCall, plan: CallPlan, query: RuleQuery) -> Any:
+        """Run a call that has a choice of strategies, and add it to the graph with the rule query."""
         operator, bound = call.operator, call.bound
         operands = [self._get_or_add_value(x) for _, x in iter_operand_slots(operator, bound)]
         node = self._add_node("call", operator.name)
@@ -106,6 +108,7 @@ class GraphRecorder(CallListener):
         return entry
 
     def _record_fixed(self, call: OperatorCall, plan: CallPlan | None = None) -> Any:
+        """Run a call without choices, and add it to the graph as a node with fixed layouts."""
         operator, bound = call.operator, call.bound
         inputs = [x for _, x in iter_operand_slots(operator, bound)]
         operands = [self._get_or_add_value(x) for x in inputs]
@@ -133,6 +136,7 @@ class GraphRecorder(CallListener):
                 value.keeps_layout = True
 
     def _add_node(self, kind: Kind, name: str) -> Node:
+        """Add a node to the graph, with its source line; a backward node has the line of its forward."""
         running = autograd_node()
         if running is None:
             place = source_line_of(find_user_frame(sys._getframe(1)))
@@ -263,6 +267,7 @@ def call_key(operator: OperatorSchema, bound: dict[str, Any]) -> tuple[object, .
 
 
 def _static_key(value: Any, is_number: bool) -> object:
+    """Return what the calls of repeated layers have in common: shapes, dtypes and flags, but no numbers."""
     if isinstance(value, torch.Tensor):
         return (str(value.dtype), *value.shape)
     if isinstance(value, (list, tuple)):

@@ -79,6 +79,7 @@ class MetaSubstitution:
         self._restore.close()
 
     def _replace_in_module(self, prefix: str, module: nn.Module) -> None:
+        """Replace parameters and buffers of a module by substitutes, until the substitution ends."""
         for path, part in module.named_modules(remove_duplicate=False):
             for own in (part._parameters, part._buffers):
                 before: dict[str, Any] = dict(own)
@@ -90,6 +91,7 @@ class MetaSubstitution:
                         self.parameters[f"{prefix}{path}{'.' if path else ''}{key}"] = own[key]
 
     def _replace_in_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Replace the parameters and states of an optimizer by substitutes, until the substitution ends."""
         state, groups = optimizer.state, [group["params"] for group in optimizer.param_groups]
         self._restore.callback(setattr, optimizer, "state", state)
         optimizer.state = defaultdict(

@@ -89,6 +89,7 @@ class _PlanBuilder:
         self.drops = group_by_key((max([n for n in numbers if is_executed[n]] or numbers), key) for key, numbers in uses)
 
     def build_call(self, node: Node) -> PlannedCall:
+        """Return the planned call of a node: its strategies, the redistributions of its operands, and the next best choice."""
         option = self.options[node.number]
         operands = enumerate(zip(node.operands, option.operands, strict=True))
         paths = [[] if place in node.pinned else self._find_path(number, layout) for place, (number, layout) in operands]

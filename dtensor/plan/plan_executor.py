@@ -64,6 +64,7 @@ class PlanExecutor(CallListener):
         return self.difference is None
 
     def on_dtensor_call(self, call: OperatorCall) -> Any:
+        """Run a call as the plan says: redistribute its operands, and force the planned strategies."""
         planned = self._take_planned(call)
         if planned is None:
             return call.run()

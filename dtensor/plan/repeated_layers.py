@@ -86,6 +86,7 @@ def _number_colors(colors: Sequence[Hashable]) -> list[int]:
 
 
 def _refine_colors(graph: Graph, colors: list[int]) -> list[int]:
+    """Refine the colors of nodes by those of their neighbors, until no class splits further."""
     users = graph.find_users()
     makers = [(value.producer.number, value.place) for value in graph.values]
     count = len(set(colors))
@@ -108,6 +109,7 @@ def _refine_colors(graph: Graph, colors: list[int]) -> list[int]:
 
 
 def _make_classes(graph: Graph, class_of: list[int]) -> NodeClasses:
+    """Make the equivalence classes of nodes, with their counts, values, and the edges between them."""
     classes = NodeClasses(class_of, [], [], [])
     value_of: dict[tuple[int, int], int] = {}
     for node, own in zip(graph.nodes, class_of, strict=True):

@@ -115,6 +115,7 @@ class PlanningProblem:
         self.moves = {value: self._add_moves(value, users) for value, users in enumerate(classes.users) if users}
 
     def _add_moves(self, value: int, users: Sequence[tuple[int, int]]) -> _ValueMoves:
+        """Add to the problem the redistributions of a value to the layouts that its users may need."""
         needs = [self._group_by_layout(user, [option.operands[place] for option in self.options[user]]) for user, place in users]
         moves = _ValueMoves(self, self.sources[value], needs, self.classes.classes[self.classes.makers[value][0]].count)
         for (user, place), need in zip(users, needs, strict=True):

@@ -90,6 +90,7 @@ def _reads_parts_of_base(graph: Graph, node: Node) -> bool:
 
 
 def _recorded_option(graph: Graph, node: Node, unread: frozenset[int]) -> Option:
+    """Return the option that the recorded run used for a node: strategies, layouts and cost."""
     chosen = None if node.query is None else node.query.chosen
     results = tuple(None if number is None else graph.values[number].layout for number in node.results)
     if node.is_view and any(number in unread for number in (*node.operands, *node.results)):
@@ -139,6 +140,7 @@ def list_options(graph: Graph, classes: NodeClasses, state: Sequence[Option], me
 
 
 def _list_class_options(graph: Graph, own: NodeClass, present: Option, mesh_dim: int, layouts: ValueLayouts) -> list[Option]:
+    """Return the options of a class of nodes that change one mesh dim, and add the layouts of their results."""
     options, node = [present], own.node
     if node.kind == "call":
         options += [option for option in _call_options(own, present, mesh_dim, layouts) if _is_allowed(graph, node, option)]
@@ -158,6 +160,7 @@ def _list_class_options(graph: Graph, own: NodeClass, present: Option, mesh_dim:
 
 
 def _call_options(own: NodeClass, present: Option, mesh_dim: int, layouts: ValueLayouts) -> Iterator[Option]:
+    """Yield the options of a call that change the strategy on one mesh dim."""
     query = own.node.query
     assert query is not None
     for operands in _operand_variants(query.call, own, present, mesh_dim, layouts):

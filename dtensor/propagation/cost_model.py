@@ -257,7 +257,7 @@ def _is_free_for(current: DimPlacement | None, target: DimPlacement | None) -> b
 
 
 def _shards_single_position(bound: BoundStrategy, factors: Factors, call: Call) -> bool:
-    """Return True if the factor has one position of a larger dim: a convolution with a single group."""
+    """Return True if the strategy shards a factor of size one in a larger operand dim: it is not free of communication."""
     name = bound.strategy.factor
     if name is None or factors.sizes.get(name) != 1:
         return False

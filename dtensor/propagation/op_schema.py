@@ -209,6 +209,7 @@ _NUMBER_TYPES = frozenset(("number", "Optional[number]", "float", "Optional[floa
 
 
 def _number_operands(func: Any, types: dict[str, str]) -> frozenset[str]:
+    """Return the names of number arguments that are tensors in another overload."""
     packet = getattr(func, "overloadpacket", None)
     tensor_arguments = {"scalar", "scalars"}
     for overload in packet.overloads() if packet is not None else ():

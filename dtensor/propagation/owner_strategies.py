@@ -172,6 +172,7 @@ def find_disjoint_results(
 def _iter_results_of_owners(
     factors: Factors, call: Call, strategies: Sequence[Strategy], operands: Sequence[Layout], results: Sequence[Layout]
 ) -> Iterator[DisjointResult]:
+    """Yield the results that are disjoint sums as an operand is: each row is computed by the rank that has the operand's row."""
     for i, fact in enumerate(call.disjoint_splits):
         if fact is None:
             continue

@@ -140,6 +140,7 @@ def _plan_by_rule(
     metas: tuple[Any, ...],
     choose: StrategySelector,
 ) -> CallPlan | None:
+    """Return the plan of the call by the operator's rule, or None if the rule does not apply or has no valid strategy."""
     factors = rule.factors(call)
     if factors is None:
         return None
@@ -318,6 +319,7 @@ def _element_of(meta: Any, i: int) -> Meta | None:
 
 
 def _element_argument(operator: OperatorSchema, name: str, value: Any, i: int) -> Any:
+    """Return the argument for element ``i`` of a list operator."""
     if isinstance(value, Layout):
         return (
             value.to_replicated() if not value.shape else None

@@ -212,6 +212,7 @@ def _derive_layouts(
     }
 
     def splits_of(side: str, i: int) -> Mapping[str, Split]:
+        """Return the splits of the factors for one tensor, those of windows with their own block sizes."""
         windows = {name: factors.windows[side, i, name] for name in splits if (side, i, name) in factors.windows}
         return (
             {

@@ -366,6 +366,7 @@ _FAKE_MODES = _FakeModes()
 
 
 def _run_inference(operator: OperatorSchema, bound: dict[str, Any], arguments: dict[str, Any]) -> tuple[Any, ...]:
+    """Infer the results of an operator on meta tensors, with the strides and exceptions of the kernels."""
     outs = [name for name in operator.outs if isinstance(bound.get(name), torch.Tensor)] if operator.outs else ()
     out_shapes = {name: bound[name].shape for name in outs} if outs else None
     try:
@@ -423,6 +424,7 @@ def _apply_stride_function(operator: OperatorSchema, metas: tuple[Any, ...], arg
 
 
 def _call_inference_function(operator: OperatorSchema, bound: dict[str, Any], arguments: dict[str, Any]) -> Any:
+    """Call the operator on meta tensors, or the function that its traits declare for inference."""
     infer = operator.traits.infer
     try:
         if infer is None:
@@ -447,6 +449,7 @@ def _to_meta_tensors(value: Any, device: torch.device | None = META) -> Any:
 
 
 def _to_meta(value: Any) -> Any:
+    """Return the metadata of a result: shape, strides, dtype and offset; lists element by element."""
     if isinstance(value, torch.Tensor):
         storage_offset_bytes = hashable_size(value.storage_offset() * value.itemsize)
         return Meta(hashable_sizes(value.shape), hashable_sizes(value.stride()), value.dtype, storage_offset_bytes)

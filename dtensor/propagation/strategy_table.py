@@ -158,6 +158,7 @@ def get_or_build_table(factors: Factors, partials: Partials, call: Call) -> Stra
 def _build_table(
     factors: Factors, partials: Partials, call: Call, fixed: frozenset[int], dtypes: tuple[torch.dtype, ...]
 ) -> StrategyTable:
+    """Bind the strategies of the rule that are valid for the call's dims and dtypes, and index those without communication."""
     lines: list[BoundStrategy] = []
     by_numbers = False
     free: dict[tuple[DimPlacement | None, ...], list[BoundStrategy]] = {}

@@ -116,6 +116,7 @@ def _sample_bernoulli(block: RandomBlock, arguments: Arguments) -> torch.Tensor:
 
 
 def _sample_integers(block: RandomBlock, arguments: Arguments) -> torch.Tensor:
+    """Return random integers from ``low`` to ``high``, by default up to the largest of the dtype."""
     low = arguments.get("from", arguments.get("low"))
     high = arguments.get("to", arguments.get("high"))
     if high is None:

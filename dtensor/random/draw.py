@@ -80,6 +80,7 @@ def as_graph_op(layouts: Sequence[Layout], make: Callable[..., Any], *arguments:
     formats = [(layout.mesh, layout.placements, layout.dtype, layout.ndim) for layout in layouts]
 
     def run_make(blocks: Sequence[torch.Tensor], sizes: Sequence[int]) -> Any:
+        """Rebuild layouts and arguments from the operator's flat inputs, and call ``make``."""
         filled, numbers = list(values), iter(sizes)
         for i, block in zip(tensor_places, blocks, strict=True):
             filled[i] = block
@@ -203,6 +204,7 @@ def synchronize(mesh: DeviceMesh, how: str = "a draw") -> None:
 
 @untracked
 def _broadcast_state(mesh: DeviceMesh, how: str) -> None:
+    """Broadcast the generator's state over the mesh at its first use, then compare it between ranks."""
     if tracing.is_tracing() and mesh.kind == "process_group":
         raise UnsupportedOperationError(
             "this random operator on a DTensor is not supported inside torch.compile: a graph has no "

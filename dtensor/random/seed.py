@@ -44,6 +44,7 @@ def manual_seed(seed: int, device_mesh: DeviceMesh | None = None, *, mode: str |
 
 
 def _check_seeds_agree(seed: int, mesh: DeviceMesh) -> None:
+    """Raise if ranks of the mesh passed different seeds, and mark the mesh as seeded."""
     comm = communicator_of(mesh)
     if not comm.talks:
         return

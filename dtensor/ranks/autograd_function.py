@@ -55,6 +55,7 @@ class _JointCall:
         self.single = False
 
     def forward(self, context: _JointContext) -> tuple[Any, ...]:
+        """Run the user's forward on the arguments of all ranks, and return its tensors as a flat tuple."""
         function = self.function
         if has_setup_context(function):
             results = function.forward(*self.args)
@@ -123,6 +124,7 @@ def _flatten_tensors(values: Sequence[Any]) -> list[Any]:
 
 
 def _group_by_spec(shapes: Sequence[_ValueSpec], flat: Sequence[Any]) -> list[Any]:
+    """Return one value for each spec, merged of the flat tensors of its ranks."""
     items, values = iter(flat), []
     for shape in shapes:
         tensors = [next(items) for _ in range(shape.count)]
@@ -140,6 +142,7 @@ class _JointContext:
 
     @contextmanager
     def bind_context(self, real: Any) -> Iterator[_JointContext]:
+        """Use ``real`` as the context of torch while the block runs."""
         self._real = real
         try:
             yield self
@@ -158,6 +161,7 @@ class _JointContext:
 
     @property
     def needs_input_grad(self) -> tuple[bool, ...]:
+        """Return for each argument whether a tensor of some rank needs a gradient."""
         flags, needed = list(self._real.needs_input_grad[1:]), []  # the first input is the _JointCall
         for shape in self._shapes:
             needed.append(any(flags[: shape.count]))
@@ -188,6 +192,7 @@ class _JointFunction(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
+        """Run the user's backward on the gradients of all ranks, and return those of all inputs, flat."""
         call: _JointCall = ctx.call
         shapes = [shape for shape in call.outputs if shape.count]
         with ctx.context.bind_context(ctx) as context:
@@ -279,6 +284,7 @@ _APPLY_STATE = _ApplyState()
 
 
 def _getattribute(cls: Any, name: str) -> Any:
+    """Replace ``apply``, ``forward`` and ``setup_context`` of a user's autograd function by those that run all ranks."""
     attribute = type.__getattribute__(cls, name)
     match name:
         case "apply":

@@ -69,6 +69,7 @@ def _joint_backward(
 
 
 def _joint_grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    """Call ``torch.autograd.grad`` on the tensors of all ranks, and merge the gradients of each input."""
     inputs = _as_sequence(inputs)
     flat_grads = iter(
         torch.autograd.grad(flatten_ranks(outputs), flatten_ranks(inputs), _flatten_grads(outputs, grad_outputs), *args, **kwargs)

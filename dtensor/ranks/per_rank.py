@@ -247,6 +247,7 @@ TYPES_WITHOUT_RANKS = _SHARED_TYPES | {Tensor, OpOverload, str}  # types of valu
 
 
 def _make_per_rank(shards: tuple[Tensor, ...]) -> PerRank:
+    """Make the wrapper of one tensor for each rank."""
     x: PerRank = make_wrapper_subclass(
         PerRank, (), dtype=shards[0].dtype, device=shards[0].device, dispatch_sizes_strides_policy="sizes"
     )

@@ -230,6 +230,7 @@ class _StorageRanks:
         return None if entry is None else entry[1]
 
     def add(self, rank: int, x: Tensor) -> None:
+        """Record the rank that uses the storage of ``x``; drop entries of freed storages from time to time."""
         if _storage_key(x):
             # no other storage gets this key while the weak reference exists
             self._ranks[_storage_key(x)] = (

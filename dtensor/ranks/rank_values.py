@@ -163,6 +163,7 @@ def _map_operator(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Return a method that applies ``fn`` to the numbers of each rank."""
 
     def method(self: RankNumber, *others: Any) -> Any:
+        """Apply the operator to the numbers of each rank."""
         columns = [self.values]
         for other in others:
             if not isinstance(other, (RankNumber, Number)):
@@ -208,6 +209,7 @@ def require_equal(values: list[Any], what: str) -> Any:
 
 
 def _is_identical(a: Any, b: Any) -> bool:
+    """Return True if two values of ranks are the same, bit by bit; False if they cannot be compared."""
     if a is b:
         return True
     if type(a) is not type(b):

@@ -96,6 +96,7 @@ def received_bytes(kind: str, nbytes: int, size: int) -> int:
 
 
 def _received_by_call(kind: CollectiveKind, arguments: dict[str, Any], group: Any) -> int:
+    """Return the number of bytes that this rank receives in a collective of ``torch.distributed``."""
     sizes = [math.prod(x.shape) * x.element_size() for x in tensor_leaves(arguments[kind.argument])]
     splits: Sequence[int] = arguments.get("output_split_sizes") or ()
     if kind.name == "all_to_all" and kind.argument == "output_tensors":
@@ -115,6 +116,7 @@ def _group_of_call(arguments: dict[str, Any]) -> Any:
 
 
 def _make_reporting_kernel(operator: Any, kind: CollectiveKind) -> Callable[..., Any]:
+    """Return a kernel that reports a collective of ``torch.distributed`` to listeners, then runs it."""
     names = [argument.name for argument in operator._schema.arguments]
 
     @events.mark_reported  # functional collectives call those of c10d

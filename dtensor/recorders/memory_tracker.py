@@ -149,6 +149,7 @@ class MemoryTracker:
     def _track_storage(
         self, x: Tensor, rank: int | None, is_certain: bool, origin: AllocationOrigin | None
     ) -> TrackedStorage | None:
+        """Track the storage of a tensor, update its size, and record the ranks that use it."""
         storage = own_storage_of(x)
         if storage is None:
             return None
@@ -165,6 +166,7 @@ class MemoryTracker:
         return store
 
     def _add_storage(self, storage: Any, origin: AllocationOrigin | None) -> TrackedStorage:
+        """Track a storage until it is freed, and log its size."""
         number, nbytes, source = len(self.tracked_storages), storage.nbytes(), origin or _FROM_BEFORE
         store = TrackedStorage(number, nbytes, source.kind, 0, source.place, source.operator, counts=source.counts)
         self.tracked_storages.append(store)

@@ -76,6 +76,7 @@ class ModuleTracker:
         self._is_tracked_here = _is_never_tracked
 
     def _on_forward_start(self, module: nn.Module, _: Any) -> None:
+        """Push the module on the stack of running modules; name it, and its submodules, at the first call."""
         if not self._is_tracked_here():
             return
         if module not in self._names:  # a root module: named by its type

@@ -145,6 +145,7 @@ class OperatorRecorder(CallListener):
 
     # --- operators ------------------------------------------------------------------------------------------------------
     def on_dtensor_call(self, call: OperatorCall) -> Any:
+        """Run a call on DTensors as a recorded operation, with its operands and results."""
         if not all(issubclass(kind, (DTensor, PerRank)) for kind in call.types):
             return NotImplemented  # torch calls the other class; this mode sees the operators that it runs
         operands = tensor_leaves((call.args, call.kwargs))
@@ -157,6 +158,7 @@ class OperatorRecorder(CallListener):
         return self._finish_operation(operation, values, result)
 
     def on_plain_call(self, call: OperatorCall) -> Any:
+        """Run a call on plain tensors, and record its memory, flops and bytes as a local call of the running operation."""
         func, args, kwargs = call.func, call.args, call.kwargs
         if any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in call.types):
             return NotImplemented

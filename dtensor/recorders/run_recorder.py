@@ -155,6 +155,7 @@ class RunRecorder(CommDebugMode):
         return all_ranks + max(totals.values(), default=0)
 
     def _start_operator_recorder(self) -> None:
+        """Start to record operators and memory, with hooks on optimizer steps that tag gradients and states."""
         block, self.tracker = self._blocks[-1], MemoryTracker()
 
         def is_recorded_here() -> bool:
@@ -174,6 +175,7 @@ class RunRecorder(CommDebugMode):
         self._operator_recorder.__enter__()
 
     def _handle_event(self, event: Event) -> CollectiveWrapper | None:
+        """Record a collective, and return the function that measures it."""
         super()._handle_event(event)
         if event.kind == EXCHANGE_KIND:
             return None
@@ -187,6 +189,7 @@ class RunRecorder(CommDebugMode):
         in_process = mesh is not None and mesh.kind == "in_process"
 
         def run(fn: Callable[[], Any], sent: Any) -> Any:
+            """Run a collective, and measure its time and memory."""
             outer = (0, True) if operators is None else (operators.collective_depth, operators.counts_memory)
             if operators is not None:
                 operators.collective_depth, operators.counts_memory = outer[0] + 1, outer[1] and not in_process
@@ -216,6 +219,7 @@ class RunRecorder(CommDebugMode):
         return "forward" if graph_task() == -1 else "backward", module
 
     def _record_of_event(self, event: Event, frame: FrameType) -> RecordedCollective:
+        """Return the record of a collective: its source line, phase, module, operator and cause."""
         node = _current_node()
         calls = [cause for cause in events.CAUSES.values() if isinstance(cause, Cause)]
         place, caller = _line_and_caller(frame, node)

@@ -85,6 +85,7 @@ class CrossMeshExchange:
 
     @cached_property
     def _routes(self) -> list[SendRecvPlan]:
+        """Return what each rank of both meshes sends, receives and keeps."""
         count = len(self.ranks)
         sends: list[list[Box | None]] = [[None] * count for _ in range(count)]
         receives: list[list[Box | None]] = [[None] * count for _ in range(count)]

@@ -84,6 +84,7 @@ def _make_rounds(plans: tuple[Plan, ...], large_alone: bool) -> tuple[_Round, ..
 
 
 def _merge_start(steps: Sequence[tuple[Step, BoundStep]]) -> MergedStart:
+    """Return the function that starts one collective, or several merged into one."""
     if len(steps) > 1:
         kinds = tuple([step for step, _ in steps])
         return issue_for_cause(kinds, _bind_merged(kinds))
@@ -93,6 +94,7 @@ def _merge_start(steps: Sequence[tuple[Step, BoundStep]]) -> MergedStart:
 
 
 def _issue_round(round_: _Round, values: list[LocalValue], out: list[LocalValue | None]) -> list[Merged]:
+    """Run the local steps of a round, and start its collectives."""
     for i, run in round_.local:
         values[i] = run(values[i])
     return [
@@ -104,6 +106,7 @@ def _issue_round(round_: _Round, values: list[LocalValue], out: list[LocalValue 
 def _finish_rounds(
     plans: Sequence[Plan], rounds: Sequence[_Round], pending: list[Merged], values: list[LocalValue], out: list[LocalValue | None]
 ) -> list[LocalValue]:
+    """Wait for the collectives of each round, issue the next one, and copy results to the given memory."""
     for round_, next_round in itertools.pairwise(rounds):
         for (group, _, _), merged in zip(round_.groups, pending, strict=True):
             for i, value in zip(group, merged.wait(), strict=True):
@@ -197,6 +200,7 @@ def _bind_all_reduce(steps: tuple[Any, ...]) -> MergedStart:
 
 
 def _bind_flat_all_reduce(comm: Communicator, mesh_dims: Sequence[int], op: Any, dtype: torch.dtype, divisor: int) -> MergedStart:
+    """Return the function that runs several all-reduces as one, of a row in which their operands are concatenated."""
     reduction = comm.bind_all_reduce(mesh_dims, op, dtype)
     bound = reduction.taking or reduction.run
 
@@ -212,6 +216,7 @@ def _bind_flat_all_reduce(comm: Communicator, mesh_dims: Sequence[int], op: Any,
 
 
 def _bind_reduce_scatter(steps: tuple[Any, ...]) -> MergedStart:
+    """Return the function that runs several reduce-scatters as one, of rows in which their operands are packed."""
     mesh, every, dtype, divisor = steps[0].before.mesh, range(len(steps)), steps[0].before.dtype, steps[0].divisor
     comm, rows = communicator_of(mesh), _flat_rows(steps)
     bound = comm.bind_scatter(steps[0].mesh_dims, lambda member: rows[member].parts(every, 0), steps[0].op, dtype)
@@ -227,6 +232,7 @@ def _bind_reduce_scatter(steps: tuple[Any, ...]) -> MergedStart:
 
 # --- transfers: all tensors in one flat row per rank, as bytes if dtypes differ -------------------------------------------
 def _bind_all_gather(steps: tuple[Any, ...]) -> MergedStart:
+    """Return the function that runs several all-gathers as one, of rows in which their operands are concatenated."""
     comm, rows = communicator_of(steps[0].before.mesh), _flat_rows(steps)
     row_dtype = next(iter(rows.values())).row_dtype
     bound = comm.bind_gather(steps[0].mesh_dims, lambda member: rows[member].lengths, row_dtype)
@@ -298,6 +304,7 @@ def _bind_exchange(steps: tuple[Any, ...]) -> MergedStart:
         return torch.cat(row) if row else parts[0].new_empty(0, dtype=torch.uint8)
 
     def place_received(member: int, arrived: Tensor, *parts: Tensor) -> list[Tensor]:
+        """Return the results of all steps of one member, filled from what it received and what it keeps."""
         results = []
         pieces = iter(arrived.split([length for own in lengths_of(member, "receives") for length in own]))
         for part, own in zip(parts, (route_of_step(step, member) for step in steps), strict=True):

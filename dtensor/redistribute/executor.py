@@ -110,6 +110,7 @@ def get_or_bind_steps(plan: Plan) -> tuple[BoundStep, ...]:
 
 
 def _bind_steps(plan: Plan) -> tuple[BoundStep, ...]:
+    """Return the functions of all steps of a plan; the last one restores the memory order of the target."""
     comm = communicator_of(plan.src.mesh)
     if not plan.steps or not comm.held:
         return ()
@@ -120,6 +121,7 @@ def _bind_steps(plan: Plan) -> tuple[BoundStep, ...]:
 
 
 def _bind_step(comm: Communicator, step: Step) -> BoundStep:
+    """Return the function that runs one step of a redistribution plan on local values."""
     before, after, mesh_dims = step.before, step.after, step.mesh_dims
     match step:
         case Slice():
@@ -163,6 +165,7 @@ def _bind_transfer(comm: Communicator, step: AllGather | Exchange) -> BoundColle
     bound: list[BoundCollective] = []
 
     def issue(x: LocalValue) -> Pending[LocalValue]:
+        """Start the transfer, which is bound at the first call."""
         if not bound:
             kind, find = ("all_gather", gather_traffic) if isinstance(step, AllGather) else ("all_to_all", exchange_traffic)
             traffic_of = functools.partial(find, step.before, step.after, step.mesh_dims)
@@ -201,6 +204,7 @@ def _bind_collective(comm: Communicator, issue: BoundCollective, step: Step) -> 
 
 
 def _finisher_of(comm: Communicator, step: Step) -> Callable[[LocalValue], LocalValue] | None:
+    """Return the function that finalizes or divides the result of a reduction, or None."""
     match step:
         case AllReduce(op=Monoid(finalize=finalize), finish=True) if finalize is not None:
             return lambda result: comm.map(lambda _, value: finalize(value), result)
@@ -236,6 +240,7 @@ def box_inside(outer: Layout, holder: int, inner: Layout, member: int) -> Box:
 
 
 def _spread_local(member: int, x: torch.Tensor, step: Spread) -> torch.Tensor:
+    """Return one addend of a replicated or sharded value: the value on one rank, and the identity on the others."""
     before, after = step.before, step.after
     coordinate = before.mesh.coordinates[member]
     split = {i for one in before.splits if one is not None for i in one.mesh_dims}

@@ -187,6 +187,7 @@ class FlatRows:
         return sorted(zip(full, dims, strict=True), key=lambda pair: pair[1] is None)
 
     def _block_sources(self, row: Tensor | None) -> list[Tensor]:
+        """Return the blocks of a row as views with their shapes and dtypes."""
         sources: list[Tensor] = []
         pieces = () if row is None else row.split(self.piece_lengths)
         for k, size, dtype in self.blocks:
@@ -237,6 +238,7 @@ class FlatRows:
         behind: Sequence[Tensor],
         memory_of: Callable[[int], Tensor | None],
     ) -> Tensor:
+        """Pack evenly sharded addends into one buffer, a row for each member, with one concatenation."""
         count, numels, parts = len(self.lengths), self.numels[0], list[Tensor]()
         for i, whole in zip(chosen, wholes, strict=True):
             if whole is None:

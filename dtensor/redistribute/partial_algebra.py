@@ -157,6 +157,7 @@ def _op_of(layout: Layout, mesh_dim: int) -> ReduceOp:
 
 
 def _make_reduction(src: Layout, dst: Layout, mesh_dims: tuple[int, ...]) -> Reduction:
+    """Return the reduction of partial values over mesh dims, with the average or finalization that it needs."""
     ops = {_op_of(src, i) for i in mesh_dims}
     op = "sum" if len(ops) > 1 else next(iter(ops))
     if isinstance(op, Monoid):
@@ -186,6 +187,7 @@ def _is_only_op(layout: Layout, op: ReduceOp) -> bool:
 
 # --- checks: they depend on layouts only, so all ranks raise together -----------------------------------------------
 def _check_dtype(op: ReduceOp | None, src: Layout, dst: Layout) -> None:
+    """Raise if the reduction is not defined for the dtype."""
     if op == "avg" and not (src.dtype.is_floating_point or src.dtype.is_complex):
         raise LayoutError(
             f"{src!r} -> {dst!r}: the average of {src.dtype} values is not defined as {src.dtype}; use "
@@ -198,6 +200,7 @@ def _check_dtype(op: ReduceOp | None, src: Layout, dst: Layout) -> None:
 
 
 def _check_monoids(src: Layout, dst: Layout, kept: set[int], entering: tuple[int, ...]) -> None:
+    """Raise if a redistribution would call ``finalize`` of a monoid twice."""
     for i, op in enumerate(dst.partials):
         if (
             not isinstance(op, Monoid)

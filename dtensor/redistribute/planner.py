@@ -80,6 +80,7 @@ def _plan_stored_elements(src: Layout, dst: Layout) -> tuple[Step, ...]:
 
 
 def _cheapest_chain(src: Layout, dst: Layout) -> tuple[Step, ...]:
+    """Return the steps of the fastest way from ``src`` to ``dst``; of equally fast ones the shortest."""
     if src.partials == dst.partials:  # nothing to choose
         return tuple(_move_steps(src, dst))
     change = partial_changes(src, dst)
@@ -99,6 +100,7 @@ def _scatter_choices(src: Layout, dst: Layout, change: PartialChanges) -> list[f
 
 
 def _make_chain(src: Layout, dst: Layout, change: PartialChanges, scatter: frozenset[int], pad: bool) -> tuple[Step, ...]:
+    """Return the steps of one way from ``src`` to ``dst``: slice, reduce, move, then spread to partial."""
     steps: list[Step] = []
     at = src
     if not _reduces_monoid(change):

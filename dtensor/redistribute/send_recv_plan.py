@@ -98,6 +98,7 @@ def _has_no_replicas(before: Layout, mesh_dims: tuple[int, ...]) -> bool:
 
 
 def _make_boxes(start: Table, size: Table, chosen: Mask) -> tuple[Box | None, ...]:
+    """Return a box for each chosen row of the tables that is not empty, else None."""
     filled = chosen & (size > 0).all(axis=1)
     return tuple(
         Box(tuple(a), tuple(b)) if take else None

@@ -101,6 +101,7 @@ class PatternBinder:
         self.whole = {word.strip("@!*.") for word in pattern.whole}
 
     def bind(self, operands: Sequence[tuple[Term, int]], results: Sequence[tuple[Term, int]]) -> PatternMatch:
+        """Name the dims of all operands and results by the factors of the pattern."""
         for term, ndim in sorted((*operands, *results), key=lambda item: not any(map(is_selected, item[0].dims))):
             self.measure_groups(term, ndim)
         operand_dims = tuple([self.name_dims(term, ndim, ()) for term, ndim in operands])
@@ -182,6 +183,7 @@ class PatternBinder:
         return tuple(names)
 
     def name_in_order(self, dims: Sequence[tuple[str, ...]], ndim: int) -> Iterator[tuple[str, ...]]:
+        """Yield the factors of each dim; a group of dims takes as many as the tensor has."""
         groups = [dim for dim in dims if is_group(dim)]
         for dim in dims:
             if is_group(dim):

@@ -83,6 +83,7 @@ class DeclaredFactors(Declaration):
         return None if pattern is None else self._factors_under(pattern, call)
 
     def _factors_under(self, pattern: Pattern, call: Call) -> Factors | None:
+        """Return the factors of the call by one pattern, with kernels and unsharded factors; None if it does not fit."""
         empty_results = _empty_results(pattern, call)
         factors = bind_pattern(pattern, call, self.sizes, empty_results)
         if factors is None:

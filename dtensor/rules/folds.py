@@ -190,6 +190,7 @@ class _Plan:
 
     @classmethod
     def make(cls, fold: Fold, at: KernelContext) -> _Plan:
+        """Make the plan of a fold for one call: its dims, monoid, state dtype and results."""
         call = at.call
         given = tuple(dict.fromkeys(name for i, name in enumerate(call.names) if i not in call.fixed_operands))
         monoid = fold.monoid if isinstance(fold.monoid, (str, Monoid)) else fold.monoid(call)

@@ -110,6 +110,7 @@ def parse_notation(text: str) -> Pattern:
 
 
 def _parse_term(part: str, text: str, unsharded: set[str]) -> Term:
+    """Parse one operand or result of a pattern; names in brackets are added to ``unsharded``."""
     name = _NAME.match(part)
     part = part[name.end() :] if name else part
     part = part.strip()

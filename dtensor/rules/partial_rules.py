@@ -70,6 +70,7 @@ class linear(ByNames):  # noqa: N801  used like a function
     __slots__ = ()
 
     def _iter_strategies(self, names: tuple[str, ...], plain: frozenset[int], results: int) -> Iterable[str]:
+        """Yield the strategies of a linear operator: a group of operands is partial, the others are not."""
         other = "R" if len(self.given) == 1 else "finite"
         groups = [{name} for name in self.given] or [set(names)]
         factors = {*self.given, *(names[i] for i in plain)}  # numbers of list operators have own argument names
@@ -89,6 +90,7 @@ class one_of(ByNames):  # noqa: N801
     __slots__ = ()
 
     def _iter_strategies(self, names: tuple[str, ...], plain: frozenset[int], results: int) -> Iterable[str]:
+        """Yield the strategies in which all given operands are partial, or one of several is."""
         present = [name for name in self.given if name in names]
         for op in REDUCE_OPS if present else ():  # replicated operands alone give no partial result
             yield _format_strategy([op if name in present else "R" for name in names], op, results)

@@ -38,10 +38,10 @@ class DrawLike(Declaration):
                 return draw_counted(result_layout, sampler, named, named.get("generator"))
             return draw(result_layout, lambda device: run_operator(result_layout, operand_layout, device, args, kwargs))
 
-        def run_operator(result_layout: Layout, layout: Layout, device: torch.device, args: Any, kwargs: Any) -> Tensor:
-            operand_layout = allocate_global(layout, device)
+        def run_operator(result_layout: Layout, operand_layout: Layout, device: torch.device, args: Any, kwargs: Any) -> Tensor:
+            operand = allocate_global(operand_layout, device)
             into = {"out": allocate_global(result_layout, device)} if has_out else {}
-            result_tensor: Tensor = func(operand_layout, *args, **kwargs, **into)
+            result_tensor: Tensor = func(operand, *args, **kwargs, **into)
             return result_tensor
 
         return as_graph_op((result, at.operands[0]), generate, args, kwargs)
@@ -78,11 +78,8 @@ class DrawAround(Declaration):
     def __call__(self, at: KernelContext, *args: Any, generator: Any = None, **kwargs: Any) -> Any:
         result, call = at.results[0], at.call
         assert result is not None
-        op, mesh, (_, has_out) = (
-            call.func,
-            call.mesh,
-            at.once(_sampler_and_out),
-        )  # not the packet, which takes one element as a number
+        op, mesh = call.func, call.mesh  # not the packet, which takes one element as a number
+        _, has_out = at.once(_sampler_and_out)
         places = [i for i, value in enumerate(args) if isinstance(value, Tensor)]
         layouts = [
             layout for layout, name in zip(at.operands, call.names, strict=True) if isinstance(call.arguments[name], Layout)

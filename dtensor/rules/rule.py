@@ -227,6 +227,7 @@ class Rule:
         return self.when is None or self.when(choice)
 
     def _needs_elements(self, factor: str, reduced: Mapping[str, Any]) -> bool:
+        """Return True if blocks that are sharded along the factor must have elements."""
         match self.nonempty:
             case "*":
                 return True

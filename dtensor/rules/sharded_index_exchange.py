@@ -164,6 +164,7 @@ class _IndexExchange:
         self.all_local = not any(n for table in tables for k, row in enumerate(table) for j, n in enumerate(row) if j != k)
 
     def _locate_indices(self, here: At, block: Tensor, index: Any) -> list[Tensor]:
+        """Return, for each index of this rank's block, the owner, the row number and the positions."""
         offset, positions = self.layout.local_offset(self.at.call.mesh.coordinates[here.member]), []
         for place in find_positions(self.address, index, [self.at.operands[0].shape[d] for d in self.dims], block.device):
             for d, size in enumerate(self.index_block_shape(here.member)):

@@ -244,7 +244,7 @@ def pad_block(block: Tensor, dims: Sequence[int], extra: int = 0) -> Tensor:
 
 
 def crop_block(result: Tensor, block: Tensor, dims: Sequence[int]) -> Tensor:
-    """Return ``made`` in the size of ``block``."""
+    """Return ``result`` cropped to the size of ``block`` along ``dims``."""
     for d in dims:
         result = result.narrow(d, 0, block.shape[d])
     return result

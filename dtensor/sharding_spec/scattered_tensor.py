@@ -144,6 +144,7 @@ class ScatteredTensor:
         layout = Layout.replicated(mesh, self.shape, None, self.dtype)
 
         def unpack(member: int, flat: torch.Tensor) -> torch.Tensor:
+            """Return the full tensor, with each rank's cells in their places."""
             full, start = flat.new_empty(self.shape), 0
             for rank in mesh.ranks:
                 for cell in cells_of[rank]:

@@ -260,6 +260,7 @@ def collect_state_dict(state_dict: Mapping[str, Any], rank: int = 0) -> dict[str
 
 
 def _collect_value(value: Any, rank: int) -> tuple[Any, bool]:
+    """Return the value with all DTensors gathered to ``rank``, and whether this process has it."""
     here = not dist.is_initialized() or dist.get_rank() == rank
     match value:
         case DTensor():

@@ -143,6 +143,7 @@ def shard_tensor(tensor: torch.Tensor, sharding_spec: Any, src_rank: int | None 
 
 
 def _make_tensor(factory: Callable[..., DTensor], size: Any, sharding_spec: Any, options: dict[str, Any]) -> Any:
+    """Make a tensor by a factory, in the layout or scattered order of the spec."""
     spec = parse_tensor_spec(sharding_spec)
     shape = tuple(size[0]) if len(size) == 1 and isinstance(size[0], (tuple, list, torch.Size)) else tuple(size)
     options.pop("pin_memory", None)

@@ -119,6 +119,7 @@ class Spec:
 
 
 def _block_sizes(spec: Spec, dim: int, size: int, count: int, given: tuple[int, ...] | None) -> tuple[int, ...]:
+    """Return the sizes of the shards along one dim, equal ones if none are given; raise if they do not fit."""
     if given is None:
         return chunk_sizes(size, (count,))
     if len(given) != count or sum(given) != size:
@@ -144,6 +145,7 @@ class SingleSplit(Spec):
     shard_sizes: tuple[int, ...] | None
 
     def grid(self, ndim: int) -> tuple[Any, tuple[tuple[int, ...] | None, ...]]:
+        """Return the ranks as a grid with one dim for each tensor dim, and the sizes of the shards."""
         if not -ndim <= self.dim < ndim:
             raise PlacementError(f"{self!r} does not fit a tensor of {ndim} dims: it has no dim {self.dim}; split another dim")
         dim = self.dim % ndim

@@ -62,6 +62,7 @@ def make_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     if not issubclass(function, FunctorchFunction):
 
         def apply(*args: Any) -> Any:
+            """Apply the function; raise inside of transforms of ``torch.func``."""
             if functorch_active():
                 raise UnsupportedOperationError(
                     f"{function.__name__} inside torch.func.grad, vjp, jvp or vmap is not supported; differentiate by "
@@ -121,6 +122,7 @@ def _make_legacy_function(function: type[FunctorchFunction], call: Callable[...,
         return add_batch_dim(x, 0, _LEGACY_LEVEL)
 
     def forward(*args: Any) -> Any:
+        """Run the function on batched tensors, and wrap its results for the legacy ``vmap``."""
         unwrapped = [remove_batch_dim(x, _LEGACY_LEVEL, 1, 0) if _is_legacy_wrapped(x) else x for x in args]
         dims = [0 if _is_legacy_wrapped(x) else None for x in args]
         size = next(x.shape[0] for x, dim in zip(unwrapped, dims, strict=True) if dim == 0)

@@ -120,6 +120,7 @@ class FromLocal(_DTensorFunction):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
+        """Return the tangent of the DTensor, from the tangents of the local tensors."""
         _grad_divisor(ctx.layout)
         like = next(tangent for tangent in tangents if tangent is not None)
         tangent_locals = [like.new_zeros(shape) if t is None else t for t, shape in zip(tangents[3:], ctx.shapes, strict=True)]
@@ -128,6 +129,7 @@ class FromLocal(_DTensorFunction):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
+        """Return the local gradients, in the layout that ``from_local`` was asked for."""
         if grad is None:  # gradients are global, so it is None on all ranks
             return None, None, None, *[None] * len(ctx.shapes)
         if not communicator_of(ctx.layout.mesh).held:
@@ -191,6 +193,7 @@ class FullTensor(_DTensorFunction):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        """Return the gradient of the DTensor: each rank's shard of the plain gradient, which all ranks have."""
         layout, copied, grad = ctx.target, communicator_of(ctx.target.mesh).holds_all, to_plain_grad(grad)
         compare_replicas(layout, [grad], ctx.use)
         return (
@@ -237,6 +240,7 @@ class Redistribute(_DTensorFunction):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
+        """Redistribute the gradient to the gradient layout of the source, in its dtype."""
         if grad is None:
             return None, None, None, None
         grad = to_dtensor_grad(grad, ctx.target)

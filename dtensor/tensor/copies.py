@@ -21,7 +21,7 @@ from ..state.functorch import below_transforms
 from ..state.tensor_state import NOT_COPIED
 from ..state.wrap import wrap_local
 
-_AS_RANK_SHARDS: ModeStack[None] = ModeStack("pieces_while_loading")
+_AS_RANK_SHARDS: ModeStack[None] = ModeStack("rank_shards_while_loading")
 
 
 def shallow_copy(x: Any) -> Any:

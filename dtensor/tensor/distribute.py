@@ -139,6 +139,7 @@ def _distribute_in_graph(tensor: torch.Tensor, layout: Layout, placements: Any, 
     """Return the DTensor of a traced tensor. All communication is one operator of the graph."""
 
     def distribute(layouts: Sequence[Layout], value: torch.Tensor) -> torch.Tensor:
+        """Distribute the tensor, and raise if its layout is not the one that the graph was compiled for."""
         (target,) = layouts
         result = distribute_tensor(value, target.mesh, placements, src_data_rank=source)
         if result._layout != target:
@@ -221,6 +222,7 @@ def _bind_scatter(layout: Layout, position: int) -> BoundCollective:
 
     @functools.cache
     def route_of(member: int) -> SendRecvPlan:
+        """Return the regions that one member sends if it is the source, and the one that it receives."""
         group = mesh.members_of(mesh_dims, member)
         shape, size = tuple(layout.shape), layout.local_shape(mesh.coordinates[member])
         own_index, no_boxes = group.index(member), (None,) * len(group)

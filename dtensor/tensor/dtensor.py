@@ -346,6 +346,7 @@ class DTensor(TensorMethods):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
+        """Set the memory of the tensor to that of ``value``, and join the aliases of both."""
         other = value if isinstance(value, DTensor) else distribute_like(value, self)
         root = self if self._base is None else self._base
         root.__dict__["_has_new_memory"] = True  # the base and its views no longer share memory, as autograd assumes

@@ -1,4 +1,4 @@
-"""Host access: what Python and other libraries read of a DTensor. Each read gives the global value, on every rank.
+"""Host access: reads of a DTensor by Python and other libraries, which give the global value on every rank.
 
 A read costs as much as ``full_tensor``. The storage of the wrapper is a null pointer. Functions that torch would compute through
 it (DLPack, ``apply_``) use the full tensor instead. Functions about memory (``share_memory_``) act on the local tensor.

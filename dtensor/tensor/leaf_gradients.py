@@ -45,6 +45,7 @@ def install_grad_hook(leaf: Any) -> None:
     layout_cell: list[Any] = [leaf._layout]  # then the redistribution cache of the leaf, see dispatch/redistribution_cache.py
 
     def to_leaf_layout(grad: Any) -> Any:
+        """Return the gradient in the layout of its leaf, or None if it has it."""
         layout = layout_cell[0]
         if len(layout_cell) > 1:
             layout_cell.pop().copies.clear()
@@ -185,6 +186,7 @@ _CURRENT = threading.local()  # .batch: weak reference to the next batch of this
 
 
 def _current_batch() -> _GradBatch:
+    """Return the open batch of leaf gradients of this backward pass, or start one."""
     task, last = graph_task(), getattr(_CURRENT, "batch", lambda: None)()
     if last is not None and last.task == task and last.pending is None:
         return cast(_GradBatch, last)

@@ -125,8 +125,11 @@ class _Boundary:
     redistribute: bool
 
     def around(self, func: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap ``func`` to get local tensors, and its outputs to become DTensors."""
+
         @functools.wraps(func)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
+            """Call ``func`` with the local tensors of its arguments, and wrap its outputs."""
             flat, tree = tree_flatten(args)
             self._check_count(len(flat))
             mesh: DeviceMesh | None = None if self.mesh is None else as_mesh(self.mesh)
@@ -139,6 +142,7 @@ class _Boundary:
         return wrapped
 
     def _check_count(self, count: int) -> None:
+        """Raise if the placements are not one for each flattened argument."""
         for name, entries in (("in_placements", self.arguments), ("in_grad_placements", self.gradients)):
             if isinstance(entries, (str, Mapping, Partition)):
                 raise ContradictionError(f"local_map: {name} takes a tuple with an entry for each argument; write ({entries!r},)")

@@ -81,6 +81,7 @@ class RedistributeMany(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, targets: tuple[Layout, ...], async_op: bool, *xs: Any) -> Any:
+        """Redistribute all tensors together; each result has memory of its own."""
         ctx.sources, ctx.targets = [x._layout for x in xs], targets
         ctx.set_materialize_grads(False)
         plans = [plan(x._layout, target) for x, target in zip(xs, targets, strict=True)]
@@ -103,6 +104,7 @@ class RedistributeMany(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, _: Any, __: Any, *tangents: Any) -> Any:
+        """Redistribute the tangents as the tensors; absent ones are zeros."""
         like = next(t for t in tangents if t is not None)
         return tuple(
             like.new_zeros(target.shape, dtype=target.dtype)
@@ -113,6 +115,7 @@ class RedistributeMany(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
+        """Redistribute the gradients together to the gradient layouts of the inputs."""
         present = [i for i, grad in enumerate(grads) if grad is not None]
         grads = tuple(
             None if grad is None else to_dtensor_grad(grad, like) for grad, like in zip(grads, ctx.targets, strict=True)

@@ -62,6 +62,7 @@ def get_operator(name: str) -> Callable[..., Any]:
 
 
 def operator_exists(name: str) -> bool:
+    """Return True if torch has an operator of this name."""
     try:
         get_operator(name)
     except (AttributeError, RuntimeError):
@@ -91,6 +92,7 @@ def _is_mutating(name: str) -> bool:
 
 
 def _make_out_sample(name: str, sample: Sample) -> Sample | None:
+    """Return the sample with an ``out=`` argument; None if the operator has none, or computes something else with it."""
     operator: Any = get_operator(name) if operator_exists(name) else None
     if operator is None or not any(a.name == "out" for o in operator.overloads() for a in getattr(operator, o)._schema.arguments):
         return None

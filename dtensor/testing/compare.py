@@ -77,6 +77,7 @@ def find_differences(got: Any, expected: Any, options: CompareOptions | None = N
 
 
 def _shard_differences(got: DTensor, expected: torch.Tensor, options: CompareOptions) -> list[str]:
+    """Return how the local tensors differ from the blocks of the expected tensor."""
     layout = got.layout
     problems: list[str] = []
     if (got.shape, got.stride(), got.dtype) != (layout.shape, layout.stride, layout.dtype):
@@ -97,6 +98,7 @@ def _shard_differences(got: DTensor, expected: torch.Tensor, options: CompareOpt
 
 
 def _shard_shape_problems(got: DTensor) -> list[str]:
+    """Return the local tensors with another shape or dtype than their layout says."""
     layout, problems = got.layout, []
     for member, local in communicator_of(layout.mesh).shards_by_member(got._local).items():
         shape = layout.local_shape(layout.mesh.coordinates[member])

@@ -103,6 +103,7 @@ class _ForceFirstCall(CallListener):
 def _choose_strategies(
     strategies: Sequence[str], rule: Rule, factors: Factors, call: Call, inplace_results: Mapping[int, int]
 ) -> StrategySelection:
+    """Return the selection of the named strategies; raise if the rule does not declare or allow them for this call."""
     declared_lines = strategies_by_text(bound_strategies_of(rule, factors, call).strategies)
     for text in strategies:
         if text not in declared_lines:

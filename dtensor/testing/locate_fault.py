@@ -83,6 +83,7 @@ class Trial:
         return not is_composite(operator_schema_of(overload_for(self.case.variant.call, sample.args, sample.kwargs)))
 
     def run(self) -> Outcome:
+        """Run the case, with its strategies forced if it has some, and compare it with plain torch."""
         case, sample = self.case, self.case.variant.sample
         call = forced(case.variant.call, *case.strategies) if case.strategies else case.variant.call
         return compare(
@@ -149,6 +150,7 @@ class _CompareEachOperator(CallListener):
         return self.faulty_call is None and not call.operator.seeded
 
     def on_dtensor_call(self, call: OperatorCall) -> Any:
+        """Run a call, and keep its strategies if the result differs from plain torch."""
         args, kwargs = map_tensors(_full_value, (call.args, call.kwargs))
         strategies = _chosen_strategies(call)
         result = call.run()
@@ -163,6 +165,7 @@ def _full_value(x: torch.Tensor) -> torch.Tensor:
 
 
 def _has_difference(func: Any, result: Any, args: Any, kwargs: Any) -> bool:
+    """Return True if plain torch computes another result."""
     try:
         expected = tensor_leaves(func(*args, **kwargs))
     except RuntimeError:  # a view op cannot run on the clone

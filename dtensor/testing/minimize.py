@@ -89,6 +89,7 @@ def _draw_smaller_trial(draw: Callable[[Any], Any], trial: Trial) -> Trial:
 
 
 def _select_mesh_dims(trial: Trial, dims: Sequence[int]) -> Trial:
+    """Return the trial on some of the mesh dims."""
     case = trial.case
     if len(dims) == len(case.mesh_shape):
         return trial

@@ -71,6 +71,7 @@ def find_missing_strategies(
 def _search_samples(
     name: str, samples: Sequence[Sample], limit: int, rng: random.Random, ops: Sequence[str]
 ) -> list[MissingStrategy]:
+    """Return the strategies without communication that hold for all samples and that the rule lacks."""
     by_operands: dict[tuple[str, ...], set[tuple[Placement, ...]]] = {}
     for sample in samples:
         for operands, results in _missing_for_sample(Variant(name.replace("::", "."), sample, False), limit, rng, ops):
@@ -175,6 +176,7 @@ def _run_on_shards(variant: Variant, shards: Sequence[torch.Tensor]) -> list[tor
 
 
 def _placements_of(shards: list[torch.Tensor], full: torch.Tensor) -> Iterator[Placement]:
+    """Yield the placements under which the shards are those of the full tensor."""
     if all(is_close(shard, full) for shard in shards):
         yield Replicate()
         return

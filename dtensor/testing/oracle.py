@@ -184,6 +184,7 @@ class _Run:
         return [i for i, x in enumerate(self.results) if isinstance(x, torch.Tensor) and x.requires_grad]
 
     def backward(self, cotangents: list[Any]) -> None:
+        """Run backward from the cotangents, and keep the error if it raises."""
         outputs = [self.results[i] for i in self.differentiable_results()]
         try:
             torch.autograd.backward(outputs, cotangents)
@@ -198,6 +199,7 @@ def _plain_leaf(x: torch.Tensor, placements: Placements | None, gradients: bool)
 
 
 def _compare_runs(outcome: Outcome, plain: _Run, run: _Run, mesh: DeviceMesh, options: CompareOptions) -> None:
+    """Compare results, written arguments and gradients of a run on DTensors with a run on plain tensors."""
     if _errors_differ(outcome, plain, run, "forward", mesh) or plain.error is not None:
         return
     if len(plain.results) != len(run.results):
@@ -219,6 +221,7 @@ def _compare_runs(outcome: Outcome, plain: _Run, run: _Run, mesh: DeviceMesh, op
 
 
 def _compare_gradients(outcome: Outcome, plain: _Run, run: _Run, mesh: DeviceMesh, options: CompareOptions) -> None:
+    """Run backward of both runs from equal random cotangents, and record how the gradients of the leaves differ."""
     generator = torch.Generator().manual_seed(options.seed)
     cotangents = []
     for i in plain.differentiable_results():
@@ -265,6 +268,7 @@ def _cotangent_placements(x: torch.Tensor, mesh: DeviceMesh, requested: Placemen
 
 
 def _errors_differ(outcome: Outcome, plain: _Run, run: _Run, phase: str, mesh: DeviceMesh) -> bool:
+    """Return True if only one of the runs raised, or another type; record the problem."""
     outcome.error, expected = run.error, plain.error
     outcome.same_error = expected is not None and isinstance(run.error, type(expected))
     problems = []

@@ -54,6 +54,7 @@ def python_source(value: Any) -> str:
 
 
 def _tensor_source(x: torch.Tensor) -> str:
+    """Return the source text that makes a tensor with these values and strides."""
     if x.numel() == 0:
         return f"torch.empty({tuple(x.shape)}, dtype={x.dtype})"
     values = str(x.tolist()).replace("nan", "float('nan')").replace("inf", "float('inf')")

@@ -38,6 +38,7 @@ def rule_name(op: Any) -> str:
 
 
 def _name_of_operator(op: Any) -> str:
+    """Return the name under which rules are registered for an operator."""
     overload, known = resolve_overload(op), rules()
     if overload is None:
         return str(op._qualified_op_name)
@@ -89,6 +90,7 @@ def _matching_rules(pattern: str) -> list[str]:
 
 
 def _is_module(word: str) -> bool:
+    """Return True if the word is a file or an importable module."""
     if word.endswith(".py"):
         return True
     try:
@@ -98,6 +100,7 @@ def _is_module(word: str) -> bool:
 
 
 def _import_module(word: str) -> None:
+    """Import a module by name, or a file by its path."""
     if not word.endswith(".py"):
         importlib.import_module(word)
         return

@@ -247,6 +247,7 @@ def placed_cases(
 
 
 def _run_case(report: Report, case: Case, seed: int) -> None:
+    """Run one case and count it; a new fault is minimized and added to the report."""
     seed_of_case = seed + report.cases + 1
     menu = (*case.placements, *((Partial(op),) * len(case.mesh_shape) for op in REDUCE_OPS))
     trial = Trial(case, seed_of_case, menu[seed_of_case % len(menu)])

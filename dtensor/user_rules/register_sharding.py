@@ -281,6 +281,7 @@ def _overloads_of(op: Any) -> list[Any]:
 
 
 def _find_overload(op: Any) -> Any:
+    """Return the overload that the user registers; raise if it is not one operator."""
     found = resolve_overload(op)
     if found is not None:
         return found

@@ -49,6 +49,7 @@ def factors_of_table(table: Table, call: Call, outs: Sequence[str] = ()) -> Fact
 
 
 def _call_table(table: Table, call: Call, outs: Sequence[str]) -> list[Any]:
+    """Return the strategies that the user's table returns for the call; raise if it does not take the arguments."""
     arguments, taken = arguments_without_out(call.func), inspect.signature(table).parameters
     positional = [call.arguments[a.name] for a in arguments if not a.kwarg_only]
     named = {a.name: call.arguments[a.name] for a in arguments if a.kwarg_only and a.name in call.arguments}
@@ -94,6 +95,7 @@ def _is_full_result(output: Placement) -> bool:
 
 
 def _check_placements(placements: Sequence[Any], shapes: Sequence[Sequence[int]]) -> list[Placement]:
+    """Return the placements of a strategy; raise if one names shard sizes."""
     checked = [normalize_placements([placement], 1, len(shape))[0] for placement, shape in zip(placements, shapes, strict=True)]
     for placement in checked:
         if isinstance(placement, Shard) and (placement.sizes is not None or placement.level is not None):
@@ -210,6 +212,7 @@ def _enter_factor(
 
 
 def _make_spec(placement: Placement, factor: str | None) -> Spec:
+    """Return the spec of a placement: along the factor for ``Shard``."""
     match placement:
         case Shard():
             return Along(factor or "")

@@ -184,6 +184,7 @@ def _wait_for_hosts(host_state: HostState, ranks: Iterable[int]) -> bool:
 
 
 def _get_or_make_watchdog() -> Watchdog:
+    """Return the watchdog of the current world, started at the first call."""
     world, watchdog = dist.group.WORLD, _ActiveWatchdog.watchdog
     if watchdog is not None and watchdog.host_state.world() is world:
         return watchdog
@@ -277,6 +278,7 @@ def wait_after_skip(log: CollectiveLog) -> None:
     host_state, number, hashed = log.host_state, log.count, log.hash
 
     def wait_for_ranks() -> None:
+        """Wait until all ranks have issued the collective; raise if one has issued another."""
         missing_ranks = [rank for rank in log.ranks if rank != host_state.rank]
         while missing_ranks:
             host_state.raise_diagnosis()

@@ -172,6 +172,7 @@ class Watchdog:
             self._at_end.cancel()
 
     def _run(self) -> None:
+        """Examine the ranks from time to time, until there is nothing more to watch or the watchdog stops."""
         while not self._stopped.wait(_PERIOD_S):
             try:
                 if self._examine_wait():
@@ -262,6 +263,7 @@ class Watchdog:
             slots[C10D_CALL] = file.replace_text(CALL_TEXT, call[0])
 
     def _warn_slow_wait(self, log: CollectiveLog, number: int, seconds: float) -> None:
+        """Log a warning with the rank that this rank waits for, and its line of code."""
         for rank in log.ranks:
             if not has_reached(self.host_state, log.key, rank, number):
                 line, line_s = self.host_state.location_of(rank)

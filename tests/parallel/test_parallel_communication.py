@@ -262,8 +262,8 @@ def test_later_steps_bind_no_collectives(way: str, monkeypatch: pytest.MonkeyPat
     train()  # after this step all plans are cached
     for at, name in (
         (InProcess, "_transfer"),
-        (InProcess, "_reduce_scatter"),
-        (InProcess, "_all_reduce"),
+        (InProcess, "_make_reduce_scatter"),
+        (InProcess, "_make_all_reduce"),
         (FlatRows, "from_layouts"),
     ):
         monkeypatch.setattr(at, name, lambda *args, name=name: made.append(name))

@@ -217,7 +217,7 @@ def test_conv1d_on_sharded_positions_exchanges_only_halos(name: str, length: int
         assert sum(comm.get_comm_bytes().values()) <= 3 * halo * 2 * 32 * 4
 
 
-def test_conv2d_on_images_sharded_by_rows_and_batch() -> None:
+def test_conv2d_on_images_sharded_by_rows_and_batch_equals_one_device() -> None:
     mesh = dt.init_device_mesh("cpu", (2, 2))
     net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 4, 3, stride=2, padding=1))
     one = copy.deepcopy(net)

@@ -120,6 +120,6 @@ def _nbytes(x: Tensor) -> int:
 _COUNTED: dict[str, Callable[..., tuple[str, _Arrived]]] = {
     "_transfer": _transferred,
     "_transfer_to": _transferred_to,
-    "_all_reduce": _reduced,
-    "_reduce_scatter": _scattered,
+    "_make_all_reduce": _reduced,
+    "_make_reduce_scatter": _scattered,
 }

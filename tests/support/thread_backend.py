@@ -61,14 +61,14 @@ class Threads(Communicator):
         position = ranks.index(self.mesh.ranks[self.me])
         return self._routed(tuple(range(len(ranks))), position, transfer.route_of(position))
 
-    def _all_reduce(self, dims: Dims, op: Any, dtype: torch.dtype) -> BoundReduction:
+    def _make_all_reduce(self, dims: Dims, op: Any, dtype: torch.dtype) -> BoundReduction:
         def run(x: Tensor) -> Pending[Tensor]:
             receive = self._sent(dims, [x.detach().clone()] * self.group_size(dims))
             return Pending(lambda: fold(receive(), op))
 
         return BoundReduction(run)
 
-    def _reduce_scatter(self, dims: Dims, scatter: Scatter) -> BoundCollective:
+    def _make_reduce_scatter(self, dims: Dims, scatter: Scatter) -> BoundCollective:
         def run(x: Tensor) -> Pending[Tensor]:
             receive = self._sent(dims, _cut(x, scatter.chunks_of(self.me)))
             return Pending(lambda: fold(receive(), scatter.op))

@@ -131,6 +131,7 @@ def _nested_codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def _string_constants(constants: Any) -> Iterator[str]:
+    """Yield the strings among the constants of code, at any depth."""
     for constant in constants:
         if isinstance(constant, str):
             yield constant

@@ -233,6 +233,7 @@ class _Discovery:
             self._visit(tuple(objects.read_referents(value)), path)
 
     def _look_into_items(self, value: Any, path: str) -> None:
+        """Guard the items of a builtin container, and visit them; a long list of plain values is guarded by value."""
         if isinstance(value, dict):
             self._visit_dict(value, path, "[{!r}]")
         elif isinstance(value, (set, frozenset)):
@@ -255,12 +256,11 @@ class _Discovery:
                 self._visit_all(items, [f"[{place}]" for place in range(len(items))], path)
 
     def _look_into_class(self, kind: type, path: str) -> None:
+        """Guard the bases and attributes of a class, but for those of library classes."""
         if objects.is_library(kind):
             self._library_classes[kind] = None
             return
-        library_names = {
-            name for base in kind.__mro__ if objects.is_library(base) for name in vars(base)
-        }  # library code may read them
+        library_names = {name for base in filter(objects.is_library, kind.__mro__) for name in vars(base)}  # it may read them
         if not objects.is_installed(kind):
             self.guards.add(tuple(map(objects.dict_key, (*kind.__mro__, *self.containers.add_class(kind)[1:]))), path)
         for base in kind.__mro__:

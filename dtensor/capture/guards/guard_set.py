@@ -364,6 +364,7 @@ class DictSnapshot:
         self.remember()
 
     def _add_names(self, namespace: Mapping[str, Any], names: Iterable[str]) -> None:
+        """Add names to compare: the values of those that are there, and the absence of the others."""
         present = [name for name in names if name in namespace]
         if present:
             # With one name itemgetter would not return a tuple, so the name is there twice.
@@ -391,6 +392,7 @@ class DictSnapshot:
             return False
 
     def _same_keys(self) -> bool:
+        """Return True if all dicts have the keys that they had, in the same order."""
         return (
             [*map(len, self._sized)] == self._lengths
             and [*chain.from_iterable(self._string_key_lists)] == self._string_keys

@@ -85,6 +85,7 @@ _LOGGER_FIELDS = attrgetter("name", "level", "disabled", "propagate", "parent")
 
 
 def _logging_settings() -> Any:
+    """Return the levels, handlers and filters of all loggers, to compare them at the next call."""
     registered = logging.Logger.manager.loggerDict.values()
     loggers = [logging.root, *(one for one in registered if isinstance(one, logging.Logger))]
     handlers = [[*map(len, map(_HANDLERS, loggers))], [*chain.from_iterable(map(_HANDLERS, loggers))]]

@@ -99,6 +99,7 @@ def _make_unit(
     policy: MixedPrecisionPolicy,
     reshard_after_forward: Any,
 ) -> FSDPUnit:
+    """Make the FSDP unit of the modules, with a parameter group for each set of mesh axes."""
     make_reshard_group(axes, reshard_after_forward)  # raises before any change
     axes = axes_on_common_root(axes, modules)
     fsdp_params = make_fsdp_params(modules, axes, ignored, "fully_shard", placement_fn)
@@ -135,6 +136,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def _call_as_forward(module: nn.Module, method: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Call a method of a module between the unshard and the reshard of its unit, as forward is called."""
     unit = unit_of(module)
     if unit is None:
         return method(*args, **kwargs)

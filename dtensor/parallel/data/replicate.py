@@ -155,6 +155,7 @@ def _make_unit(
     max_bytes: float | None,
     shared: bool,
 ) -> FSDPUnit:
+    """Make the unit of the modules, with parameters in buckets, and gradients reduced bucket by bucket."""
     axes = axes_on_common_root(axes, modules)
     fsdp_params = make_fsdp_params(modules, axes, ignored, "replicate")
     move_to_common_mesh(fsdp_params, axes.mesh)

@@ -110,6 +110,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         self._share_options()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group, and one of its shards to the inner optimizer."""
         super().add_param_group(param_group)
         if hasattr(self, "state") and len(self.inner.param_groups) < len(self.param_groups):
             group = self.param_groups[-1]
@@ -154,7 +155,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
     # --- shards ------------------------------------------------------------------------------------------------------
     def _shard_params(self, parameters: Iterable[Tensor]) -> list[nn.Parameter]:
         """Return the shards of ``parameters``. Their local tensors share one buffer: they are sent together after a step."""
-        made = [self._shard_param(p) for p in parameters]
+        made = [self._add_sharded_param(p) for p in parameters]
         added = self._sharded_params[len(self._sharded_params) - len(made) :]
         distributed = [x for x in added if x.state is not x.stored and not x.shard.is_meta]
         sharded = [x for x in distributed if all(local.is_contiguous() for local in shards_of(x.shard._local))]
@@ -166,7 +167,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
                     shard._local = local
         return made
 
-    def _shard_param(self, p: Tensor) -> nn.Parameter:
+    def _add_sharded_param(self, p: Tensor) -> nn.Parameter:
+        """Register ``p``, and return the parameter of the inner optimizer: a copy of this rank's shard."""
         stored = self._stored_layout(p)
         state = self._state_layout(stored)
         with torch.no_grad():
@@ -259,6 +261,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         return {**state_dict, "state": state}
 
     def _distribute_value(self, value: Any, layout: Layout) -> Any:
+        """Return an optimizer state as a DTensor in ``layout``; values of another shape unchanged."""
         if not isinstance(value, Tensor) or tuple(value.shape) != tuple(layout.shape):
             return value
         if isinstance(value, DTensor):
@@ -280,6 +283,7 @@ def _on_all_ranks(value: Tensor, mesh: DeviceMesh) -> Any:
 
 
 def _as_param_groups(params: Any) -> list[dict[str, Any]]:
+    """Return the parameters as a list of groups."""
     listed = list(params)
     if not listed:
         raise ValueError("ZeroRedundancyOptimizer got no parameters; pass model.parameters()")
@@ -291,6 +295,7 @@ def _as_param_groups(params: Any) -> list[dict[str, Any]]:
 
 
 def _find_mesh(groups: list[dict[str, Any]], mesh: Any) -> DeviceMesh:
+    """Return the given mesh, else that of a DTensor parameter, else the current one."""
     if mesh is None:
         for group in groups:
             for p in group["params"]:

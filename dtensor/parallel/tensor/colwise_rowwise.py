@@ -107,6 +107,7 @@ class _MatrixParallel(ParallelStyle):
         return to_local_if(x, self.use_local_output, mesh, new=new or x is not output)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        """Distribute the parameters, and register the hooks that redistribute the input and the output."""
         mesh, family = require_one_dim(device_mesh, self), weight_family_of(module)
         features = _input_features_of(module, family)
         partition = self._partition_embedding_fn if family == "embedding" else self._partition_linear_fn
@@ -216,6 +217,7 @@ class ColwiseParallel(_MatrixParallel):
         self.parts = count
 
     def _distribute_weight(self, module: nn.Module, mesh: DeviceMesh, dim: int) -> None:
+        """Distribute the weight and bias; fused parts are sharded one by one."""
         if self.parts == 1:
             super()._distribute_weight(module, mesh, dim)
             return
@@ -290,6 +292,7 @@ class SequenceParallel(ParallelStyle):
         self.use_local_output = use_local_output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        """Replicate the parameters, and register the hooks that shard input and output along the sequence."""
         mesh, sharding = require_one_dim(device_mesh, self), self.sequence_sharding
         self._replicate_module_fn("", module, mesh)
         replicate_rest(module, mesh, self.src_data_rank)

@@ -317,6 +317,7 @@ class RingAttentionMode(TorchFunctionMode):
         return DTensor.from_local(local, mesh, first.placements, shape=shape)
 
     def _check_local_inputs(self, operands: tuple[Tensor, ...], grouped: bool) -> None:
+        """Raise if query, key and value differ in dtype or dims, or are not sharded along the sequence as announced."""
         query = operands[0]
         if len({x.dtype for x in operands}) > 1 or len({x.ndim for x in operands}) > 1 or query.ndim < 3:
             raise LayoutError("query, key and value must have the same dtype and the same number of dims, at least 3")

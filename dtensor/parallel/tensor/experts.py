@@ -56,11 +56,13 @@ class ShardedExperts(ParallelStyle):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        """Register hooks that run the module on local expert weights, and reduce its output."""
         mesh, running = require_one_dim(device_mesh, self), list[tuple[ExitStack, bool]]()
 
         def enter_module(
             running_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            """Put local expert weights in place for plain inputs; else replicate the inputs."""
             has_dtensors = any(isinstance(unwrap_functorch(x), DTensor) for x in (*args, *kwargs.values()))
             sharded_stacks = None if has_dtensors else _sharded_stacks_of(running_module, mesh)
             stack = ExitStack()
@@ -87,6 +89,7 @@ class DividedInput(ParallelStyle):
     """Divide the first plain input by the number of ranks: the module returns its input, which is used as one addend per rank."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        """Register the hook that divides a plain input by the number of ranks."""
         ranks = require_one_dim(device_mesh, self).size()
 
         def enter_module(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:

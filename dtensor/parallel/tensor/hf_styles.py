@@ -45,6 +45,7 @@ class _LocalParameters(ParallelStyle):
         self.replicate = replicate
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        """Replicate the parameters if asked to, and register the hooks that replace them by local tensors."""
         mesh = require_one_dim(device_mesh, self)
         if self.replicate:
             for name, parameter in list(module._parameters.items()):
@@ -52,18 +53,19 @@ class _LocalParameters(ParallelStyle):
                     distribute_parameter(module, name, mesh, Replicate(), self.src_data_rank)
         kept: list[dict[str, Any]] = []
 
-        def enter_module(running: nn.Module, *_: Any) -> None:  # the module or a copy of it
+        def put_local_parameters(running: nn.Module, *_: Any) -> None:  # the module or a copy of it
+            """Put local tensors in place of the DTensor parameters while the module runs."""
             kept.append(dict(running._parameters))
             for name, value in kept[-1].items():
                 if isinstance(value, DTensor):
                     grad_placements = [Partial() if placement.is_replicate() else placement for placement in value.placements]
                     running._parameters[name] = value.to_local(grad_placements=grad_placements)  # type: ignore[assignment]
 
-        def leave_module(running: nn.Module, *_: Any) -> None:
+        def restore_parameters(running: nn.Module, *_: Any) -> None:
             running._parameters.update(kept.pop())
 
-        module.register_forward_pre_hook(enter_module)
-        module.register_forward_hook(leave_module, always_call=True)
+        module.register_forward_pre_hook(put_local_parameters)
+        module.register_forward_hook(restore_parameters, always_call=True)
         return module
 
 
@@ -75,6 +77,7 @@ class _PartialOutput(ParallelStyle):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        """Register the hooks that sum the output over ranks; with DTensor parameters the module computes on DTensors."""
         mesh = require_one_dim(device_mesh, self)
         if any(isinstance(parameter, DTensor) for parameter in module._parameters.values()):
             return ReplicatedInputs()._apply(module, mesh)
@@ -95,6 +98,7 @@ class _SharedTail(ParallelStyle):
         self.width = width
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        """Register the hook that sums the gradient of the shared features."""
         mesh = require_one_dim(device_mesh, self)
 
         def split_tail(x: torch.Tensor) -> torch.Tensor:
@@ -107,6 +111,7 @@ class _SharedTail(ParallelStyle):
 
 
 def _make_shared_tail(root: nn.Module) -> ParallelStyle:
+    """Return the style for the shared features that the model's config names; raise if it names none."""
     config: Any = getattr(root, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     if not hasattr(text, "qk_rope_head_dim"):

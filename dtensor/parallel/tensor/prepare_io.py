@@ -64,6 +64,7 @@ class PrepareModuleInput(ParallelStyle):
         self.use_local_output = use_local_output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        """Register the hook that redistributes the inputs."""
         mesh = require_one_dim(device_mesh, self)
 
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -303,6 +304,7 @@ def _have_same_nesting(current: Any, desired: Any) -> bool:
 
 
 def _check_same_count(values: Sequence[Any], layouts: Sequence[Any], what: str, side: str | None = None) -> None:
+    """Raise if there is not one layout for each value."""
     if len(values) != len(layouts):
         advice = "give one for each;" if side is None else f"{side}_layouts takes as many as the module has {side}s;"
         raise PlacementError(

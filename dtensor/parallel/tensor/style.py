@@ -212,7 +212,10 @@ def mesh_dim_of(mesh: DeviceMesh, submesh: DeviceMesh) -> int:
     """Return the index in ``mesh`` of the one dim of ``submesh``."""
     if have_same_root(mesh, submesh) and submesh._dims[0] in mesh._dims:
         return mesh._dims.index(submesh._dims[0])
-    raise MeshError(f"a module that is parallel over {submesh!r} got a tensor on {mesh!r}, which does not have that mesh dim")
+    raise MeshError(
+        f"a module that is parallel over {submesh!r} got a tensor on {mesh!r}, which does not have that mesh dim; pass the local "
+        "tensor, or a DTensor on a mesh with that dim, such as their root mesh"
+    )
 
 
 def as_dtensor(x: Any, mesh: DeviceMesh, placement: Placement, global_size: int | None = None) -> DTensor:
@@ -290,6 +293,7 @@ def hook_first_input(module: nn.Module, prepare: Callable[[Any], Any]) -> None:
     """Register a hook that applies ``prepare`` to the first tensor argument of ``module``, positional or by keyword."""
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Prepare the first tensor argument."""
         if args:
             return (prepare(_require_tensor(args[0])), *args[1:]), kwargs
         for name, value in kwargs.items():

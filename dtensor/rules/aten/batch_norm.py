@@ -59,6 +59,7 @@ def written_statistics(call: Call) -> tuple[str, ...]:
 
 
 def describe_batch_norm(call: Call) -> NormCall:
+    """Return the factors of a batch norm's arguments: channels, and all other dims, over which it normalizes."""
     shape = input_shape(call)
     sizes = {"n": shape[0], "c": shape[1]} | {f"s{d}": size for d, size in enumerate(shape) if d > 1}
     input_dims: Dims = tuple((name,) for name in sizes)
@@ -87,6 +88,7 @@ def count_per_channel(call: Call) -> int:
 
 
 def batch_norm(at: KernelContext, *args: Any, **kwargs: Any) -> Any:
+    """Normalize each rank's block by moments that are gathered over ranks."""
     own, count, dims = at.named(args, kwargs), at.once(count_per_channel), at.once(reduced_dims)
     blocks, counts = gather_moments(at, own["input"], dims, count)
     eps, step = own.get("eps", own.get("epsilon")), own.get("momentum", own.get("exponential_average_factor"))
@@ -180,6 +182,7 @@ def fix_saved_metas(call: Call, training: bool) -> tuple[Meta | None, ...]:
 
 
 def batch_norm_backward_factors(call: Call) -> Factors:
+    """Return the factors of the backward of batch norm; in evaluation, sums over ranks are partial results."""
     norm_call = describe_batch_norm(call)
     result_dims = tuple(norm_call.dims[name] for name in ("input", "weight", "bias"))
     result_dims = drop_unrequested_results(call, result_dims) if "output_mask" in call.arguments else result_dims
@@ -192,6 +195,7 @@ def empty_batch_norm(x: Tensor, *args: Any) -> tuple[Tensor, ...]:
 
 
 def empty_gradients(grad: Tensor, x: Tensor, weight: Tensor | None, *args: Any) -> tuple[Tensor | None, ...]:
+    """Return the requested gradients of an empty input: zeros."""
     zeros = x.new_zeros(x.shape[1], dtype=(x if weight is None else weight).dtype)
     return tuple(
         value if is_requested else None

@@ -44,6 +44,7 @@ def cat_factors(call: Call) -> Factors:
 
 
 def cat_shapes(call: Call) -> Shapes | None:
+    """Return the shape of the concatenated tensors, or None if they do not fit."""
     shapes = [call.shape(i) for i in range(len(call.operands))]
     if not shapes[0]:
         return None
@@ -85,6 +86,7 @@ def local_stack_args(call: Call, at: LocalView) -> dict[str, Any]:
 def stack_block(
     tensors: Sequence[Tensor], dim: int = 0, held_tensors: slice | None = None, result_shape: Sequence[int] = ()
 ) -> Tensor:
+    """Stack the tensors that this rank holds, in the dtype of all."""
     if held_tensors is None:
         return torch.stack(list(tensors), dim)
     dtype = reduce(torch.promote_types, [x.dtype for x in tensors])  # the dtype of all tensors, not only of those in this block
@@ -191,6 +193,7 @@ def pad_factors(call: Call) -> Factors:
 
 
 def local_pad_args(call: Call, at: LocalView) -> dict[str, Any]:
+    """Return the pad of each side of a rank's block; negative where the block is cropped."""
     pad: list[int] = []
     for d, (before, _) in reversed(list(enumerate(pads_of_dims(call, len(at.operands[0]))))):
         size, result_size = at.operands[0][d], at.results[0][d]

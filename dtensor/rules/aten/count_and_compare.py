@@ -160,6 +160,7 @@ def histogram_of_blocks(
 
 
 def histogram_kernel(call: Call) -> Kernel:
+    """Return the kernel of histograms, with the collectives that the interval and the density need."""
     needs_interval = isinstance(call["bins"], int) and call["range"] is None and call.operands[0].numel > 0
     counts = sum(math.prod(meta.shape) * meta.dtype.itemsize for meta in call.results[:1] if meta is not None)
     return Kernel(

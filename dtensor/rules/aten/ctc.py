@@ -28,6 +28,7 @@ def sequences_of_block(here: At, call: Call, targets: torch.Tensor) -> tuple[tor
 
 
 def ctc_losses(at: KernelContext, log_probs: Any, targets: Any, *lengths: Any, **options: Any) -> Any:
+    """Compute the losses of the sequences in each rank's block."""
     table = at.results[1]
     assert table is not None
     rest = lengths[2:]
@@ -45,6 +46,7 @@ def ctc_losses(at: KernelContext, log_probs: Any, targets: Any, *lengths: Any, *
 
 
 def ctc_gradients(at: KernelContext, grad: Any, log_probs: Any, targets: Any, inputs: Any, outputs: Any, *rest: Any) -> Any:
+    """Compute the gradients of the sequences in each rank's block."""
     losses, table, *options = rest
 
     def gradients_of_block(

@@ -40,6 +40,8 @@ def keep_later_best(wins: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tenso
 
 
 def add_block_offset(best: Callable[[Tensor, int], Tensors]) -> Callable[[Tensor, int, int], Tensors]:
+    """Wrap a scan so that its indices are those in the global tensor."""
+
     def scan_block(x: Tensor, dim: int, start: int) -> Tensors:
         values, indices = best(x, dim)
         return values, indices + start

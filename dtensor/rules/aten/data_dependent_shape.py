@@ -209,6 +209,7 @@ def unique_slices(at: KernelContext, x: Any, dim: int, sorted: bool = True, inve
 
 
 def unique_dim_factors(call: Call) -> Factors | None:
+    """Return the factors of ``unique_dim``: slices along its dim, or None for empty tensors."""
     shape = call.shape(0)
     if not shape or 0 in shape:
         return None  # torch treats empty tensors differently

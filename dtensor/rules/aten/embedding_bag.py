@@ -77,6 +77,7 @@ def look_up_bags(op: Any, bags: range, count: int, weight: Tensor, **settings: A
 
 
 def embedding_bag_of_blocks(at: KernelContext, *args: Any, **kwargs: Any) -> Any:
+    """Look up each rank's own bags, after an all-gather of sharded indices."""
     op, result, arguments = at.once(functional_overload), at.results[0], at.named(args, kwargs)
     assert result is not None
     weight, offsets = arguments.pop("weight"), arguments.pop("offsets")
@@ -144,6 +145,7 @@ def _embed_in_zeros(block: Tensor, bags: range, count: int) -> Tensor:
 
 
 def gradients_of_blocks(at: KernelContext, *args: Any, **kwargs: Any) -> Any:
+    """Compute the gradients of each rank's own bags."""
     op, grad_layout, arguments = at.once(functional_overload), at.operands[0], at.named(args, kwargs)
     names = tuple(arguments)[1:]
 
@@ -157,6 +159,7 @@ def gradients_of_blocks(at: KernelContext, *args: Any, **kwargs: Any) -> Any:
 
 # --- declarations -------------------------------------------------------------------------------------------------------
 def embedding_bag_factors(call: Call) -> Factors | None:
+    """Return the factors of ``embedding_bag``; bags of equal size can be sharded together with their indices."""
     results = [meta for meta in call.results if meta is not None]
     if len(results[0].shape) != 2 or len(call["indices"].shape) != 1:
         return None  # torch raises for these

@@ -85,12 +85,14 @@ def _is_misaligned(stride: tuple[int, ...], itemsize: int) -> bool:
 def grouped_mm_of_blocks(
     at: KernelContext, a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: torch.dtype | None = None
 ) -> Any:
+    """Multiply the groups of rows in each rank's blocks, by torch's operator or group by group."""
     left, right, result = _dim_names(at.call)
     result_layout = at.results[0]
     assert result_layout is not None
     total, runs_operator = at.once(_operand_sizes).get("r", 0), _can_run_operator(at, result_layout)
 
     def multiply_block(here: At, a: Tensor, b: Tensor, offs: Tensor | None) -> Tensor:
+        """Multiply the groups of rows that one rank's blocks have."""
         if offs is None:
             return torch.bmm(a, b)
         if runs_operator and not a.is_meta:  # torch's meta kernel accepts one dtype only

@@ -96,6 +96,7 @@ def margin_operand_dims(call: Call, first: int) -> tuple[list[Dims], int]:
 
 
 def margin_factors(call: Call) -> Factors:
+    """Return the factors of a margin loss: samples, which can be sharded; classes are unsharded."""
     dims, samples = margin_operand_dims(call, 0)
     loss: Dims = (("n",),) if len(call.shape(0)) == 2 and call["reduction"] == NONE else ()
     results = (loss, dims[1]) if len(call.results) == 2 else (loss,)
@@ -212,6 +213,7 @@ def own_losses(op: Any, scores: Tensor, target: Tensor, weight: Tensor | None) -
 
 
 def nll_loss_of_blocks(at: KernelContext, scores: Any, target: Any, weight: Any, reduction: int, ignore_index: int) -> Any:
+    """Compute the loss of each rank's block; a target of another rank's class counts there."""
     op, dtype = at.once(default_overload), at.dtype(0)
     wide = sum_dtype(dtype)
     if "c" not in at.splits and reduction != NONE and dtype is wide:  # the operator returns both sums over all classes

@@ -65,7 +65,7 @@ def combine_moments(blocks: list[Tensor], counts: list[int]) -> tuple[Any, Any]:
 def normalize(
     x: Tensor, mean: Tensor, variance: Tensor, eps: float, weight: Any, bias: Any, statistics_dtype: torch.dtype
 ) -> Any:
-    """Return the centered and scaled values, the mean, and the reciprocal deviation."""
+    """Return the normalized values times ``weight`` plus ``bias``, the mean, and the reciprocal deviation."""
     rstd = (variance + eps).rsqrt()
     return (
         scale_and_shift((to_sum_dtype(x) - mean) * rstd, weight, bias).to(x.dtype),
@@ -186,6 +186,7 @@ def declare_norm(
     """
 
     def norm_factors(call: Call) -> Factors:
+        """Return the factors of the call, with the results' dtypes of the CPU kernels."""
         norm_call, mask, statistics_dtype = (
             describe(call),
             call.get("output_mask"),
@@ -221,6 +222,7 @@ def cpu_statistics_dtype(call: Call) -> torch.dtype | None:
 
 # --- layer norm, RMS norm: over the last dims -----------------------------------------------------------------------
 def describe_layer_norm(call: Call) -> NormCall:
+    """Return the factors of a layer norm's arguments: batch dims, and those over which it normalizes."""
     shape = input_shape(call)
     count = len(shape) - len(call["normalized_shape"])
     sizes = {f"{'b' if d < count else 'n'}{d}": size for d, size in enumerate(shape)}
@@ -281,6 +283,7 @@ def rms_norm_backward_of_rows(at: KernelContext, grad: Any, *args: Any) -> Any:
 
 
 def layer_norm_shapes(call: Call) -> Shapes | None:
+    """Return the shapes of the results of a layer norm, or None if arguments do not fit."""
     shape, normalized = call.shape(0), tuple(call["normalized_shape"])
     rows = len(shape) - len(normalized)
     if rows < 0 or shape[rows:] != normalized or any(layout.shape != normalized for layout in call.operands[1:]):
@@ -346,12 +349,14 @@ def group_norm(at: KernelContext, x: Any, weight: Any, bias: Any, *sizes: Any) -
 def normalize_groups(
     x: Tensor, blocks: Any, counts: Any, weight: Any, bias: Any, of: list[int], eps: float, statistics_dtype: Any
 ) -> Any:
+    """Normalize a rank's block in groups of channels, by the moments of all blocks."""
     block, weight, bias = (split_into_groups(value, *of) for value in (x, weight, bias))
     out, mean, rstd = normalize(block, *combine_moments(blocks, counts), eps, weight, bias, statistics_dtype)
     return out.reshape(x.shape).to(x.dtype), mean[:, :, 0, 0], rstd[:, :, 0, 0]
 
 
 def group_norm_backward(at: KernelContext, grad: Any, x: Any, mean: Any, rstd: Any, weight: Any, *sizes: Any) -> Any:
+    """Return the requested gradients of a group norm's input, weight and bias."""
     _, channels, positions, groups, mask = sizes
     grad, block, own = (split_into_groups(value, channels, groups) for value in (grad, x, weight))
     mean, rstd = mean[:, :, None, None], rstd[:, :, None, None]

@@ -1,4 +1,4 @@
-"""Random operators: random numbers are sharded as the operand that they fill, without communication, in the current mode.
+"""Random operators: numbers are sharded as the operand that they fill, without communication, and do not depend on the layout.
 
 If values of an operand decide what is generated, results are those of one device in both modes. ``rrelu`` generates numbers for
 the elements that are not positive: the mask of these is gathered.
@@ -59,20 +59,19 @@ def dropout_of_blocks(at: KernelContext, x: Any, p: float, train: bool | None) -
     assert mask_layout is not None
 
     def generate_mask(layouts: Sequence[Layout]) -> Any:
-        drawn, like = layouts
+        mask_layout, like = layouts
 
         def sample_mask(device: torch.device) -> Tensor:
             ones = torch.empty_strided(like.shape, like.stride, dtype=like.dtype, device=device).fill_(1)
             return torch.native_dropout(ones, p, train)[1]
 
         counted = RANDOM_MODE.mode == "counter" and train is not False
-        return draw_counted(drawn, SAMPLERS["bernoulli"], {"p": 1 - p}) if counted else draw(drawn, sample_mask)
+        return draw_counted(mask_layout, SAMPLERS["bernoulli"], {"p": 1 - p}) if counted else draw(mask_layout, sample_mask)
 
     mask = as_graph_op((mask_layout, layout), generate_mask)
     scale = 1.0 if train is False or p == 1 else 1 / (1 - p)
-    return at.map(
-        lambda _, block, generate_mask: block * generate_mask * scale if train is not False else block.clone(), x, mask
-    ), mask
+    out = at.map(lambda _, block, kept: block * kept * scale if train is not False else block.clone(), x, mask)
+    return out, mask
 
 
 # linear in the operand, because all addends have the same mask
@@ -114,8 +113,8 @@ def rrelu_of_blocks(
     def generate_slopes(layouts: Sequence[Layout], *given: Any) -> Any:
         return map_from_one_state(mesh, generator, partial(slopes_of_rank, layouts[0]), *given)
 
-    drawn = as_graph_op((layout,), generate_slopes, noise, masks)
-    return at.map(lambda _, block, own, slope: block * own.copy_(slope), x, noise, drawn)
+    slopes = as_graph_op((layout,), generate_slopes, noise, masks)
+    return at.map(lambda _, block, own, slope: block * own.copy_(slope), x, noise, slopes)
 
 
 drawn("rrelu_with_noise", factors=rrelu_factors, run=rrelu_of_blocks)

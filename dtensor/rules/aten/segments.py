@@ -52,6 +52,7 @@ def reduce_segments(
     nothing = {"sum": 0.0, "product": 1.0, "max": -torch.inf, "min": torch.inf}[_REDUCE_OPS[reduce]]
 
     def reduce_block(here: At, block: torch.Tensor, length: torch.Tensor | None, offset: torch.Tensor | None) -> torch.Tensor:
+        """Reduce the segments that the block has elements of."""
         if length is not None:
             unsafe = options.get("unsafe")
             check_range(length, range(sys.maxsize if unsafe else total + 1), None, wrong_lengths_error)

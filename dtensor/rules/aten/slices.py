@@ -116,6 +116,7 @@ view("slice_scatter", WindowFactors("operand 1", slice_positions), partials=SCAT
 
 # --- splits: consecutive slices ---
 def split_factors(call: Call) -> Factors:
+    """Return the factors of a split: each result is a window of the operand's dim."""
     dims, sizes = factors_of_first_operand(call)
     d = call["dim"] % len(dims)
     windows, start = {}, 0
@@ -227,6 +228,7 @@ def select_number(at: KernelContext, x: Any, dim: int, index: int) -> Any:
 
 
 def scatter_number(at: KernelContext, x: Any, src: Any, dim: int, index: int) -> Any:
+    """Write ``src`` into the block that holds the selected index."""
     dim, index = dim % len(at.call.shape(0)), index % at.total
 
     def scatter_into_block(here: At, block: Tensor, row: Tensor) -> Tensor:

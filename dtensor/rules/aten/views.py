@@ -231,6 +231,7 @@ def as_strided_of_blocks(at: KernelContext, x: Any, size: Any, stride: Any, stor
 def as_strided_scatter_of_blocks(
     at: KernelContext, x: Any, src: Any, size: Any, stride: Any, storage_offset: int | None = None
 ) -> Any:
+    """Write ``src`` into a copy of each block, by strides in the memory of the layout."""
     layout = at.operands[0]
 
     def scatter_block(here: At, block: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

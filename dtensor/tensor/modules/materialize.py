@@ -94,6 +94,7 @@ def check_values(modules: Sequence[nn.Module], places: set[tuple[int, str]]) -> 
 
 
 def _children_first(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
+    """Yield the modules of a tree, each once and after its children."""
     if module not in seen:
         seen.add(module)
         for child in module.children():

@@ -118,6 +118,7 @@ def ctc_loss(name: str) -> Callable[..., Any]:
         reduction: int = 1,
         zero_infinity: bool = False,
     ) -> Any:
+        """Compute the mean of the losses, each divided by its plain target length."""
         if reduction != 1 or not isinstance(x, DTensor) or isinstance(target_lengths, DTensor):
             return NotImplemented
         losses = overload(x, targets, input_lengths, target_lengths, blank, 0, zero_infinity)
@@ -156,6 +157,7 @@ def recurrent_with_plain_state(name: str) -> Callable[..., Any]:
     place = 2 if is_packed else 1
 
     def run(x: Any, *args: Any, **options: Any) -> Any:
+        """Call the operator with plain initial states distributed as the input."""
         states = args[place - 1] if len(args) >= place else None
         if not isinstance(x, DTensor) or states is None:
             return NotImplemented

@@ -138,6 +138,7 @@ def _plan_layouts(operands: list[Any], unsharded: frozenset[str]) -> CallPlan:
     """Plan scaled dot-product attention of these operands with ``unsharded`` factors and without kernels. Nothing runs."""
 
     def choose(rule: Rule, _: Factors, call: Call, inplace_results: Mapping[int, int]) -> StrategySelection | None:
+        """Select strategies by the factors of attention, with ``unsharded`` ones and without kernels."""
         table, sizes = attention_table(call), attention_sizes(call)
         assert sizes is not None, "flex_attention has checked the shapes"
         results = (table["out"], table["logsumexp"])
@@ -294,6 +295,7 @@ class _FindCapturedMode(_ReplaceMode):
         self.own, self.captured = {id(x): x for x in args}, dict[int, Tensor]()
 
     def _find(self, x: Tensor) -> Tensor:
+        """Note a tensor that the function captures, and return a plain tensor in its place."""
         if id(x) in self.own:
             return x
         self.captured[id(x)] = x

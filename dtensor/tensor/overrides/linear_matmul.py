@@ -56,6 +56,7 @@ class _OneNode(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, operator: Any, gradient: Callable[..., Any], weight_first: bool, x: Tensor, *others: Any) -> Tensor:
+        """Run the operator as one autograd node, which saves its operands."""
         ctx.gradient, ctx.weight_first = gradient, weight_first
         ctx.save_for_backward(*((others[0], x) if weight_first else (x, others[0])))
         ctx.set_materialize_grads(False)
@@ -64,6 +65,7 @@ class _OneNode(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Any:
+        """Return the gradients by the operator's own gradient function."""
         mask = list(ctx.needs_input_grad[3:])
         if grad is None:
             return (None,) * (3 + len(mask))
@@ -87,6 +89,7 @@ def keep_undecomposed(
     operator, backward = getattr(torch.ops.aten, name).default, getattr(torch.ops.aten, backward_name).default
 
     def run(keys: DispatchKeySet, x: Tensor, *args: Any) -> Any:
+        """Redispatch a product of DTensors as one operator, or as one autograd node."""
         below = keys & KEYS_BELOW
         has_dtensor = isinstance(x, DTensor) or isinstance(args[0], DTensor)
         if has_dtensor and below.has(_AUTOGRAD) and is_supported(x, *args) and _saves_no_extra_activation(x, *args):

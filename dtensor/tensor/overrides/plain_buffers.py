@@ -96,14 +96,15 @@ def on_reduced_operands(name: str) -> Callable[..., Any]:
     With a partial tolerance, a product such as ``max(s) * rtol`` is rounded differently before it is compared.
     """
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run_reduced(*args: Any, **kwargs: Any) -> Any:
+        """Call the operator with partial operands reduced. Return NotImplemented if none is partial."""
         new_kwargs = {key: value if key == "out" else _reduce_partials(value) for key, value in kwargs.items()}
         new_args = [_reduce_partials(value) for value in args]
         if all(new is old for new, old in zip((*new_args, *new_kwargs.values()), (*args, *kwargs.values()), strict=True)):
             return NotImplemented
         return overload_named(name)(*new_args, **new_kwargs)
 
-    return run
+    return run_reduced
 
 
 def copied_into_out(name: str) -> Callable[..., Any]:
@@ -116,6 +117,7 @@ def copied_into_out(name: str) -> Callable[..., Any]:
     out_names = [argument.name for argument in getattr(packet, overload)._schema.arguments if argument.is_out]
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        """Compute the operator without ``out=``, and copy the results into DTensors."""
         outs = [kwargs.pop(out) for out in out_names]
         if not all(isinstance(out, DTensor) for out in outs):
             return NotImplemented
@@ -187,6 +189,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Any:
+        """Return the gradient of ``prod`` by division, or by products of the other elements where some are zero."""
         if grad is None:
             return None, None, None
         x, result = ctx.saved_tensors
@@ -239,6 +242,7 @@ class _RealFFT(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Any:
+        """Return the gradient of the real FFT: the complex FFT of the padded gradient."""
         if grad is None:
             return None, None, None
         size, dim, normalization = ctx.options

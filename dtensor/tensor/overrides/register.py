@@ -61,6 +61,7 @@ def register_override(name: str, function: Callable[..., Any]) -> None:
     """
 
     def kernel(keys: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        """Call the override if an argument is a DTensor; otherwise, or if it declines, redispatch."""
         if (args and type(args[0]) is DTensor) or any(
             isinstance(x, DTensor) for x in iter_tree_leaves([*args, *kwargs.values()])
         ):

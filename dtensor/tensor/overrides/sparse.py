@@ -66,6 +66,7 @@ def embedding_bag_with_dense_gradient(name: str) -> Callable[..., Any]:
     names = [argument.name for argument in arguments]
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        """Call the operator with ``sparse=False``, and warn of the dense gradient."""
         values = dict(zip(names, args, strict=False)) | kwargs
         if not values.get("sparse") or values.get("scale_grad_by_freq"):  # both together: torch raises
             return NotImplemented

@@ -130,6 +130,7 @@ def blocks_here(
 
 
 def _plain_shape(name: str, tensor: Any) -> Shape:
+    """Return the shape of a plain tensor; raise for a ``PerRank`` tensor, which has no single value."""
     if isinstance(tensor, PerRank):
         raise CheckpointError(
             f"{name!r} is a PerRank tensor with values that differ between ranks, so there is no single value "

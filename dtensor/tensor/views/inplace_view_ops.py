@@ -28,6 +28,7 @@ def _make_method(name: str) -> Callable[..., Any]:
     write, view = getattr(torch.Tensor, name), getattr(torch.Tensor, name.removesuffix("_"))
 
     def method(self: DTensor, *args: Any, **kwargs: Any) -> Any:
+        """Make the tensor a view of itself, or write in place if it may not become one."""
         if self.requires_grad and (self.retains_grad or not torch.is_grad_enabled()):
             raise _make_error(self, name, args, kwargs)
         if not _may_become_a_view(self):

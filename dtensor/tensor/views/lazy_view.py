@@ -255,6 +255,7 @@ def make_lazy_runner(operator: OperatorSchema, plan: CallPlan) -> Runner:
     stack_shape = find_stack_shape(plan.call.operands[0], plan.results[0].shape) if operator.func in _VIEW_OPERATORS else None
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
+        """Make the views; each is computed at its first use."""
         if stack_shape is not None and type(args[0]) is DTensor:
             return apply_views(args[0], ((operator.func, stack_shape), (operator.func, args[1])))
         static_args = (args[0], *specialize_symbols(args[1:]))  # a compiled program with the view as an input makes it again
@@ -302,6 +303,7 @@ def _make_as_strided_runner(operator: OperatorSchema, plan: CallPlan) -> Runner:
     """Return the runner of ``as_strided``. It counts from the start of the memory, which a view shares with its base."""
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
+        """Make the view of the base's memory that ``as_strided`` asks for."""
         bound = operator.bind(args, kwargs)
         x, size, stride, offset = (bound[name] for name in operator.names)
         root = x._base

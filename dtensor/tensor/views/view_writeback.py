@@ -124,6 +124,8 @@ def _write_elementwise(operator: OperatorSchema, args: tuple[Any, ...], kwargs: 
         return view
 
     def assign(destination: DTensor, shaped: Callable[[Any], Any]) -> None:
+        """Run the operator on a destination, with the other operands in its shape."""
+
         def operand(value: Any) -> Any:
             if not isinstance(value, DTensor) or not value.ndim:
                 return value

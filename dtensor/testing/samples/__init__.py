@@ -56,6 +56,7 @@ def samples_of(name: str) -> list[Sample]:
 
 
 def _written_samples(name: str) -> Iterator[Sample]:
+    """Yield the samples that are written for an operator: those of its rule, then those of the tables."""
     registered = rules()
     for sample in registered[name].samples if name in registered else ():
         yield sample if isinstance(sample, Sample) else sample() if callable(sample) else Sample(tuple(sample))
@@ -68,6 +69,7 @@ def _written_samples(name: str) -> Iterator[Sample]:
 
 
 def _derived_samples(name: str) -> list[Sample]:
+    """Return samples of a custom operator, made from the notation of its rule."""
     namespace, _, operator = name.partition("::")
     if namespace == "aten" or name not in rules():  # torch's own operators may crash on invalid arguments
         return []

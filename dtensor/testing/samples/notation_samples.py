@@ -43,6 +43,7 @@ def _has_gradients(op: Any, sample: Sample) -> bool:
 
 
 def _patterns_of(factors: Pattern | by | fitting | None) -> tuple[Pattern, ...]:
+    """Return the patterns of a declaration of factors; none if it is a function."""
     match factors:
         case Pattern():
             return (factors,)

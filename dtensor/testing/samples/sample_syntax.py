@@ -97,6 +97,7 @@ def sample_table(text: str, **words: Any) -> Samples:
 
 
 def _expand_names(names: str, samples: str) -> Iterator[tuple[str, str]]:
+    """Yield pairs of an operator and its samples, for all alternatives of the braces."""
     for name in names.split():
         groups = _GROUP.findall(name)
         for line in _expand_groups(f"{name}:{samples}", groups):
@@ -117,6 +118,7 @@ def _expand_groups(text: str, groups: list[str] | None = None) -> list[str]:
 
 
 def _evaluate_sample(text: str, flags: str, words: dict[str, Any]) -> Sample:
+    """Return the sample that a line describes; ``!`` means without gradients, ``?`` without values."""
     call = text.lstrip("!? ")
     flags += text.removesuffix(call)
     try:

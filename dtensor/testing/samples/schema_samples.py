@@ -35,6 +35,7 @@ def samples_by_schema(
 
 
 def _samples_of_overload(op: Any, dtypes: Sequence[torch.dtype], span: tuple[float, float], broadcast: bool) -> Iterator[Sample]:
+    """Yield samples of an overload for each dtype and shape, but for those that plain torch refuses."""
     schema = op._schema
     if any(a.is_out for a in schema.arguments) or str(schema.overload_name).endswith("out"):
         return
@@ -58,6 +59,7 @@ def _samples_of_overload(op: Any, dtypes: Sequence[torch.dtype], span: tuple[flo
 def _tensor_arguments(
     schema: Any, shapes: Sequence[Shape], dtype: torch.dtype, span: tuple[float, float]
 ) -> Iterator[tuple[str, Any]]:
+    """Yield the tensor arguments that a call needs, by name."""
     following = iter(shapes)
     for seed, argument in enumerate(schema.arguments):
         kind, needed = str(argument.type), not argument.has_default_value()
@@ -84,6 +86,7 @@ def make_sample(schema: Any, given: Mapping[str, Any], dtype: torch.dtype) -> Sa
 
 
 def _number_for(argument: Any, dtype: torch.dtype) -> Any:
+    """Return a valid number for an argument of this type; None for other types."""
     match str(argument.type):
         case "number" | "float":
             return {torch.int64: 2, torch.bool: True}.get(dtype, 0.75)

@@ -108,6 +108,7 @@ class AllGatherExtensions:
         return [columns[i][k] for i, k in self._order]
 
     def _call_pre_all_gather(self, i: int, member: int, local: Any) -> list[Tensor]:
+        """Call the tensor's ``fsdp_pre_all_gather``, keep its metadata, and return the tensors to gather."""
         fsdp_param, hook = self._fsdp_params[i], local.fsdp_pre_all_gather
         size = torch.Size(fsdp_param.unsharded_layout.shape_of(member))
         count = len(inspect.signature(hook).parameters)
@@ -162,6 +163,7 @@ class AllGatherExtensions:
         )
 
     def _entry_boxes(self, i: int, k: int, member: int, group: Sequence[int]) -> tuple[tuple[int, ...], list[Box]]:
+        """Return the shape of one gathered tensor, and the box in it of each rank of the group."""
         fsdp_param = self._fsdp_params[i]
         if not self._is_extended[i]:
             layout = fsdp_param.unsharded_layout
@@ -190,6 +192,7 @@ class AllGatherExtensions:
         return made
 
     def _call_post_all_gather(self, i: int, member: int, local: Any, out: Tensor | None, *outputs: Tensor) -> Tensor:
+        """Call the tensor's ``fsdp_post_all_gather``, and return the unsharded parameter without padding."""
         if len(outputs) > 1:
             outputs = self._copy_outputs(member, i, outputs)
         arguments = (outputs, self._metadata[member, i], self._dtypes[i])

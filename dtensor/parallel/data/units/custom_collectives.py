@@ -200,6 +200,7 @@ def _run_custom(
     mesh, size, comm = axes.mesh, axes.mesh.size_of(axes.shard), communicator_of(axes.mesh)
 
     def issue() -> Pending[Any]:
+        """Issue the user's collective; the pending result is taken from its output."""
         group_handle, _ = _process_group_of(axes)
         work = mark_reported(custom)(output_tensor=output, input_tensor=source, group=group_handle, async_op=True, **options)
 
@@ -330,6 +331,7 @@ class CommHookReducer:
         future = self.hook(self.state, GradBucket(own, parameters, self.index, self.last))
 
         def finish() -> Any:
+            """Wait for the result of the hook, and append the flags."""
             reduced = future.wait() if hasattr(future, "wait") else future  # torch's futures have no common base class
             reduced = reduced[0] if isinstance(reduced, (list, tuple)) else reduced
             return comm.map(

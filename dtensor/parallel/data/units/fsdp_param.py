@@ -91,6 +91,7 @@ class FSDPParam:
         return is_replaced
 
     def _adopt_replacement(self, value: Any) -> None:
+        """Make a DTensor that replaced the parameter in its module the parameter; raise if it does not fit."""
         module, name = self.locations[0]
         is_parameter = isinstance(value, nn.Parameter) and value.is_leaf  # not a value that another FSDP unit has gathered
         if torch.is_grad_enabled() and not is_parameter and (value.requires_grad or has_tangent(value)):

@@ -233,6 +233,7 @@ def _join_meshes(dp_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> DeviceMesh:
 
 # --- values ----------------------------------------------------------------------------------------------------------
 def _make_fsdp_param(parameter: nn.Parameter, layouts: ParamLayouts, has_values: bool) -> FSDPParam:
+    """Make the sharded parameter, with the attributes of the original, and its record."""
     stored, unsharded, *_, axes = layouts
     local = _own_shard(parameter, axes, unsharded, stored, has_values)
     made = nn.Parameter(wrap(local, stored), requires_grad=parameter.requires_grad)
@@ -319,6 +320,7 @@ def _dims_are_disjoint(first: DeviceMesh, second: DeviceMesh) -> bool:
 
 
 def _replicate_on(fsdp_param: FSDPParam, mesh: DeviceMesh) -> None:
+    """Replicate the parameter over the further dims of a larger mesh, with the values of the first rank."""
     old, layout = fsdp_param.parameter, fsdp_param.stored_layout
     new_dims = tuple(i for i, dims in enumerate(mesh._dims) if dims not in layout.mesh._dims)
     local = old._local  # type: ignore[attr-defined]  # a DTensor

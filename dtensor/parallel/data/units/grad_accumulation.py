@@ -84,7 +84,7 @@ class GradAccumulation:
     def add_gradients(self, schedule: Schedule, group: ParamGroup, gradients: dict[int, Column], average: bool) -> None:
         """Reduce a group's gradients, or accumulate them, as the settings say."""
         if group.accumulated_grads:
-            gradients = {i: _add_columns(group.accumulated_grads.pop(i, None), column) for i, column in gradients.items()}
+            gradients = {i: _add_member_grads(group.accumulated_grads.pop(i, None), column) for i, column in gradients.items()}
         # hooks are called once, with the sum over all uses
         waits_for_uses = self.requires_sync and group.num_pending_uses > 0 and _has_hooks(group)
         if waits_for_uses or not self.requires_sync or self.defers_to_end:
@@ -199,7 +199,8 @@ def _empty_column(group: ParamGroup) -> Column:
     return (None,) * group.num_local_members
 
 
-def _add_columns(accumulated: Column | None, new: Column) -> Column:
+def _add_member_grads(accumulated: Column | None, new: Column) -> Column:
+    """Return the sums of the gradients of each local member; None counts as zero."""
     if accumulated is None:
         return new
     return tuple(b if a is None else a if b is None else a + b for a, b in zip(accumulated, new, strict=True))
@@ -215,7 +216,7 @@ def _widen_column(column: Column, dtype: torch.dtype | None) -> Column:
 def _pop_accumulated(group: ParamGroup) -> dict[int, Column]:
     """Remove and return the accumulated gradients of all trainable parameters of a group; those without have empty columns."""
     trainable = [i for i, x in enumerate(group.fsdp_params) if x.parameter.requires_grad]
-    return {i: _add_columns(group.accumulated_grads.pop(i, None), _empty_column(group)) for i in trainable}
+    return {i: _add_member_grads(group.accumulated_grads.pop(i, None), _empty_column(group)) for i in trainable}
 
 
 def _column_as_tensor(group: ParamGroup, fsdp_param: FSDPParam, column: Column) -> Any:

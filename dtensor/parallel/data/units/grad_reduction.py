@@ -76,6 +76,7 @@ class GradReduction:
 
     @partial(issue_for_cause, "reduce gradients")
     def _issue(self, columns: Sequence[Column]) -> Pending[Tensor]:
+        """Pack the gradients of each local member into one buffer, and start its reduce-scatter or all-reduce."""
         group, comm, axes, dtype = self.group, self.group.comm, self.group.axes, self._dtype
         device, in_process = torch.device(axes.mesh.device_type), comm.holds_all
 
@@ -96,6 +97,7 @@ class GradReduction:
             return (buffer if buffer.numel() == nbytes else buffer[:nbytes]).view(dtype)
 
         def pack(member: int) -> Tensor:
+            """Pack the gradients of one member, with flags of those that are missing, or fill its bucket."""
             grads = [column[member if in_process else 0] for column in columns]
             if self._buckets is None:
                 flags = self._send_buffers.get_or_make_ones(len(grads), dtype, device)

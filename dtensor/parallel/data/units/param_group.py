@@ -252,6 +252,7 @@ class ParamGroup:
             state.pending = self._issue_all_gather(locals_, version)
 
     def _issue_all_gather(self, locals_: list[Any], version: VersionSnapshot) -> Pending[Any]:
+        """Start the all-gather of the group's parameters, packed into one row per rank."""
         device, offload = self.axes.mesh.device_type, self.axes.offload
         concatenate: Callable[[list[Tensor]], Tensor] = torch.cat if offload is None else offload.concatenate
         if self._extensions is not None:
@@ -332,6 +333,7 @@ class ParamGroup:
         )
 
     def _allocate_unsharded(self) -> None:
+        """Allocate the buffer of the unsharded parameters, and make its views at the first call."""
         state = self.unsharded
         if state.buffer is None:
             buffers = self.comm.map(lambda member: self._gathered_rows(member).buffer(self.axes.mesh.device_type))

@@ -49,6 +49,7 @@ def check_tp_replicated_grads(group: ParamGroup, gradients: Mapping[int, Column]
 
 
 def _compare_over_tp(group: ParamGroup, mesh: DeviceMesh, pairs_here: Sequence[tuple[FSDPParam, Column]]) -> None:
+    """Raise if the gradient of a parameter that is replicated over tensor parallelism differs between those ranks."""
     comm, dp_mesh = communicator_of(mesh), group.axes.mesh
     tp_dims = [i for i, dims in enumerate(mesh._dims) if dims not in dp_mesh._dims]
     other_dims = [i for i in range(mesh.ndim) if i not in tp_dims]

@@ -451,6 +451,7 @@ class UnshardedParams(torch.autograd.Function):
         batch_mesh: DeviceMesh | None,
         *parameters: Tensor,
     ) -> tuple[Tensor, ...]:
+        """Return the unsharded values of a group as results of an autograd node, which receives their gradients."""
         ctx.group, ctx.fsdp_unit, ctx.use, ctx.batch_mesh = group, unit, use, batch_mesh
         ctx.set_materialize_grads(False)
         ctx.trainable = [x.parameter.requires_grad for x in group.fsdp_params]
@@ -461,6 +462,7 @@ class UnshardedParams(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        """Pass the gradients of unsharded parameters to the FSDP unit, which reduces them; return those that are requested."""
         if not issubclass(type(ctx), BackwardCFunction):
             raise UnsupportedOperationError(
                 "compiled autograd does not support parameters under fully_shard or replicate, because their "

@@ -44,6 +44,7 @@ def wrap_ranks_as_one(output: Any) -> Any:
 
 
 def _unshard_differentiably(group: ParamGroup, fsdp_param: FSDPParam, has_distributed_batch: bool) -> Any:
+    """Return the unsharded parameter as a differentiable function of the sharded one, for transforms of ``torch.func``."""
     x, axes = _differentiated_value(fsdp_param), group.axes
     if AllGatherExtensions.are_needed([fsdp_param]):
         raise UnsupportedOperationError(

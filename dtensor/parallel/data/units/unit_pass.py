@@ -166,6 +166,7 @@ def watch_saved_tensors(groups: Sequence[ParamGroup]) -> ExitStack:
 
 
 def _unpack_saved(saved: Any) -> Any:
+    """Return a saved tensor; raise if it was an unsharded parameter, which is not gathered in backward."""
     if not isinstance(saved, Tensor):  # the shape of an unsharded parameter, or of a view of one
         raise DTensorError(
             f"backward needs a parameter, or a view of one, of shape {saved}, but its unit is not gathered in "

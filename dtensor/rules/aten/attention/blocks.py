@@ -37,6 +37,7 @@ def attention_block(query: Tensor, key: Tensor, value: Tensor, *args: Any, **key
 
 @on_each_rank
 def attention_gradients(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any, **keywords: Any) -> Gradients:
+    """Return the gradients of attention on one block: by the fused kernel, if it has one; zeros if it is empty."""
     if query.numel() and key.numel():
         run = (
             aten._scaled_dot_product_flash_attention_for_cpu_backward.default if has_fused_kernel(query) else gradients_reference
@@ -80,6 +81,7 @@ def gradients_reference(
     attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> Gradients:
+    """Return the gradients of attention, with all weights of the block in memory."""
     query_, key_, scores = _masked_scores(query, key, is_causal, attn_mask, scale)
     weights, upstream = _softmax_weights(scores, sums), grad.to(scores.dtype)
     row_dot = (upstream * out).sum(-1, keepdim=True)

@@ -85,6 +85,7 @@ def pad_dims(dims: Dims, ndim: int) -> Dims:
 
 # --- the CPU operator -----------------------------------------------------------------------------------------------
 def forward_factors(call: Call) -> Factors | None:
+    """Return the factors of attention; None if the shapes do not fit."""
     sizes = attention_sizes(call)
     if sizes is None:
         return None
@@ -99,6 +100,7 @@ def forward_factors(call: Call) -> Factors | None:
 
 
 def backward_factors(call: Call) -> Factors | None:
+    """Return the factors of the backward of attention; None if the shapes do not fit."""
     sizes = attention_sizes(call)
     if sizes is None:
         return None
