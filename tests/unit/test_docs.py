@@ -143,7 +143,7 @@ def test_page_prints_the_shown_output_on_each_of_4_processes(page: str, tmp_path
             assert doctest.OutputChecker().check_output(block.output or "", found, FLAGS), (block.code, found)
 
 
-EXTRAS = {"dtensor.hf": "transformers"}  # an extra that `make test` does not install
+EXTRAS = {"dtensor.hf.pretrained": "transformers", "dtensor.hf.training": "peft"}  # extras that `make test` does not install
 
 
 @pytest.mark.parametrize("name", MODULES)
