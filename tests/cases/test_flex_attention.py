@@ -11,7 +11,9 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import dtensor as dt
 
-test_case_in_one_process, test_all_cases_on_four_processes = here_and_on_four(flex_attention_cases)
+test_case_in_one_process, test_all_cases_on_four_processes = here_and_on_four(
+    flex_attention_cases, slow=("operands_of_different_layouts", "blocks_of_all_sizes")
+)
 
 
 @pytest.mark.parametrize("placement", [S1, S2])

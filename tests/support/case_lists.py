@@ -83,18 +83,20 @@ def on_four(module: ModuleType, *args: Any, timeout_s: float = 280.0) -> None:
 
 
 def here_and_on_four(
-    module: ModuleType, *, folders: bool = False, gather: bool = False
+    module: ModuleType, *, folders: bool = False, gather: bool = False, slow: tuple[str, ...] = ()
 ) -> tuple[Callable[..., None], Callable[..., None]]:
     """Return two tests: each case of a module in one process, and all of them on four.
 
     Args:
         folders: give each case its own folder.
         gather: allow operators without a rule to gather.
+        slow: cases that run in one process only where slow tests run.
     """
     warned = "ignore" if gather else "error"
+    names = [pytest.param(name, marks=[pytest.mark.slow] * (name in slow)) for name in module.CASES.here]
 
     @pytest.mark.filterwarnings(f"{warned}::dtensor.errors.GatherWarning")
-    @pytest.mark.parametrize("name", module.CASES.here)
+    @pytest.mark.parametrize("name", names)
     def in_one_process(name: str, tmp_path: Path) -> None:
         module.CASES[name](*[tmp_path] * folders)
 

@@ -49,8 +49,7 @@ COMPILER = {
 }
 
 
-@pytest.mark.parametrize("rows", [8, 5000])
-@pytest.mark.parametrize("prepare", ["", FAKE_GROUP], ids=["in process", "process group"])
+@pytest.mark.parametrize(("prepare", "rows"), [("", 8), (FAKE_GROUP, 5000)], ids=["in process", "process group"])
 def test_first_operators_import_neither_the_compiler_nor_torch_dtensor(prepare: str, rows: int) -> None:
     program = PROGRAM.format(prepare=prepare, rows=rows, calls=CALLS)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=Path(__file__).parents[2])
