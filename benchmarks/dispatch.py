@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import json
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -118,7 +117,7 @@ def verdict(rows: Sequence[Row]) -> str:
     ratios = {row.name: row.ratio for row in rows if row.ratio is not None}
     if not ratios:
         return "no case ran on all three sides"
-    mean = math.exp(sum(map(math.log, ratios.values())) / len(ratios))
+    mean = timing.geometric_mean(ratios.values())
     above = ", ".join(f"{row.name} {row.ratio:.2f}" for row in rows if row.ratio is not None and row.ratio > row.bound)
     return (
         f"overhead ratio dtensor / peer: geometric mean {mean:.2f} over {len(ratios)} of {len(rows)} cases; "

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import warnings
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -115,7 +114,7 @@ def report(rows: list[Row], worst: int) -> Iterator[str]:
         for cut in "SR":
             own = sorted(ratio for ratio, row in found if (row.gradients, row.placed) == (gradients, cut))
             if own:
-                mean = math.exp(sum(map(math.log, own)) / len(own))
+                mean = timing.geometric_mean(own)
                 cells = f"{mean:5.2f} {own[len(own) // 2]:6.2f} {own[len(own) * 9 // 10]:5.2f}"
                 above = [sum(ratio > bound for ratio in own) for bound in (1, 0.8)]
                 what = f"{'with gradients' if gradients else 'forward'}, {cut}"

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import sys
 import tempfile
@@ -82,16 +81,14 @@ HEAD = (
 )
 
 
-def geometric_mean(values: Sequence[float]) -> float:
-    return math.exp(sum(map(math.log, values)) / len(values)) if values else math.nan
-
-
 def summary(rows: Sequence[Row]) -> list[str]:
     lines = []
     for world in sorted({row["ranks"] for row in rows}):
         some = [row for row in rows if row["ranks"] == world]
         for label, part in (("all", some), *((size, [row for row in some if row["size"] == size]) for size in rc.EVEN)):
-            means = [geometric_mean([r for row in part if (r := ratio(row, what)) is not None]) for what in ("wall", "cpu")]
+            means = [
+                timing.geometric_mean([r for row in part if (r := ratio(row, what)) is not None]) for what in ("wall", "cpu")
+            ]
             if part:
                 lines.append(
                     f"{world} ranks, {label:>6}: geometric mean of dtensor / peer over {len(part)} cases: "
@@ -99,7 +96,7 @@ def summary(rows: Sequence[Row]) -> list[str]:
                 )
         plain = [row for row in some if "bare" in row and "wall" in row["peer"]]
         for side in ("ours", "bare"):
-            means = [geometric_mean([r for row in plain if (r := ratio(row, what, side))]) for what in ("wall", "cpu")]
+            means = [timing.geometric_mean([r for row in plain if (r := ratio(row, what, side))]) for what in ("wall", "cpu")]
             lines.append(f"{world} ranks, without terms, {side}: {len(plain)} cases: wall {means[0]:.3f}, CPU {means[1]:.3f}")
     slower = sorted((row for row in rows if (ratio(row, "wall") or 0) > 1.05), key=lambda row: -(ratio(row, "wall") or 0))
     lines.append(f"above 1.05 in wall time: {len(slower)}")

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import statistics
 import subprocess
@@ -75,11 +74,6 @@ def measure(part: str, quick: bool) -> Any:
 
 
 # --- numbers -----------------------------------------------------------------------------------------------------------
-def geometric_mean(values: Iterable[float]) -> float:
-    logs = [math.log(value) for value in values if value > 0]
-    return math.exp(sum(logs) / len(logs)) if logs else math.nan
-
-
 def microseconds(value: Any) -> str:
     return f"{value * 1e6:.1f}" if isinstance(value, float) else "raises"
 
@@ -97,9 +91,9 @@ def transitions(rows: Sequence[Any]) -> dict[str, dict[str, float]]:
         both = [row for row in some if "wall" in row["peer"]]
         means[pair] = {
             "cases": len(some),
-            "ours": geometric_mean(row["ours"]["wall"] * 1e3 for row in some),
-            "peer": geometric_mean(row["peer"]["wall"] * 1e3 for row in both),
-            "ratio": geometric_mean(row["ours"]["wall"] / row["peer"]["wall"] for row in both),
+            "ours": timing.geometric_mean(row["ours"]["wall"] * 1e3 for row in some),
+            "peer": timing.geometric_mean(row["peer"]["wall"] * 1e3 for row in both),
+            "ratio": timing.geometric_mean(row["ours"]["wall"] / row["peer"]["wall"] for row in both),
         }
     return means
 
@@ -202,9 +196,9 @@ HEAD = """# Performance
 
 After this page you know how fast the library is compared with PyTorch's own, and where it is slower.
 
-`python benchmarks/summary.py` writes this page, its figures and the figures of README in one run: {where}. PyTorch is
-`torch.distributed.tensor`, FSDP2, `DistributedDataParallel` or `ZeroRedundancyOptimizer`. Programs of one table took turns in
-one process, except for memory. [Measurements](measurements/README.md) has all rows.
+`python benchmarks/summary.py` writes this page, its figures and the figures of README. Each table is from one run: {where}.
+PyTorch is `torch.distributed.tensor`, FSDP2, `DistributedDataParallel` or `ZeroRedundancyOptimizer`.
+Programs of one table took turns in one process, except for memory. [Measurements](measurements/README.md) has all rows.
 """
 
 
@@ -223,9 +217,9 @@ def host_section(rows: Sequence[Any]) -> str:
         table=table(["operator", "plain torch, us", "PyTorch, us", "dtensor, us", "dtensor / PyTorch"], cells),
         picture=draw_bars("performance_host", "Host time of operators by library", "microseconds", bars),
         rows=len(hot),
-        whole=geometric_mean(row["whole"] for row in hot.values() if row["whole"]),
-        overhead=geometric_mean(row["ratio"] for row in hot.values() if row["ratio"]),
-        first=geometric_mean(first),
+        whole=timing.geometric_mean(row["whole"] for row in hot.values() if row["whole"]),
+        overhead=timing.geometric_mean(row["ratio"] for row in hot.values() if row["ratio"]),
+        first=timing.geometric_mean(first),
         first_rows=len(first),
     )
 
@@ -275,7 +269,7 @@ def redistribution_section(rows: Sequence[Any]) -> str:
     ]
     bars = {pair: {side: row[side] for side in ("peer", "ours") if row[side] > 0} for pair, row in means.items()}
     return REDISTRIBUTION.format(
-        whole=geometric_mean(row["ratio"] for row in means.values()),
+        whole=timing.geometric_mean(row["ratio"] for row in means.values()),
         table=table(["transition", "PyTorch, ms", "dtensor, ms", "dtensor / PyTorch"], cells),
         picture=draw_bars("performance_redistribution", "Redistribution by library", "milliseconds", bars),
     )
@@ -322,8 +316,8 @@ def page_of(results: dict[str, Any]) -> str:
 def table_figures(results: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the beginning of a row of the tables and the figures of dtensor in it, for the parts that were measured."""
     if "host" in results:
-        hot = geometric_mean(row["ratio"] for row in results["host"] if row["ratio"] and not is_first_call(row))
-        first = geometric_mean(row["ratio"] for row in results["host"] if row["ratio"] and is_first_call(row))
+        hot = timing.geometric_mean(row["ratio"] for row in results["host"] if row["ratio"] and not is_first_call(row))
+        first = timing.geometric_mean(row["ratio"] for row in results["host"] if row["ratio"] and is_first_call(row))
         yield "| host time of a call minus", f"ratio {hot:.2f}; for the first call of an operator {first:.2f}"
     if "training" in results:
         kinds = {
@@ -334,13 +328,13 @@ def table_figures(results: dict[str, Any]) -> Iterator[tuple[str, str]]:
             "DDP": ("ddp2", "ddp4"),
         }
         small = results["training"]["small"]
-        means = {kind: geometric_mean(step_ratio(small[case]) for case in cases) for kind, cases in kinds.items()}
+        means = {kind: timing.geometric_mean(step_ratio(small[case]) for case in cases) for kind, cases in kinds.items()}
         yield (
             "| training step, 2 layers of width 64",
             "ratios: " + ", ".join(f"{kind} {ratio:.2f}" for kind, ratio in means.items()),
         )
     if "redistribution" in results:
-        ratio = geometric_mean(row["ratio"] for row in transitions(results["redistribution"]).values())
+        ratio = timing.geometric_mean(row["ratio"] for row in transitions(results["redistribution"]).values())
         yield (
             "| redistribution, 4 gloo processes",
             f"ratio {ratio:.2f}; bytes: 1.02 times the minimum (the elements that a rank lacks)",

@@ -37,6 +37,7 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "docs" / "examples"), str(ROOT / "benchmarks")]
 
 from gpt_model import GPT, Block, Config, FeedForward, loss_of  # noqa: E402  # it is found by the path above
+from measuring import timing  # noqa: E402  # it is found by the path above
 
 CASES = {  # name -> (processes, mesh shape)
     "tp2": (2, {"tp": 2}),
@@ -397,7 +398,7 @@ def summary(results: dict[str, Any]) -> None:
         for key, what in (("ms", "time"), ("cpu_ms", "processor time")):
             ratios = [found["ours"][key] / found["peer"][key] for case, found in results.items() if case.startswith(kind)]
             if ratios:
-                mean = math.prod(ratios) ** (1 / len(ratios))
+                mean = timing.geometric_mean(ratios)
                 print(f"{kind}: {mean:.2f} of the peer's {what} (geometric mean of {len(ratios)})")
 
 

@@ -6,6 +6,7 @@ it leaves out the time of other programs.
 from __future__ import annotations
 
 import gc
+import math
 import os
 import platform
 import statistics
@@ -91,6 +92,12 @@ def _time(function: Callable[[], object], count: int) -> float:
         return thread_time() - start
     finally:
         gc.enable()
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    """Return the geometric mean of the values that are positive numbers; NaN if there are none."""
+    positive = [value for value in values if value > 0]
+    return statistics.geometric_mean(positive) if positive else math.nan
 
 
 def machine() -> dict[str, str]:
