@@ -98,7 +98,7 @@ class Layout:
         >>> layout.local_shape((0,)), layout.local_shape((1,)), layout.local_offset((1,))
         ((3, 3), (2, 3), (3, 0))
         """
-        requested = tuple(placements) if isinstance(placements, (list, tuple)) else hashable_form(placements)
+        requested = hashable_form(placements)
         try:
             key = (mesh, requested, shape, stride, dtype)
             layout = _BY_REQUEST.get(key)
@@ -211,7 +211,7 @@ class Layout:
 
     def _with_placements(self, placements: Any) -> Layout:
         """Return the layout of the same tensor under other placements. A small cache of each layout serves frequent requests."""
-        key = tuple(placements) if isinstance(placements, (list, tuple)) else hashable_form(placements)
+        key = hashable_form(placements)
         memo: BoundedDict[Any, Layout] | None = self.__dict__.get("_memo")
         if memo is None:
             memo = self.__dict__.setdefault("_memo", BoundedDict(_MEMO_SIZE))

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from functools import cached_property
 from typing import Any
 
@@ -56,7 +56,7 @@ def infer_results(operator: OperatorSchema, rule: Rule | None, call: Call) -> tu
     """
     shapes: Any = None if rule is None or rule.shapes is None else _shapes_by_rule(operator, rule, call)
     key = None if shapes is None else _size_independent_key(operator, call)
-    if shapes is not None and key is not None:
+    if key is not None:
         cached = _INFERENCE_CACHE.get(key, ())
         if cached == () and (cached := _infer_from_samples(operator, call, shapes)) is not None:
             _INFERENCE_CACHE.keep(key, cached)
@@ -67,7 +67,7 @@ def infer_results(operator: OperatorSchema, rule: Rule | None, call: Call) -> tu
     metas = None if rule is None or rule.measured else _infer_from_kernel(operator, call)
     if metas is None:
         metas = infer_from_operator(operator, call.arguments)
-    if shapes is not None and key is not None and key not in _INFERENCE_CACHE:
+    if key is not None and key not in _INFERENCE_CACHE:
         _INFERENCE_CACHE.keep(key, _make_cache_entry(metas, shapes))
     return metas
 
@@ -78,17 +78,14 @@ def _infer_from_samples(operator: OperatorSchema, call: Call, shapes: Sequence[t
     Equal sizes are equal in the samples, and no size is larger. Return None if the results do not have the shapes that the rule
     states, or if the kernel refuses the samples or must not run.
     """
-    if not _may_run_kernel(operator, call):
-        return None
     sizes = sorted({size for layout in call.operands for size in layout.shape})
     small = {1: 1} | {size: small_size for small_size, size in enumerate(sizes, 2)}
-    try:
-        with _hide_from_modes():
-            bound = {name: _to_sample(name, value, small) for name, value in call.arguments.items()}
-            metas = _run_inference(operator, bound, call.arguments)
-        return _make_cache_entry(metas, tuple([tuple([small[size] for size in shape]) for shape in shapes]))
-    except _REFUSALS:
+    if not {size for shape in shapes for size in shape} <= small.keys():
         return None
+    metas = _run_cpu_kernel(operator, call, lambda name, value: _to_sample(name, value, small))
+    if metas is None:
+        return None
+    return _make_cache_entry(metas, tuple([tuple([small[size] for size in shape]) for shape in shapes]))
 
 
 def _infer_from_kernel(operator: OperatorSchema, call: Call) -> tuple[Any, ...] | None:
@@ -98,16 +95,9 @@ def _infer_from_kernel(operator: OperatorSchema, call: Call) -> tuple[Any, ...] 
     """
     if operator.is_view or operator.outs or not operator.gives_tensors or operator.traits.by_device:
         return None
-    if not _may_run_kernel(operator, call):
-        return None
     if sum(math.prod(layout.shape) for layout in call.operands) > _MAX_SAMPLE_ELEMENTS or _DATA_TAGS & set(operator.func.tags):
         return None
-    try:
-        with _hide_from_modes():
-            bound = {name: _make_trial_value(value, CPU) for name, value in call.arguments.items()}
-            return _run_inference(operator, bound, call.arguments)
-    except _REFUSALS:
-        return None
+    return _run_cpu_kernel(operator, call, lambda _, value: _make_trial_value(value, CPU))
 
 
 _MAX_SAMPLE_ELEMENTS = 1 << 12  # a kernel on as many elements takes less time than a meta kernel in Python
@@ -115,16 +105,22 @@ _DATA_TAGS = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 _REFUSALS = (RuntimeError, TypeError, LookupError, ValueError, ArithmeticError, ShapeInferenceError)
 
 
-def _may_run_kernel(operator: OperatorSchema, call: Call) -> bool:
-    """Return True if the CPU kernel may run for inference: on a CPU mesh, without random numbers and symbolic sizes."""
+def _run_cpu_kernel(operator: OperatorSchema, call: Call, to_value: Callable[[str, Any], Any]) -> tuple[Any, ...] | None:
+    """Return the metadata of the results of the CPU kernel on ``to_value(name, argument)`` for each argument.
+
+    Return None if the kernel refuses these values, or must not run: it runs on a CPU mesh only, without random numbers and
+    symbolic sizes. No dispatch mode sees it, because a recorder would record it.
+    """
     if call.mesh.device_type != "cpu" or operator.func.namespace != "aten" or operator.seeded or not call.operands:
-        return False
-    return symbolic_fake_mode(call.arguments.values()) is None
-
-
-def _hide_from_modes() -> AbstractContextManager[Any]:
-    """Return a context in which no dispatch mode sees the kernels of inference: a recorder would record them."""
-    return without_modes() if count_dispatch_modes() else nullcontext()
+        return None
+    if symbolic_fake_mode(call.arguments.values()) is not None:
+        return None
+    try:
+        with without_modes() if count_dispatch_modes() else nullcontext():
+            bound = {name: to_value(name, value) for name, value in call.arguments.items()}
+            return _run_inference(operator, bound, call.arguments)
+    except _REFUSALS:
+        return None
 
 
 def _to_sample(name: str, value: Any, small: dict[int, int]) -> Any:
