@@ -25,8 +25,8 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 import dtensor as dt  # noqa: E402  # it is found by the path above
-from dtensor.comm.checked_collectives import ranks_of  # noqa: E402
 from dtensor.comm.map_ranks import communicator_of  # noqa: E402
+from dtensor.comm.processes.checked_collectives import ranks_of  # noqa: E402
 from dtensor.parallel import fully_shard  # noqa: E402
 from dtensor.watchdog.collective_hooks import get_or_make_log  # noqa: E402
 from dtensor.watchdog.collective_log import CollectiveRecord  # noqa: E402

@@ -32,60 +32,60 @@ from costing.styles import PLANS
 from costing.untuned_models import MORE
 from program_cost import measure, prepared, step_of
 
-from dtensor.propagation import cost_model, select_strategy
+from dtensor.propagation import select_strategy, strategy_cost
 
 # part -> (module, text in its source, replacement). An empty text replaces the function that the replacement defines.
 PARTS: dict[str, tuple[ModuleType, str, str]] = {
-    "free strategies first": (cost_model, "", "def select_free_strategies(*_):\n    return None"),
+    "free strategies first": (strategy_cost, "", "def select_free_strategies(*_):\n    return None"),
     "a reduce-scatter costs an all-reduce": (
-        cost_model,
+        strategy_cost,
         "return link.all_reduce.seconds(ranks, 2 * nbytes)\n        case (int(), int())",
         "return link.all_reduce.seconds(ranks, (1 if isinstance(target, int) else 2) * nbytes)\n        case (int(), int())",
     ),
     "deferred reductions cost half": (
-        cost_model,
+        strategy_cost,
         "return cost / 2 if call.is_reduction_deferred(i, mesh_dim) else cost",
         "return cost",
     ),
-    "cached reductions are free": (cost_model, "cost = min([cost, *copies])", "cost = cost"),
-    "deferred cost of partial results": (cost_model, "        return reduction\n", "        return 0.0\n"),
+    "cached reductions are free": (strategy_cost, "cost = min([cost, *copies])", "cost = cost"),
+    "deferred cost of partial results": (strategy_cost, "        return reduction\n", "        return 0.0\n"),
     "deferred cost of new shardings": (
-        cost_model,
+        strategy_cost,
         "return resharding if is_resharded or has_owners else 0.0",
         "return resharding if has_owners else 0.0",
     ),
     "latency of resharding": (
-        cost_model,
+        strategy_cost,
         "resharding_latency = link.exchange.seconds(ranks, 0) if keeps_sharded else 0.0",
         "resharding_latency = 0.0",
     ),
-    "partial results that grow are gathered": (cost_model, "", "def _grows_results(*_):\n    return False"),
+    "partial results that grow are gathered": (strategy_cost, "", "def _grows_results(*_):\n    return False"),
     "the larger operand decides": (
-        cost_model,
+        strategy_cost,
         "    if not unchanged or not changed:\n        return not unchanged\n",
         "    return not unchanged\n",
     ),
-    "disjoint results defer like sharded ones": (cost_model, "", "def _has_row_owners(*_):\n    return False"),
-    "factors of one position are ignored": (cost_model, "", "def _shards_single_position(*_):\n    return False"),
-    "seconds of products": (cost_model, "        if is_compute_bound:\n", "        if False:\n"),
+    "disjoint results defer like sharded ones": (strategy_cost, "", "def _has_row_owners(*_):\n    return False"),
+    "factors of one position are ignored": (strategy_cost, "", "def _shards_single_position(*_):\n    return False"),
+    "seconds of products": (strategy_cost, "        if is_compute_bound:\n", "        if False:\n"),
     "unsharded values stay unsharded": (
-        cost_model,
+        strategy_cost,
         "(seconds if ranks > 1 else 0.0, introduces_sharding, changed",
         "(seconds if ranks > 1 else 0.0, False, changed",
     ),
     "fewer operands change": (
-        cost_model,
+        strategy_cost,
         "introduces_sharding, changed_operands, result_bytes",
         "introduces_sharding, 0, result_bytes",
     ),
-    "smaller results": (cost_model, "", "def _result_bytes_per_rank(*_):\n    return 0.0"),
+    "smaller results": (strategy_cost, "", "def _result_bytes_per_rank(*_):\n    return 0.0"),
     "one rank's share on other mesh dims": (
-        cost_model,
+        strategy_cost,
         "sizes = [size / max(shard_counts, default=1) for size in nbytes]",
         "sizes = list(nbytes)",
     ),
     "preferred layouts pay the way back": (
-        cost_model,
+        strategy_cost,
         "    if target != source and call.has_preferred_layout(i):\n",
         "    if False:\n",
     ),

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 import dtensor as dt
-from dtensor.dispatch import comm_report
+from dtensor.dispatch.programs import comm_report
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "hf"))
 from families import FAMILIES

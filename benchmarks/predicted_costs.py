@@ -34,7 +34,8 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn import functional as F
 
 import dtensor as dt
-from dtensor.debug import CommDebugMode, calibrate
+from dtensor.commands import calibrate
+from dtensor.debug import CommDebugMode
 from dtensor.plan.graph_recorder import record_graph
 from dtensor.plan.liveness import MemoryModel
 from dtensor.plan.make_plan import broadcast_result, make_plan

@@ -27,9 +27,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import dtensor
 from dtensor.base.recorder_hooks import ACTIVE_RECORDERS, current_recorder
-from dtensor.comm import reductions, torch_backends, transfer
 from dtensor.comm.communicator import Communicator
-from dtensor.dispatch import program
+from dtensor.comm.processes import reductions, torch_backends, transfer
+from dtensor.dispatch.programs import program
 from dtensor.redistribute import coalesce, executor
 
 MOST = 1.01

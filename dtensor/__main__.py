@@ -17,14 +17,14 @@ from typing import Any
 import torch
 
 from . import __version__
+from .base.text_tables import print_table
 from .clusters import MODELS
-from .clusters import cli as cluster_plan
-from .command_line.progress import iterate_with_progress
-from .command_line.spawn_ranks import spawn_ranks
-from .command_line.tables import print_table
+from .commands import bench, calibrate, doctor, run_script
+from .commands import plan_cluster as cluster_plan
+from .commands.operator_tables import operator_tables
+from .commands.progress import iterate_with_progress
+from .commands.spawn_ranks import spawn_ranks
 from .cost.profile import is_calibrated
-from .debug import bench, calibrate, doctor, run_script
-from .debug.operator_tables import operator_tables
 from .errors import ArgumentError, DTensorError
 from .rules import rules
 from .testing.rule_selection import select_rules

@@ -1,5 +1,5 @@
 """``capture(fn)``: the DTensors of a function erased at run time. See docs/capture.md."""
 
-from .captured import Captured, CaptureInfo, capture
+from .captured_function import Captured, CaptureInfo, capture
 
 __all__ = ["CaptureInfo", "Captured", "capture"]

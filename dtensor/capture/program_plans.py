@@ -13,8 +13,8 @@ from ..errors import ArgumentError
 from ..plan.make_plan import run_and_plan
 from ..plan.plan_executor import PlanExecutor
 from ..plan.program_plan import ProgramPlan
-from .passes import MAX_BUCKET_BYTES
-from .signature import Signature
+from .guards.signature import Signature
+from .replay.passes import MAX_BUCKET_BYTES
 
 MAX_PLANS = 3  # plans for one kind of call that later runs may leave, as a run does that makes an optimizer's state
 

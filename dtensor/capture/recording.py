@@ -15,17 +15,17 @@ from ..errors import CaptureError
 from ..state.wrap import wrap_local
 from ..tensor.dtensor import DTensor
 from ..tensor.local_tensors import local_tensors_of
-from .captured_program import BackwardTape, InputSpec, Program, Recorded, detach_same_layout, grads_key, join_locals
-from .carried_gradients import LeafGradients, reachable_from, redistribute_leaf_gradients, suspend_hooks
-from .float_provenance import TracedFloat, to_plain_float
 from .guards.guard_discovery import discover_guards
 from .guards.guard_set import GuardSet
 from .guards.object_model import has_user_attributes, user_attributes
-from .impure_calls import call_captured
-from .outputs import ARG, ENV, GRAD, ComputedTensor, InputRef, OutputClassifier, describe_carried
-from .recorder import Recorder
-from .signature import MetadataGuard, Signature, may_differ_across_ranks
-from .tape import Step, Var
+from .guards.signature import MetadataGuard, Signature, may_differ_across_ranks
+from .replay.carried_gradients import LeafGradients, reachable_from, redistribute_leaf_gradients, suspend_hooks
+from .replay.outputs import ARG, ENV, GRAD, ComputedTensor, InputRef, OutputClassifier, describe_carried
+from .replay.replay_program import BackwardTape, InputSpec, Recorded, ReplayProgram, detach_same_layout, grads_key, join_locals
+from .tracing.float_provenance import TracedFloat, to_plain_float
+from .tracing.impure_calls import call_captured
+from .tracing.recorder import Recorder
+from .tracing.tape import Step, Var
 
 
 class Recording:
@@ -111,7 +111,7 @@ class Recording:
         return tuple(local for local, _ in pairs), tuple(var for _, var in pairs)
 
     # --- the run -------------------------------------------------------------------------------------------------------
-    def run(self, around: AbstractContextManager[Any], bucket_bytes: int) -> tuple[Any, Program | None, str | None]:
+    def run(self, around: AbstractContextManager[Any], bucket_bytes: int) -> tuple[Any, ReplayProgram | None, str | None]:
         """Run the function and return ``(result, program, changed)``.
 
         If the run leaves other Python values in the function's variables than it found, the program is None and ``changed`` names
@@ -206,7 +206,7 @@ class Recording:
         return self.guards.find_difference(discover_guards(self.fn, self.guards.observed))
 
     # --- the program ---------------------------------------------------------------------------------------------------
-    def _make_program(self, leaves: list[Any], tree: Any, bucket_bytes: int) -> tuple[Program, list[Any]]:
+    def _make_program(self, leaves: list[Any], tree: Any, bucket_bytes: int) -> tuple[ReplayProgram, list[Any]]:
         """Return the program, and the tensors that the run has computed for it."""
         refs = {id(x): ref for ref, x in self.run_tensors.items()}
         input_locals = {id(x._local): ref for ref, x in self.run_tensors.items() if isinstance(x, DTensor)}
@@ -237,7 +237,7 @@ class Recording:
         read_by_code = {n for n, x in enumerate(tensors) if id(x) in self.gradients.passed_to_torch or isinstance(x, DTensor)}
         guarded = read_by_code | {number for kind, number in used if kind == ENV}
         self.same_on_ranks = not any(may_differ_across_ranks(tensors[number]) for number in guarded)
-        program = Program(
+        program = ReplayProgram(
             inputs=tuple(InputSpec.describe(ref, self.user_tensors[ref], self.vars[ref], self.strides[ref]) for ref in used),
             metadata_guard=MetadataGuard(sorted(guarded), tensors),
             grad_guards=self.gradients.make_guards(),
@@ -315,7 +315,7 @@ class Recording:
                 )
         return tuple(ref for ref, x in self.run_tensors.items() if x.requires_grad and x.is_leaf and id(x) in reached)
 
-    def _link_to_autograd(self, program: Program, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _link_to_autograd(self, program: ReplayProgram, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return the computed tensors; those that require grad as outputs of one autograd node of the user's tensors."""
         linked = [bool(program.differentiable) and tensor.requires_grad for tensor in program.computed]
         apply: Any = Recorded.apply
@@ -332,7 +332,7 @@ class Recording:
         return bool(accumulated) and not accumulated.isdisjoint(reachable_from([x]))
 
     # --- backward ------------------------------------------------------------------------------------------------------
-    def run_backward(self, program: Program, tensors: list[Any], grads: tuple[Any, ...]) -> tuple[Any, ...]:
+    def run_backward(self, program: ReplayProgram, tensors: list[Any], grads: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the gradients of the differentiable inputs. The first pass for each kind of incoming gradients is recorded."""
         inputs = [self.run_tensors[ref] for ref in program.differentiable]
         roots = [x for x, tensor in zip(tensors, program.computed, strict=True) if tensor.requires_grad]

@@ -19,14 +19,14 @@ from ..comm.events import Event, listening
 from ..comm.map_ranks import communicator_of
 from ..errors import CaptureError
 from ..mesh.device_mesh import DeviceMesh
-from .captured_program import Program
-from .outputs import ConstantOutput
+from .replay.outputs import ConstantOutput
+from .replay.replay_program import ReplayProgram
 
 HAS_ROOM = 1  # the bit that says that a rank can keep another recording; each further bit stands for one recording
 Group: TypeAlias = tuple[DeviceMesh, tuple[int, ...]]  # the ranks along these mesh dims
 
 
-def is_confirmed_by(first: Program, second: Program, with_integers: bool = False) -> bool:
+def is_confirmed_by(first: ReplayProgram, second: ReplayProgram, with_integers: bool = False) -> bool:
     """Return True if both recordings have the same steps.
 
     Args:
@@ -62,7 +62,7 @@ def is_confirmed_by(first: Program, second: Program, with_integers: bool = False
     return True
 
 
-def _constant_values(program: Program) -> list[Any]:
+def _constant_values(program: ReplayProgram) -> list[Any]:
     return [output.value for output in program.outputs if isinstance(output, ConstantOutput)]
 
 
@@ -73,7 +73,7 @@ def _frozen_value_error(place: str, x: Any, y: Any) -> CaptureError:
     )
 
 
-def check_recording(recorded: Program, program: Program | None, groups: Iterable[Group]) -> None:
+def check_recording(recorded: ReplayProgram, program: ReplayProgram | None, groups: Iterable[Group]) -> None:
     """Compare a recorded recording with a new one of an equal call, for ``capture(check=)``. All ranks of ``groups`` call it.
 
     Raises:

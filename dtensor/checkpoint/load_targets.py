@@ -21,8 +21,8 @@ from ..layout.layout import Layout
 from ..redistribute import redistribute_local
 from ..tensor.dtensor import DTensor, wrap
 from ..tensor.local_tensors import local_tensors_of
-from ..tensor.views.checkpoint_blocks import LocalBlock, StackedLayout, members_here, stack_of
 from ..tensor.views.lazy_view import LazyView
+from .local_blocks import LocalBlock, StackedLayout, members_here, stack_of
 from .tree import Stored
 
 

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import CheckpointError
-from ..tensor.views.checkpoint_blocks import LocalBlock, blocks_here
 from . import dcp_metadata as metadata
 from . import safetensors as hugging_face
 from .async_save import finish_pending_saves
@@ -22,6 +21,7 @@ from .coordinator import RankGroup, StateParts
 from .digest import MASK, block_digest
 from .files import RemotePath, StoragePath, damage_error, parse_path, path_exists
 from .load_targets import Target, check_shared_memory, finish_targets
+from .local_blocks import LocalBlock, blocks_here
 from .manifest import MANIFEST_NAME, Manifest, StoredBlock, StoredTensor, check_files, read_manifest
 from .manifest_transforms import Arrange, arrange_manifest, rename_manifest
 from .state_matching import MatchResult, assign_values, match_trees

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import CheckpointError
-from ..tensor.views.checkpoint_blocks import LocalBlock, block_tensor, blocks_here
 from .async_save import finish_pending_saves
 from .block_io import write_box
 from .coordinator import RankGroup, StateParts
@@ -41,6 +40,7 @@ from .files import (
     strict_json,
     sync_folder,
 )
+from .local_blocks import LocalBlock, block_tensor, blocks_here
 from .manifest import Manifest, StoredBlock, StoredTensor, check_entries
 from .saving import check_savable, reduce_partials, state_parts, to_row_major_cpu
 from .stateful import expand_state

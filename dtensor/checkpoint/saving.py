@@ -22,13 +22,13 @@ import torch
 from ..base.group_by import group_by_key
 from ..errors import CheckpointError
 from ..tensor.dtensor import DTensor
-from ..tensor.views.checkpoint_blocks import block_tensor, blocks_here
 from .async_save import PendingSave, Staging, finish_pending_saves, submit_save
 from .block_io import Stream, append_tensor
 from .coordinator import NESTING_PART, RankGroup, StateParts
 from .digest import block_digest
 from .files import StoragePath, file_size, open_for_writing, parse_path, path_exists, read_file, replace_file, sha256, sync_folder
 from .load_targets import describe_tensor
+from .local_blocks import block_tensor, blocks_here
 from .manifest import MANIFEST_NAME, Manifest, StoredBlock, StoredTensor
 from .stateful import expand_state
 from .tree import encode_tree, has_tensors, iter_leaves, name_of, named_tensors

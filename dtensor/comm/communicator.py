@@ -33,9 +33,9 @@ from .flat_rows import (
     broadcast_route,
     check_announced_shape,
     concat_to_row,
-    exchange_route,
-    gather_route,
     row_boxes,
+    row_exchange_route,
+    row_gather_route,
     split_row,
 )
 from .local_reduce import Op, check_reduction, fold, row_major_copy
@@ -277,7 +277,7 @@ class Communicator(ABC):
         @functools.cache
         def route_of(member: int) -> SendRecvPlan:
             group = self.mesh.members_of(dims, member)
-            return gather_route([(length,) for length in lengths[group]], group.index(member))
+            return row_gather_route([(length,) for length in lengths[group]], group.index(member))
 
         def new_of(member: int) -> tuple[int, ...]:
             return (sum(lengths[self.mesh.members_of(dims, member)]),)
@@ -364,7 +364,7 @@ class Communicator(ABC):
         @functools.cache
         def route_of(member: int) -> SendRecvPlan:
             sends, receives = ([(length,) for length in lengths_of(member)] for lengths_of in (send_lengths_of, recv_lengths_of))
-            return exchange_route(sends, receives, self.mesh.members_of(dims, member).index(member))
+            return row_exchange_route(sends, receives, self.mesh.members_of(dims, member).index(member))
 
         return self.bind_transfer(dims, self._make_dense_transfer(dims, route_of, dtype, "all_to_all"))
 
@@ -405,7 +405,7 @@ class Communicator(ABC):
         @functools.cache
         def route_of(member: int) -> SendRecvPlan:
             group = members_of(dims, member)
-            return exchange_route([shape_of(member, to) for to in group], recv_shapes(member), group.index(member))
+            return row_exchange_route([shape_of(member, to) for to in group], recv_shapes(member), group.index(member))
 
         def row_of(member: int, *shards: torch.Tensor) -> torch.Tensor:
             pairs = zip(shards, members_of(dims, member), strict=True)
@@ -465,7 +465,7 @@ class Communicator(ABC):
     def _bind_number_rows(self, dims: Dims, length: int) -> BoundCollective:
         group = self.mesh.members_of(dims, self.held[0])
         lengths, description = [(length,)] * len(group), f"of {length} whole numbers"
-        route_of = lambda member: gather_route(lengths, group.index(member))  # noqa: E731
+        route_of = lambda member: row_gather_route(lengths, group.index(member))  # noqa: E731
         return self._transfer(dims, Transfer(route_of, torch.int64, "all_gather", description=description, blocking=True))
 
     def report(self, kind: str, mesh_dims: Sequence[int], nbytes: Callable[[], int] = lambda: 0) -> None:

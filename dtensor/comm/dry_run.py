@@ -13,7 +13,7 @@ from .communicator import BoundCollective, BoundReduction, Communicator, Dims, L
 from .local_reduce import Op
 from .pack import Packing, Scatter, Transfer
 from .pending import Pending
-from .transfer import is_packed, make_packings
+from .processes.transfer import is_packed, make_packings
 
 
 class DryRun(Communicator):

@@ -91,14 +91,14 @@ def row_boxes(shapes: Sequence[Shape]) -> list[Box]:
     return [Box((end - length,), (length,)) for end, length in zip(accumulate(lengths), lengths, strict=True)]
 
 
-def exchange_route(sends: Sequence[Shape], receives: Sequence[Shape], mine: int) -> SendRecvPlan:
+def row_exchange_route(sends: Sequence[Shape], receives: Sequence[Shape], mine: int) -> SendRecvPlan:
     """Return one member's part of an exchange: ``sends[k]`` goes to position k, which sends ``receives[k]``; ``mine`` is kept."""
     send_boxes, recv_boxes = row_boxes(sends), row_boxes(receives)
     kept = (send_boxes[mine], recv_boxes[mine]) if send_boxes[mine].numel else None
     return _make_route(send_boxes, recv_boxes, mine, kept, sum(box.numel for box in send_boxes))
 
 
-def gather_route(shapes: Sequence[Shape], mine: int) -> SendRecvPlan:
+def row_gather_route(shapes: Sequence[Shape], mine: int) -> SendRecvPlan:
     """Return one member's part of an all-gather of tensors of these shapes."""
     recv_boxes = row_boxes(shapes)
     length = recv_boxes[mine].numel

@@ -14,7 +14,7 @@ from ..ranks.rank_runs import RankRuns
 from .communicator import Communicator
 from .dry_run import DryRun
 from .in_process import InProcess
-from .process_group import ProcessGroups
+from .processes.process_group import ProcessGroups
 
 # By ``mesh.kind``. A new backend is a class with six methods (see ``communicator.py``) and an entry here.
 BACKENDS: dict[str, type[Communicator]] = {"process_group": ProcessGroups, "in_process": InProcess, "dry_run": DryRun}

@@ -8,9 +8,9 @@ from typing import Any
 
 from ..base.group_by import group_by_key
 from ..base.late_binding import html_repr
+from ..base.text_tables import table_text
 from ..base.units import bytes_text, flop_text, seconds_text
 from ..base.user_frames import SourceLine
-from ..command_line.tables import table_text
 from ..recorders.operator_recorder import RecordedOperation
 from ..recorders.run_recorder import RecordedCollective, RunRecorder
 from ..redistribute.step import placements_text as placed

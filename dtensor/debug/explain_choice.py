@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from ..base.text_tables import table_text
 from ..base.units import seconds_text
-from ..command_line.tables import table_text
-from ..dispatch.comm_report import Cause
+from ..dispatch.programs.comm_report import Cause
 from ..placement import Partial, Placement
 from ..plan.graph import RuleQuery, RuleQueryRecorder
 from ..propagation.make_call import make_call

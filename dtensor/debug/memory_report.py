@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..base.text_tables import table_text
 from ..base.units import bytes_text
 from ..base.user_frames import SourceLine
-from ..command_line.tables import table_text
 from ..recorders.memory_tracker import KINDS, MemoryTracker, gather_from_processes
 from ..recorders.run_recorder import RunRecorder
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from ..command_line.tables import table_text
+from ..base.text_tables import table_text
 from ..errors import ArgumentError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh

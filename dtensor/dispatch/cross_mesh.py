@@ -41,7 +41,7 @@ from ..propagation.op_schema import OperatorSchema
 from ..redistribute import execute
 from ..redistribute import plan as plan_redistribution
 from ..state.wrap import wrap_local
-from .frame import Runner
+from .programs.frame import Runner
 
 
 def meshes_of(values: Any) -> dict[DeviceMesh, None]:

@@ -35,13 +35,13 @@ from ..watchdog.levels import CheckLevel
 from .announced_collectives import announced_call
 from .cache_key import KEYED_AS_IS, append_list_to_key, append_to_key, planned_value, specialize_sizes
 from .cross_mesh import make_cross_mesh_runner
-from .frame import Runner
-from .local_op import local_function
 from .op_fingerprint import PlanFingerprints, record_calls, record_error
 from .operand_layouts import plan_call
 from .plain_tensor_args import compare_plain_arguments, make_constants_runner, make_plain_write_runner
-from .program import bind_program, runner_of
-from .variants import with_variants
+from .programs.frame import Runner
+from .programs.local_op import local_function
+from .programs.program import bind_program, runner_of
+from .programs.variants import with_variants
 
 PLANS: PooledDicts[tuple[Any, ...], Any] = PooledDicts(
     each=1024, together=8192

@@ -22,7 +22,7 @@ from ..base.tensor_text import tensor_text
 from ..base.tensor_tree import as_sequence
 from ..base.torch_internals import AccumulateGrad, autograd_node, count_dispatch_modes
 from ..base.tracing import has_no_values, is_tracing
-from ..comm.checked_collectives import operation_hash_of, ranks_along
+from ..comm.compared_operations import operation_hash_of, ranks_along
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
 from ..propagation.op_schema import OperatorSchema

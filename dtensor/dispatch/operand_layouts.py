@@ -22,8 +22,8 @@ from ..propagation.op_schema import OperatorSchema
 from ..propagation.propagate import CallPlan, make_gather_plan, propagate_sharding
 from ..propagation.select_strategy import StrategySelector, select_strategies
 from .cross_mesh import make_mesh_error, meshes_of
-from .facts import facts_of_call
 from .plain_tensor_args import check_plain_argument
+from .programs.facts import facts_of_call
 
 
 def plan_call(operator: OperatorSchema, bound: dict[str, Any], choose: StrategySelector = select_strategies) -> CallPlan:

@@ -51,7 +51,7 @@ from ..rules.registry import lookup
 from ..state.functorch import layout_of
 from ..state.wrap import wrap_local, write_value
 from .cross_mesh import meshes_of
-from .frame import Runner
+from .programs.frame import Runner
 
 try:
     from ..base.torch_internals import said_alike

@@ -16,10 +16,10 @@ from ..dispatch.dispatcher import run_with_strategies
 from ..errors import DTensorError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh, init_device_mesh
-from ..propagation.cost_model import LOCAL_STEP
-from ..propagation.cost_model import kernel_seconds as kernel_seconds_of
 from ..propagation.flops import largest_fraction
 from ..propagation.select_strategy import realize_selection
+from ..propagation.strategy_cost import LOCAL_STEP
+from ..propagation.strategy_cost import kernel_seconds as kernel_seconds_of
 from ..propagation.strategy_table import StrategySelection
 from ..redistribute import Step, estimate
 from ..rules.call import Call

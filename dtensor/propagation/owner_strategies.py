@@ -12,8 +12,8 @@ strategies of this fact.
 [Note: Single-owner strategy]
 One position of a sharded dim is on one rank: the matrix of an expert in a sharded stack, and what is computed from it. Two such
 operands may be sharded along different dims, so that strategies by dims would move one of them. Instead their owner computes
-alone, and the other ranks have empty shards (``dispatch/local_call.py``). Smaller operands that are sharded otherwise are sent
-to the owner.
+alone, and the other ranks have empty shards (``dispatch/programs/local_call.py``). Smaller operands that are sharded otherwise
+are sent to the owner.
 """
 
 from __future__ import annotations

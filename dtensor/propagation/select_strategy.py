@@ -19,10 +19,10 @@ from ..rules.call import Call, Meta, NumberKind
 from ..rules.dim_windows import cover_window_sizes, window_block_sizes
 from ..rules.op_traits import traits_of
 from ..rules.rule import Along, Dims, Factors, R, Rule, Spec, Strategy, StrategyChoice, find_dim
-from .cost_model import rank_strategies, select_free_strategies
 from .factored_dims import NotBlocks, compose_splits, split_of_factor
 from .flops import work_of
 from .owner_strategies import are_consistent, disjoint_strategies, find_disjoint_results, select_single_owner
+from .strategy_cost import rank_strategies, select_free_strategies
 from .strategy_table import StrategySelection, StrategyTable, get_or_build_table, spec_to_placement
 
 _MAX_COMBINATIONS = 256

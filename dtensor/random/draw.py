@@ -28,9 +28,9 @@ from ..base.mode_stack import ModeStack
 from ..base.recorder_hooks import recorded_op, untracked
 from ..base.symbolic_sizes import specialize_symbols
 from ..base.torch_internals import tree_flatten, tree_unflatten
-from ..comm.checked_collectives import compare_generator_state
+from ..comm.compared_operations import compare_generator_state
 from ..comm.map_ranks import communicator_of
-from ..comm.traced_collectives import call_in_graph
+from ..comm.processes.traced_collectives import call_in_graph
 from ..errors import UnsupportedOperationError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh

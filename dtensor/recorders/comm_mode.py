@@ -10,11 +10,11 @@ from typing import Any
 import torch.distributed as dist
 
 from ..base.mode_stack import ModeBlock
+from ..base.text_tables import table_text
 from ..base.torch_internals import OpOverloadPacket
 from ..base.units import bytes_text
 from ..comm import events
 from ..comm.events import Event
-from ..command_line.tables import table_text
 from . import c10d_calls
 from .module_tracker import ModuleTracker
 

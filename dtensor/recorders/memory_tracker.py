@@ -86,7 +86,7 @@ class MemoryTracker:
     def record_results(self, values: Iterable[Tensor], rank: int | None, origin: AllocationOrigin) -> None:
         """Record the results of an operator. A storage that is not tracked yet is new."""
         for x in values:
-            for own, local in local_tensors_of(x):
+            for own, local in local_tensors_by_rank(x):
                 self._track_storage(local, rank if own is None else own, own is not None, origin)
 
     def record_operand(self, x: Tensor) -> int | None:
@@ -119,7 +119,7 @@ class MemoryTracker:
 
     def _storages_of(self, x: Any) -> list[TrackedStorage]:
         """Return the storages of a tensor. A storage that is not tracked yet is from before the run."""
-        storages = (self._track_storage(local, rank, rank is not None, None) for rank, local in local_tensors_of(x))
+        storages = (self._track_storage(local, rank, rank is not None, None) for rank, local in local_tensors_by_rank(x))
         return [store for store in storages if store is not None]
 
     def mark_gradients(self) -> None:
@@ -245,7 +245,7 @@ def gather_from_processes(tracker: MemoryTracker, value: Any) -> list[Any]:
     return gathered
 
 
-def local_tensors_of(x: Any) -> list[tuple[int | None, Tensor]]:
+def local_tensors_by_rank(x: Any) -> list[tuple[int | None, Tensor]]:
     """Return (rank, tensor) for each local tensor of ``x``. The rank is None if this process is one rank."""
     if isinstance(x, DTensor):
         if type(x)._local is not _PLAIN_LOCAL:

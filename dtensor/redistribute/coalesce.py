@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..base.caches import memoize
 from ..comm import Communicator, Pending, shards_of
-from ..comm.checked_collectives import count_as_operation
+from ..comm.compared_operations import count_as_operation
 from ..comm.events import issue_for_cause
 from ..comm.flat_rows import concat_to_row, flatten_to_bytes, tensor_from_bytes
 from ..comm.local_reduce import divide_in_place
@@ -26,7 +26,7 @@ from ..comm.pack import Box, view_region
 from ..cost.link import collective_seconds, local_seconds
 from ..placement import Monoid
 from .executor import BoundStep, LocalValue, get_or_bind_steps, route_of_step
-from .flat_buffer import FlatRows, align_bytes
+from .flat_buffer import FlatBuffer, align_bytes
 from .step import AllGather, AllReduce, Exchange, Plan, ReduceScatter, Step
 
 Merged = Pending[list[LocalValue]]
@@ -274,14 +274,14 @@ def broadcast_many(comm: Communicator, values: Sequence[LocalValue], mesh_dims: 
     return [arrived[order.index(i)] for i in range(len(values))]
 
 
-def _flat_rows(steps: tuple[Any, ...]) -> dict[int, FlatRows]:
+def _flat_rows(steps: tuple[Any, ...]) -> dict[int, FlatBuffer]:
     """Return the flat rows of gather steps, or (mirrored) of reduction steps, for each member in this process."""
     gathers, mesh, mesh_dims = isinstance(steps[0], AllGather), steps[0].before.mesh, steps[0].mesh_dims
     pairs = [(step.before, step.after) if gathers else (step.after, step.before) for step in steps]
     dtypes, sharded = [step.before.dtype for step in steps], [True] * len(steps)
     members = communicator_of(mesh).held
     return {
-        member: FlatRows.from_layouts(pairs, dtypes, sharded, member, mesh.members_of(mesh_dims, member)) for member in members
+        member: FlatBuffer.from_layouts(pairs, dtypes, sharded, member, mesh.members_of(mesh_dims, member)) for member in members
     }
 
 

@@ -16,8 +16,8 @@ import torch
 from ..base.caches import memoize
 from ..base.memory_order import dims_outermost_first
 from ..comm import Communicator, Pending
-from ..comm.checked_collectives import count_as_operation
 from ..comm.communicator import BoundCollective
+from ..comm.compared_operations import count_as_operation
 from ..comm.events import issue_for_cause
 from ..comm.local_reduce import divide_in_place, reduction_identity
 from ..comm.map_ranks import communicator_of
@@ -68,7 +68,7 @@ def _run_steps(steps: Sequence[BoundStep], local: LocalValue) -> LocalValue:
 
 
 class BoundRedistribution(NamedTuple):
-    """Redistribution plan that is ready to run, for measurements (see ``debug.calibrate``)."""
+    """Redistribution plan that is ready to run, for measurements (see ``commands.calibrate``)."""
 
     collectives: int
     bytes: int

@@ -27,7 +27,7 @@ Ranges = tuple[tuple[int, int, int], ...]  # (tensor dim, start, length) of each
 
 
 @dataclass(frozen=True, slots=True)
-class FlatRows:
+class FlatBuffer:
     """Flat rows that one member of a group sends and receives if blocks of many tensors are gathered, or full tensors
     reduce-scattered.
 
@@ -76,11 +76,11 @@ class FlatRows:
         member: int,
         group: Sequence[int],
         alignment: int = 1,
-    ) -> FlatRows:
+    ) -> FlatBuffer:
         """Return the flat rows of tensors by their (sharded, gathered) layouts. Rows are padded to ``alignment`` bytes."""
         shapes = tuple(whole.shape_of(member) for _, whole in pairs)
         boxes = [[box_inside(whole, member, part, other) for part, whole in pairs] for other in group]
-        return FlatRows.from_blocks(shapes, boxes, dtypes, sharded, list(group).index(member), alignment)
+        return FlatBuffer.from_blocks(shapes, boxes, dtypes, sharded, list(group).index(member), alignment)
 
     @staticmethod
     def from_blocks(
@@ -90,7 +90,7 @@ class FlatRows:
         sharded: Sequence[bool],
         position: int,
         alignment: int = 1,
-    ) -> FlatRows:
+    ) -> FlatBuffer:
         """Return the flat rows of tensors by their gathered shapes and, by position and tensor, the box of each block."""
         shapes = tuple(shapes)
         sizes = tuple(tuple(box.size for box in each) for each in boxes)
@@ -115,7 +115,7 @@ class FlatRows:
         computed = (tuple(lengths), tuple(piece_lengths), tuple(blocks), padding, even_dims)
         replicated = tuple(i for i, is_sharded in enumerate(sharded) if not is_sharded)
         strides = tuple(map(contiguous_stride, sizes[position]))
-        return FlatRows(
+        return FlatBuffer(
             tuple(sharded), replicated, tuple(dtypes), shapes, sizes, numels, ranges, position, strides, row_dtype, *computed
         )
 

@@ -1,14 +1,12 @@
-"""Functorch: DTensors inside transforms of ``torch.func``, and autograd functions that such transforms support.
+"""Functorch: what is known of a DTensor inside transforms of ``torch.func``.
 
-``vmap`` wraps a DTensor in a tensor with one dim less; :func:`layout_of` gives the layout without that dim. An autograd function
-with layouts among its arguments runs on the DTensors below, with the batch as the first dim and one more dim in each layout. The
+``vmap`` wraps a DTensor in a tensor with one dim less; :func:`layout_of` gives the layout without that dim. The
 legacy ``vmap``, by which autograd takes gradients in batches (``is_grads_batched=True``, ``vectorize=True``), is no transform of
 ``torch.func``: its tensors are unwrapped by their level.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -18,7 +16,6 @@ import torch
 from ..base.torch_internals import (
     DisableFuncTorch,
     DispatchKey,
-    add_batch_dim,
     current_transform,
     forward_ad,
     functorch_active,
@@ -36,127 +33,13 @@ from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
 from ..placement import Placement, Replicate, Shard
 
-_LEGACY_LEVEL = 1  # torch enters one legacy vmap at a time
+LEGACY_LEVEL = 1  # torch enters one legacy vmap at a time
 
 
-class FunctorchFunction(torch.autograd.Function):
-    """An autograd function of DTensors that transforms of ``torch.func`` support.
-
-    Subclasses define ``setup_context``, in which arguments may be wrapped by a transform (see :func:`layout_of`), and
-    :meth:`lay`, since the function runs on batches with an unsharded batch dim.
-    """
-
-    @staticmethod
-    def lay(x: Any, placements: Sequence[Placement]) -> Any:
-        """Return ``x`` (a DTensor, perhaps wrapped by a transform) redistributed to other placements."""
-        raise NotImplementedError
-
-
-def make_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """Return ``function.apply`` for DTensor arguments.
-
-    Outside of transforms it skips torch's search for wrappers of dead transforms, which wrap plain tensors only. Inside of a
-    transform it raises UnsupportedOperationError if ``function`` is not :class:`FunctorchFunction`.
-    """
-    apply_directly = super(torch.autograd.Function, function).apply  # type: ignore[misc]  # the method in C++
-    if not issubclass(function, FunctorchFunction):
-
-        def apply(*args: Any) -> Any:
-            """Apply the function; raise inside of transforms of ``torch.func``."""
-            if functorch_active():
-                raise UnsupportedOperationError(
-                    f"{function.__name__} inside torch.func.grad, vjp, jvp or vmap is not supported; differentiate by "
-                    "torch.autograd.grad, torch.autograd.functional or torch.autograd.forward_ad"
-                )
-            return apply_directly(*args)
-
-        return apply
-
-    def apply_with_or_without_transforms(*args: Any) -> Any:
-        if functorch_active():
-            return boxed.apply(*map(_LayoutBox.of, args))
-        return apply_batched(*args) if any(map(_is_legacy_wrapped, args)) else apply_directly(*args)
-
-    boxed = _make_boxed_function(function, apply_with_or_without_transforms)
-    apply_batched = super(torch.autograd.Function, _make_legacy_function(function, apply_with_or_without_transforms)).apply  # type: ignore[misc]
-    return apply_with_or_without_transforms
-
-
-class _LayoutBox:
-    """Box of a layout among arguments: torch searches arguments for objects with ``__torch_function__``, and a layout has one."""
-
-    __slots__ = ("layout",)
-
-    def __init__(self, layout: Layout) -> None:
-        self.layout = layout
-
-    @staticmethod
-    def of(x: Any) -> Any:
-        return _LayoutBox(x) if isinstance(x, Layout) else x
-
-
-def _make_boxed_function(function: type[FunctorchFunction], call: Callable[..., Any]) -> type[FunctorchFunction]:
-    """Return ``function`` with boxed layouts as arguments, and with a ``vmap`` rule."""
-
-    def unbox(args: Sequence[Any]) -> tuple[Any, ...]:
-        return tuple(x.layout if isinstance(x, _LayoutBox) else x for x in args)
-
-    def forward(*args: Any) -> Any:
-        return function.forward(*unbox(args))
-
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        function.setup_context(ctx, unbox(inputs), output)
-
-    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
-        result = call(*_make_batched_args(function, info.batch_size, unbox(args), in_dims))
-        return result, (0,) * len(result) if isinstance(result, tuple) else 0
-
-    methods = {"forward": forward, "setup_context": setup_context, "vmap": vmap}
-    return type(function.__name__, (function,), {name: staticmethod(method) for name, method in methods.items()})
-
-
-def _make_legacy_function(function: type[FunctorchFunction], call: Callable[..., Any]) -> type[FunctorchFunction]:
-    """Return ``function`` for tensors of the legacy ``vmap``."""
-
-    def wrap_batch(x: Any) -> Any:
-        return add_batch_dim(x, 0, _LEGACY_LEVEL)
-
-    def forward(*args: Any) -> Any:
-        """Run the function on batched tensors, and wrap its results for the legacy ``vmap``."""
-        unwrapped = [remove_batch_dim(x, _LEGACY_LEVEL, 1, 0) if _is_legacy_wrapped(x) else x for x in args]
-        dims = [0 if _is_legacy_wrapped(x) else None for x in args]
-        size = next(x.shape[0] for x, dim in zip(unwrapped, dims, strict=True) if dim == 0)
-        result = call(*_make_batched_args(function, size, unwrapped, dims))
-        return tuple(map(wrap_batch, result)) if isinstance(result, tuple) else wrap_batch(result)
-
-    return type(function.__name__, (function,), {"forward": staticmethod(forward)})
-
-
-def _make_batched_args(function: type[FunctorchFunction], size: int, args: Sequence[Any], dims: Sequence[Any]) -> list[Any]:
-    """Return the arguments below a ``vmap``: row-major tensors with an unsharded batch dim first, and layouts with one more dim.
-
-    Args:
-        size: the batch size.
-        dims: the batch dim of each argument; None if it has none.
-    """
-    batched = []
-    for x, dim in zip(args, dims, strict=True):
-        if isinstance(x, Layout):
-            placements = tuple(_shift_shard_dim(p, 1) for p in x.placements)
-            x = x.replace(placements=placements, shape=(size, *x.shape))
-        elif isinstance(x, torch.Tensor):
-            x = (x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)).contiguous()
-            if (own := layout_of(x)) is not None:
-                target = tuple(_shift_shard_dim(p, 1) for p in _remove_dim(own, 0).placements)
-                x = x if target == own.placements else function.lay(x, target)
-        batched.append(x)
-    return batched
-
-
-def _remove_dim(layout: Layout, dim: int) -> Layout:
+def layout_without_dim(layout: Layout, dim: int) -> Layout:
     """Return the layout of one slice along ``dim``; a mesh dim that shards ``dim`` replicates the slice."""
     placements = tuple(
-        Replicate() if getattr(p, "dim", None) == dim else _shift_shard_dim(p, -1) if getattr(p, "dim", dim) > dim else p
+        Replicate() if getattr(p, "dim", None) == dim else shift_shard_dim(p, -1) if getattr(p, "dim", dim) > dim else p
         for p in layout.placements
     )
     shape, stride = [*layout.shape], [*layout.stride]
@@ -164,7 +47,8 @@ def _remove_dim(layout: Layout, dim: int) -> Layout:
     return Layout.of(layout.mesh, placements, tuple(shape), tuple(stride), layout.dtype)
 
 
-def _shift_shard_dim(placement: Placement, by: int) -> Placement:
+def shift_shard_dim(placement: Placement, by: int) -> Placement:
+    """Return a placement after ``by`` tensor dims were put in front: ``Shard`` names a later dim, others stay."""
     return replace(placement, dim=placement.dim + by) if isinstance(placement, Shard) else placement
 
 
@@ -175,10 +59,10 @@ def layout_of(x: Any) -> Any:
         return own
     if is_functorch_wrapped(x):
         below = layout_of(functorch_unwrapped(x))
-        return _remove_dim(below, hidden_dim(x)) if below is not None and is_functorch_batched(x) else below
+        return layout_without_dim(below, hidden_dim(x)) if below is not None and is_functorch_batched(x) else below
     if is_legacy_batched(x):
         below = layout_of(_unwrap_legacy(x))
-        return None if below is None else _remove_dim(below, 0)
+        return None if below is None else layout_without_dim(below, 0)
     return None
 
 
@@ -193,7 +77,7 @@ def mesh_and_placements_of(x: Any) -> tuple[DeviceMesh, tuple[Placement, ...]]:
 
 def _unwrap_legacy(x: torch.Tensor) -> torch.Tensor:
     """Return the tensor below the legacy ``vmap``, with the batch as its first dim."""
-    below = remove_batch_dim(x, _LEGACY_LEVEL, 1, 0)
+    below = remove_batch_dim(x, LEGACY_LEVEL, 1, 0)
     if is_legacy_batched(below):
         raise UnsupportedOperationError("nested batched gradients of a DTensor (is_grads_batched=True) are not supported")
     return below
@@ -253,7 +137,7 @@ def detach_any(x: torch.Tensor) -> torch.Tensor:
         return x.view_as(x)
 
 
-def _is_legacy_wrapped(x: Any) -> bool:
+def is_legacy_wrapped(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and is_legacy_batched(x)
 
 

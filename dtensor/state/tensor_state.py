@@ -29,8 +29,9 @@ class TensorAttribute(NamedTuple):
     is_copied: bool = False
 
 
-_STATE, _CACHE, _FACTS = "state/version_counters", "dispatch/redistribution_cache", "dispatch/facts"
+_STATE, _CACHE, _FACTS = "state/version_counters", "dispatch/programs/redistribution_cache", "dispatch/programs/facts"
 _CLASS, _LAZY, _GRADS, _COPIES = "tensor/dtensor", "tensor/views/lazy_view", "tensor/leaf_gradients", "tensor/copies"
+_PARAM, _PARAM_INIT = "parallel/data/units/parameters/fsdp_param", "parallel/data/units/parameters/fsdp_param_init"
 _PENDING, _WRITEBACK, _UNIT = "tensor/async_tensor", "tensor/views/view_writeback", "parallel/data/units/unit"
 
 ATTRIBUTES: dict[str, TensorAttribute] = {
@@ -67,8 +68,8 @@ ATTRIBUTES: dict[str, TensorAttribute] = {
     ),
     "_data_parallel": TensorAttribute(
         "device that a data-parallel unit keeps the parameter on",
-        ("parallel/data/units/fsdp_param", "parallel/data/units/fsdp_param_init", "parallel/data/units/buffers"),
-        ("tensor/modules/materialize", "parallel/data/units/fsdp_param_init"),
+        (_PARAM, _PARAM_INIT, "parallel/data/units/parameters/buffers"),
+        ("tensor/modules/materialize", _PARAM_INIT),
         refers_to_tensors=True,
     ),
     # --- versions of the memory

@@ -30,16 +30,17 @@ from ..base.tracing import check_not_in_graph
 from ..comm import PerRank, shards_of
 from ..comm.map_ranks import communicator_of
 from ..dispatch.announced_collectives import redistribute_under_policy
-from ..dispatch.grad_redistribute import redistribute_grad_unless_planned
-from ..dispatch.output_aliasing import check_unwritten, clone_if_aliased, storage_addresses
+from ..dispatch.programs.grad_redistribute import redistribute_grad_unless_planned
+from ..dispatch.programs.output_aliasing import check_unwritten, clone_if_aliased, storage_addresses
 from ..errors import UnsupportedOperationError
 from ..layout.expanded_storage import repeated_dims
 from ..layout.layout import Layout
 from ..placement import Partial, Placement, Placements, Replicate
 from ..ranks.per_rank_functorch import join_ranks
 from ..redistribute import execute, move_between, plan, start
-from ..state.functorch import FunctorchFunction, detach_any, is_inside_transform, is_wrapped_by_transform, layout_of, make_apply
+from ..state.functorch import detach_any, is_inside_transform, is_wrapped_by_transform, layout_of
 from ..state.wrap import wrap_local, wrap_pending
+from .functorch_function import FunctorchFunction, make_apply
 from .observers import ACTIVE_OBSERVERS, notify_layout_read, notify_redistributed
 from .replica_gradients import compare_replicas, find_use
 

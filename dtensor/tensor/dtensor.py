@@ -385,7 +385,7 @@ class DTensor(TensorMethods):
     __copy__, __deepcopy__, __reduce_ex__ = copies.shallow_copy, copies.deep_copy, copies.reduce_for_pickle
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
-        """Return the items that ``torch.distributed.checkpoint`` writes; see :mod:`dtensor.interop.dcp_protocol`."""
+        """Return the items that ``torch.distributed.checkpoint`` writes; see :mod:`dtensor.checkpoint.dcp_protocol`."""
         return resolve_late("write_items")(self, fqn)
 
     def __create_chunk_list__(self) -> list[Any]:

@@ -19,7 +19,7 @@ from ..base.torch_internals import autograd_node, engine, graph_task
 from ..base.tracing import is_tracing
 from ..comm import Pending, shards_of
 from ..comm.events import CAUSES, listeners
-from ..dispatch.output_aliasing import check_unwritten
+from ..dispatch.programs.output_aliasing import check_unwritten
 from ..errors import DTensorError
 from ..layout.layout import Layout
 from ..placement import Placement
@@ -42,7 +42,9 @@ def install_grad_hook(leaf: Any) -> None:
     if "_grad_layout" in leaf.__dict__:
         return
     leaf_class: Any = type(leaf)
-    layout_cell: list[Any] = [leaf._layout]  # then the redistribution cache of the leaf, see dispatch/redistribution_cache.py
+    layout_cell: list[Any] = [
+        leaf._layout
+    ]  # then the redistribution cache of the leaf, see dispatch/programs/redistribution_cache.py
 
     def to_leaf_layout(grad: Any) -> Any:
         """Return the gradient in the layout of its leaf, or None if it has it."""

@@ -19,7 +19,7 @@ from ..comm import PerRank, shards_of
 from ..comm.cross_rank_check import check_texts_equal, exchange_and_compare_texts, gather_summaries
 from ..comm.flat_rows import content_bytes
 from ..comm.map_ranks import communicator_of
-from ..comm.traced_collectives import call_in_graph
+from ..comm.processes.traced_collectives import call_in_graph
 from ..errors import LayoutError, PlacementError
 from ..layout.layout import Layout
 from ..layout.placement_forms import hashable_form, read_placements

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..dispatch.output_aliasing import check_unwritten, clone_if_aliased, storage_addresses
+from ..dispatch.programs.output_aliasing import check_unwritten, clone_if_aliased, storage_addresses
 from ..errors import LayoutError, PlacementError
 from ..layout.layout import Layout
 from ..layout.placement_forms import is_placement_form

@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 import dtensor as dt
 from dtensor import DTensor, Partial, PerRank, Replicate, Shard
 from dtensor.capture import capture
-from dtensor.capture.recorder import Recorder
+from dtensor.capture.tracing.recorder import Recorder
 from dtensor.errors import CaptureError, LayoutError, MixedTensorError
 
 MESH, THREE, GRID = mesh_of(2), mesh_of(3), mesh_of(2, 2)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from dtensor.capture.passes import overlap_collectives
-from dtensor.capture.tape import LocalMetadata, Step, Var
+from dtensor.capture.replay.passes import overlap_collectives
+from dtensor.capture.tracing.tape import LocalMetadata, Step, Var
 from dtensor.comm import Pending
 
 

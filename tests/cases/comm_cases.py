@@ -17,8 +17,9 @@ from case_lists import Cases
 from torch import Tensor
 
 import dtensor as dt
-from dtensor.comm import Communicator, Pending, events, torch_backends
+from dtensor.comm import Communicator, Pending, events
 from dtensor.comm.map_ranks import communicator_of
+from dtensor.comm.processes import torch_backends
 from dtensor.errors import LayoutError, MeshError, UnsupportedOperationError
 from dtensor.mesh import process_groups
 from dtensor.mesh.device_mesh import DeviceMesh

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 import dtensor as dt
 from dtensor import DTensor
-from dtensor.comm import torch_backends
+from dtensor.comm.processes import torch_backends
 
 pytestmark = pytest.mark.gloo
 SAMPLE = dict(map(random_case, range(3)))

@@ -32,7 +32,7 @@ from dtensor.parallel import (
     share_comm_ctx,
 )
 from dtensor.parallel.data.units.unit import unit_of
-from dtensor.redistribute.flat_buffer import FlatRows
+from dtensor.redistribute.flat_buffer import FlatBuffer
 
 X = torch.randn(24, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
@@ -264,7 +264,7 @@ def test_later_steps_bind_no_collectives(way: str, monkeypatch: pytest.MonkeyPat
         (InProcess, "_transfer"),
         (InProcess, "_make_reduce_scatter"),
         (InProcess, "_make_all_reduce"),
-        (FlatRows, "from_layouts"),
+        (FlatBuffer, "from_layouts"),
     ):
         monkeypatch.setattr(at, name, lambda *args, name=name: made.append(name))
     train()

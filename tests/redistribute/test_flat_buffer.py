@@ -9,12 +9,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtensor.comm.pack import Box
-from dtensor.redistribute.flat_buffer import FlatRows
+from dtensor.redistribute.flat_buffer import FlatBuffer
 
 TENSORS = [((6, 5), 0), ((4, 8), 1), ((7,), None), ((2, 3, 4), 2), ((2,), 0)]  # shapes, and the sharded dim
 
 
-def rows_of(ranks: int, mine: int, dtypes: list[torch.dtype], uneven: bool = False) -> FlatRows:
+def rows_of(ranks: int, mine: int, dtypes: list[torch.dtype], uneven: bool = False) -> FlatBuffer:
     shapes, boxes = [], [[] for _ in range(ranks)]
     for shape, dim in TENSORS:
         shape = tuple(size * ranks // 2 if d == dim else size for d, size in enumerate(shape))
@@ -26,7 +26,7 @@ def rows_of(ranks: int, mine: int, dtypes: list[torch.dtype], uneven: bool = Fal
                 start[dim] = min(k * each, shape[dim])
                 size[dim] = min(each, shape[dim] - start[dim])
             own.append(Box(tuple(start), tuple(size)))
-    return FlatRows.from_blocks(shapes, boxes, dtypes, [dim is not None for _, dim in TENSORS], mine, 16)
+    return FlatBuffer.from_blocks(shapes, boxes, dtypes, [dim is not None for _, dim in TENSORS], mine, 16)
 
 
 def numbers(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dtensor as dt
 from dtensor import Partial, Replicate, Shard
-from dtensor.comm import torch_backends
+from dtensor.comm.processes import torch_backends
 from dtensor.cost import profile as profiles
 from dtensor.cost.device import DEVICES
 from dtensor.cost.profile import BUILT_IN_PROFILE, Profile

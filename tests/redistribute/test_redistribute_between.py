@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from redistribute_cases import all_layouts, make_addends, reduce_addends, slice_local, wrong_members
 
 import dtensor as dt
-from dtensor.comm import PerRank, per_rank, torch_backends
+from dtensor.comm import PerRank, per_rank
+from dtensor.comm.processes import torch_backends
 from dtensor.debug import CommDebugMode
 from dtensor.errors import MeshError
 from dtensor.layout.layout import Layout

@@ -26,7 +26,8 @@ from redistribute_cases import (
     wrong_members,
 )
 
-from dtensor.comm import events, per_rank, torch_backends
+from dtensor.comm import events, per_rank
+from dtensor.comm.processes import torch_backends
 from dtensor.errors import LayoutError
 from dtensor.layout.layout import Layout
 from dtensor.mesh.device_mesh import DeviceMesh

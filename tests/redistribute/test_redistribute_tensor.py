@@ -16,7 +16,7 @@ from redistribute_cases import make_addends, reduce_addends, slice_local, uneven
 
 import dtensor as dt
 from dtensor import DeviceMesh, DTensor, Partial, Replicate, Shard
-from dtensor.comm import torch_backends
+from dtensor.comm.processes import torch_backends
 from dtensor.debug import CommDebugMode
 from dtensor.errors import DTensorError
 from dtensor.layout.layout import Layout

@@ -16,7 +16,7 @@ from torch import Tensor
 import dtensor as dt
 from dtensor import Replicate, Shard
 from dtensor.dispatch.dispatcher import clear_plans
-from dtensor.propagation import cost_model
+from dtensor.propagation import strategy_cost
 from dtensor.testing import check, strategies
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
@@ -138,7 +138,7 @@ def prices(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     rows."""
     clear_plans()
     if request.param != "as priced":
-        monkeypatch.setattr(cost_model, "kernel_seconds", lambda *_: -1e-4)
+        monkeypatch.setattr(strategy_cost, "kernel_seconds", lambda *_: -1e-4)
     yield
     clear_plans()
 

@@ -17,7 +17,7 @@ from torch_versions import needing_whole
 import dtensor as dt
 from dtensor import Partial, Replicate, Shard
 from dtensor.debug import CommDebugMode
-from dtensor.dispatch.facts import find_disjoint_rows
+from dtensor.dispatch.programs.facts import find_disjoint_rows
 from dtensor.ranks.per_rank import shards_of
 
 R, SUM = Replicate(), Partial()

@@ -16,7 +16,7 @@ import dtensor as dt
 from dtensor import Replicate, Shard
 from dtensor.base.tensor_tree import fill_tensors, tensor_leaves
 from dtensor.comm import events
-from dtensor.dispatch import local_call
+from dtensor.dispatch.programs import local_call
 from dtensor.errors import RuleError
 from dtensor.propagation.propagate import CallPlan
 from dtensor.rules import register, rules, unregister

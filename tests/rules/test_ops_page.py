@@ -9,7 +9,7 @@ import pytest
 import torch
 from ops_page import make_page
 
-from dtensor.debug.operator_tables import FAMILIES, entry_of
+from dtensor.commands.operator_tables import FAMILIES, entry_of
 from dtensor.rules import rules
 from dtensor.rules.registry import family_of
 

@@ -18,7 +18,7 @@ from gloo_processes import run_gloo
 from rule_tables import Case, try_all
 
 import dtensor as dt
-from dtensor.propagation import cost_model
+from dtensor.propagation import strategy_cost
 from dtensor.testing import check
 
 pytestmark = pytest.mark.gloo
@@ -91,7 +91,7 @@ def test_indexing_with_sharded_indices_on_four_processes() -> None:
 
 def _check_data_dependent_shapes() -> None:
     torch.set_num_threads(1)
-    cost_model.kernel_seconds = lambda *_: -1e-4  # so that even rows this small are exchanged
+    strategy_cost.kernel_seconds = lambda *_: -1e-4  # so that even rows this small are exchanged
     x, i, v = (
         test_data_dependent_shapes.floats(7, 3),
         test_data_dependent_shapes.integers(9, low=0, high=7),

@@ -18,7 +18,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 import dtensor as dt
 from dtensor.parallel import CPUOffloadPolicy, fully_shard, materialize, replicate
-from dtensor.parallel.data.units.grad_reduction import SendBufferPool, start_reductions
+from dtensor.parallel.data.units.gradients.grad_reduction import SendBufferPool, start_reductions
 from dtensor.parallel.data.units.unit import unit_of
 
 DEVICE = "pretended"

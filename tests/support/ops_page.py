@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from dtensor.debug.operator_tables import operator_tables, torch_version
+from dtensor.commands.operator_tables import operator_tables, torch_version
 from dtensor.placement import Monoid
 from dtensor.rules import rules
 from dtensor.rules.declared_factors import DeclaredFactors

@@ -17,10 +17,11 @@ from gloo_processes import run_gloo
 from thread_backend import on_threads
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dtensor.comm import PerRank, RankValues, per_rank, traced_collectives
+from dtensor.comm import PerRank, RankValues, per_rank
 from dtensor.comm.local_reduce import fold
 from dtensor.comm.map_ranks import communicator_of, map_ranks
 from dtensor.comm.pending import Pending
+from dtensor.comm.processes import traced_collectives
 from dtensor.debug import CommDebugMode
 from dtensor.errors import LayoutError, MeshError
 from dtensor.mesh.device_mesh import DeviceMesh

@@ -22,8 +22,8 @@ from trace_format import events_in
 
 import dtensor as dt
 from dtensor.__main__ import main
-from dtensor.command_line.spawn_ranks import spawn_ranks
-from dtensor.debug import bench, doctor
+from dtensor.commands import bench, doctor
+from dtensor.commands.spawn_ranks import spawn_ranks
 from dtensor.debug.trace import COMMUNICATION
 from dtensor.errors import DTensorError
 from dtensor.interop.patch_catalog import PATCHES

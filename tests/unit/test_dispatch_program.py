@@ -11,8 +11,8 @@ import torch
 import dtensor as dt
 from dtensor.dispatch.cache_key import append_list_to_key
 from dtensor.dispatch.dispatcher import plans_of_operators
-from dtensor.dispatch.program import WHOLE
-from dtensor.dispatch.steps import AFTER, BEFORE, LOCAL, PASSES, wrap_outputs
+from dtensor.dispatch.programs.program import WHOLE
+from dtensor.dispatch.programs.steps import AFTER, BEFORE, LOCAL, PASSES, wrap_outputs
 
 MESH = dt.DeviceMesh("cpu", 3)
 

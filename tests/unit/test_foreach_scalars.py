@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dtensor as dt
-from dtensor.dispatch.local_op import local_function
+from dtensor.dispatch.programs.local_op import local_function
 
 NUMBERS = [0.9, -0.0, 0.0, 1e300, -1e-300, 1e-42, math.inf, math.nan, 1 / 3, 2.0**-149]
 NAMES = ["_foreach_add", "_foreach_sub", "_foreach_mul", "_foreach_div"]

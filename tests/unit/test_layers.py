@@ -20,7 +20,6 @@ MAX_FUNCTION = 80  # lines of a function, with its docstring
 LAYERS = (
     "errors",
     "base",
-    "command_line",
     "watchdog",
     "placement",
     "ranks",
@@ -34,6 +33,7 @@ LAYERS = (
     "rules/aten",
     "redistribute",
     "propagation",
+    "dispatch/programs",
     "dispatch",
     "user_rules",
     "tensor",
@@ -42,17 +42,23 @@ LAYERS = (
     "tensor/overrides",
     "interop",
     "parallel/tensor",
+    "parallel/data/units/parameters",
+    "parallel/data/units/gradients",
     "parallel/data/units",
     "parallel/data",
     "parallel",
     "sharding_spec",
     "checkpoint",
     "plan",
+    "capture/guards",
+    "capture/tracing",
+    "capture/replay",
     "capture",
     "testing",
     "recorders",
     "debug",
     "clusters",
+    "commands",
     "sharded_tensor",
     "hf",
     "device_mesh",
@@ -61,6 +67,7 @@ LAYERS = (
     "functional",
     "experimental",
     "_utils",
+    "install",
     "__init__",
     "__main__",
 )
@@ -194,7 +201,7 @@ def test_each_folder_is_a_layer() -> None:
     folders = {module_name(path).replace(".", "/").removeprefix("dtensor/") for path in MODULES if path.name == "__init__.py"}
     assert {folder.partition("/")[0] for folder in folders} - {"dtensor"} <= set(LAYERS) | {"parallel"}
     at_root = {path.stem for path in PACKAGE.glob("*.py")}
-    assert at_root == {"__init__", "__main__", "errors", "functional", "placement", "sharded_tensor"} | ALIASES
+    assert at_root == {"__init__", "__main__", "errors", "functional", "install", "placement", "sharded_tensor"} | ALIASES
 
 
 def test_print_lines_per_layer() -> None:

@@ -41,7 +41,7 @@ def test_operators_store_only_declared_attributes() -> None:
 @pytest.mark.parametrize("name", ATTRIBUTES)
 def test_declared_writers_and_readers_of_an_attribute_use_it(name: str) -> None:
     folder = Path(dt.__file__).parent
-    paths = [*folder.glob("state/*.py"), *folder.glob("dispatch/*.py")]
+    paths = [*folder.glob("state/*.py"), *folder.glob("dispatch/**/*.py")]
     sources = [path.read_text() for path in paths if path.name != "tensor_state.py"]
     constants = {match for text in sources for match in re.findall(rf'^(\w+) = "{name}"', text, re.MULTILINE)}
     constants |= set(re.findall(rf'^(\w+) = "{name}"', (folder / "tensor/autograd.py").read_text(), re.MULTILINE))

@@ -13,11 +13,11 @@ import torch
 from gloo_processes import run_gloo
 
 from dtensor.__main__ import main
+from dtensor.commands import calibrate
 from dtensor.cost import profile as profiles
 from dtensor.cost.device import DEVICES
 from dtensor.cost.link import get_device
 from dtensor.cost.profile import BUILT_IN_PROFILE, MEASURED_COLLECTIVES, Link, Profile, Rate, profile_path, read_profile
-from dtensor.debug import calibrate
 from dtensor.layout.layout import Layout
 from dtensor.mesh.device_mesh import DeviceMesh
 from dtensor.placement import Partial, Placement, Replicate, Shard

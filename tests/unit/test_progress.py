@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from dtensor.command_line import progress as module
-from dtensor.command_line.progress import iterate_with_progress, report_periodically
+from dtensor.commands import progress as module
+from dtensor.commands.progress import iterate_with_progress, report_periodically
 
 
 class LineRecorder:

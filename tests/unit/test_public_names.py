@@ -98,7 +98,7 @@ loaded = set(sys.modules)
 print(hasattr(dtensor, "fully_shard"), hasattr(dtensor, "clusters"))
 print(sorted(module for module in set(sys.modules) - loaded if module.startswith("dtensor.")))
 import dtensor.clusters
-from dtensor import command_line, testing
+from dtensor import commands, testing
 print(dtensor.clusters.best.__module__.startswith("dtensor.clusters"))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

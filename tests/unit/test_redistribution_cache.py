@@ -11,7 +11,7 @@ import torch
 import dtensor as dt
 from dtensor import Partial, Replicate, Shard
 from dtensor.debug import CommDebugMode
-from dtensor.dispatch.redistribution_cache import _RecentByMesh
+from dtensor.dispatch.programs.redistribution_cache import _RecentByMesh
 from dtensor.errors import ArgumentError
 
 X = torch.arange(24, dtype=torch.float64).reshape(6, 4) / 20 - 0.5
@@ -149,7 +149,7 @@ def test_only_the_most_recent_leaf_tensors_keep_cached_copies() -> None:
 def with_budget(nbytes: int, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     """Set the budget of cached copies for a new mesh; return a function that returns the bytes that are cached."""
     monkeypatch.setenv("DTENSOR_CACHED_COPIES_BYTES", str(nbytes))
-    monkeypatch.setattr("dtensor.dispatch.redistribution_cache._RECENT", _RecentByMesh())
+    monkeypatch.setattr("dtensor.dispatch.programs.redistribution_cache._RECENT", _RecentByMesh())
     before = dt.cache_info()["dispatch.cached_copies_bytes"]
     assert before.limit == nbytes
     return lambda: dt.cache_info()["dispatch.cached_copies_bytes"].kept - before.kept

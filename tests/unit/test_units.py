@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
+from dtensor.base.text_tables import print_table, table_text
 from dtensor.base.units import bytes_text, flop_text, seconds_text
-from dtensor.command_line.tables import print_table, table_text
 
 ROWS = [("module", "received"), ("MLP", "96 B"), ("MLP.down", "1,020 KiB")]
 

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import nn
 
 from ...base.group_by import group_by_key
-from .unit_arguments import check_mp_policy, check_offload_policy, mix_in_methods, outermost_modules
-from .units.buffers import ModuleBuffers
-from .units.dp_modes import MeshAxes, make_sharding_axes
+from .unit_arguments import (
+    DEFAULT_OFFLOAD,
+    DEFAULT_PRECISION,
+    M,
+    check_mp_policy,
+    check_offload_policy,
+    mix_in_methods,
+    outermost_modules,
+)
 from .units.fsdp_module import FSDPModule, make_reshard_group, state_of, units_of
-from .units.fsdp_param import FSDPParam
-from .units.fsdp_param_init import ShardPlacementFn, axes_on_common_root, make_fsdp_params, move_to_common_mesh
-from .units.param_group import ParamGroup
-from .units.policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from .units.parameters.buffers import ModuleBuffers
+from .units.parameters.dp_modes import MeshAxes, make_sharding_axes
+from .units.parameters.fsdp_param import FSDPParam
+from .units.parameters.fsdp_param_init import ShardPlacementFn, axes_on_common_root, make_fsdp_params, move_to_common_mesh
+from .units.parameters.param_group import ParamGroup
+from .units.parameters.policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from .units.unit import FSDPUnit, unit_of
-
-M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
-DEFAULT_PRECISION = MixedPrecisionPolicy()
-DEFAULT_OFFLOAD = OffloadPolicy()
 
 
 def fully_shard(

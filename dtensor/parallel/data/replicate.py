@@ -10,16 +10,23 @@ from torch import nn
 
 from ...errors import ArgumentError, UnsupportedOperationError
 from ...mesh.device_mesh import DeviceMesh
-from .fully_shard import DEFAULT_OFFLOAD, DEFAULT_PRECISION, M
-from .unit_arguments import check_mp_policy, check_offload_policy, mix_in_methods, outermost_modules
-from .units.buffers import ModuleBuffers
-from .units.custom_collectives import AllGather, CommHook, CommHookReducer, ReduceScatter
-from .units.dp_modes import MeshAxes, make_replicating_axes
+from .unit_arguments import (
+    DEFAULT_OFFLOAD,
+    DEFAULT_PRECISION,
+    M,
+    check_mp_policy,
+    check_offload_policy,
+    mix_in_methods,
+    outermost_modules,
+)
 from .units.fsdp_module import FSDPModule, state_of, units_of
-from .units.fsdp_param import FSDPParam
-from .units.fsdp_param_init import axes_on_common_root, make_fsdp_params, move_to_common_mesh
-from .units.param_group import ParamGroup
-from .units.policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from .units.parameters.buffers import ModuleBuffers
+from .units.parameters.custom_collectives import AllGather, CommHook, CommHookReducer, ReduceScatter
+from .units.parameters.dp_modes import MeshAxes, make_replicating_axes
+from .units.parameters.fsdp_param import FSDPParam
+from .units.parameters.fsdp_param_init import axes_on_common_root, make_fsdp_params, move_to_common_mesh
+from .units.parameters.param_group import ParamGroup
+from .units.parameters.policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from .units.unit import FSDPUnit
 
 _MEBIBYTE = 1024 * 1024

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 from torch import nn
 
 from ...errors import ContradictionError, UnitError
-from .units.policy import MixedPrecisionPolicy, OffloadPolicy
+from .units.parameters.policy import MixedPrecisionPolicy, OffloadPolicy
 from .units.unit import unit_of
+
+M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])  # the first argument, the type of which is returned
+DEFAULT_PRECISION = MixedPrecisionPolicy()
+DEFAULT_OFFLOAD = OffloadPolicy()
 
 
 def outermost_modules(module: Any, name: str) -> list[nn.Module]:

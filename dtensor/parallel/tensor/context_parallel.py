@@ -22,7 +22,7 @@ from torch.utils import swap_tensors
 
 from ...base.torch_internals import tree_leaves
 from ...comm import PerRank, shards_of
-from ...comm.checked_collectives import compare_text
+from ...comm.compared_operations import compare_text
 from ...comm.map_ranks import communicator_of
 from ...errors import LayoutError, MeshError, UnsupportedOperationError
 from ...mesh.device_mesh import DeviceMesh, as_mesh

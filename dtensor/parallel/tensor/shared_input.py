@@ -20,9 +20,9 @@ from ...base.torch_internals import forward_ad, functorch_active
 from ...base.tracing import is_tracing
 from ...comm import PerRank
 from ...layout.layout import Layout
-from ...state.functorch import make_apply
 from ...state.version_counters import take_snapshot
 from ...tensor.autograd import ToLocal, to_local_tensor
+from ...tensor.functorch_function import make_apply
 
 
 class SharedInput:

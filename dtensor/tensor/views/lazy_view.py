@@ -23,10 +23,10 @@ from ...base.torch_internals import make_wrapper_subclass
 from ...base.tracing import KERNEL_ERRORS
 from ...dispatch.cache_key import specialize_sizes
 from ...dispatch.dispatcher import dispatch, install_view_runners
-from ...dispatch.frame import Runner
 from ...dispatch.operand_layouts import plan_call
-from ...dispatch.program import bind_program, runner_of
-from ...dispatch.steps import is_unrecorded_alias
+from ...dispatch.programs.frame import Runner
+from ...dispatch.programs.program import bind_program, runner_of
+from ...dispatch.programs.steps import is_unrecorded_alias
 from ...errors import LayoutError
 from ...layout.layout import Layout
 from ...propagation.op_schema import OperatorSchema, operator_schema_of

@@ -19,8 +19,8 @@ from ...base.tensor_tree import as_sequence
 from ...base.tracing import KERNEL_ERRORS, is_program_argument, is_tracing
 from ...comm.map_ranks import communicator_of
 from ...dispatch.dispatcher import dispatch
-from ...dispatch.list_ops import has_aliased_elements, run_per_element
-from ...dispatch.redistribution_cache import IN_DECOMPOSITION
+from ...dispatch.programs.list_ops import has_aliased_elements, run_per_element
+from ...dispatch.programs.redistribution_cache import IN_DECOMPOSITION
 from ...errors import UnsupportedOperationError
 from ...propagation.op_schema import OperatorSchema, operator_schema_of
 from ...redistribute import redistribute_local

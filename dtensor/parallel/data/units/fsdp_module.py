@@ -13,10 +13,16 @@ from ....comm.map_ranks import communicator_of
 from ....errors import DTensorError, UnsupportedOperationError
 from ....mesh.create_mesh import copy_with_new_group
 from ....state.version_counters import take_snapshot
-from .custom_collectives import AllGather, GroupMemoryAllGather, GroupMemoryReduceScatter, ReduceScatter, allocating_backend
-from .dp_modes import MeshAxes
-from .grad_accumulation import clear_pending
-from .partial_reshard import ReshardGroup
+from .gradients.grad_accumulation import clear_pending
+from .parameters.custom_collectives import (
+    AllGather,
+    GroupMemoryAllGather,
+    GroupMemoryReduceScatter,
+    ReduceScatter,
+    allocating_backend,
+)
+from .parameters.dp_modes import MeshAxes
+from .parameters.partial_reshard import ReshardGroup
 from .unit import FSDPUnit, unit_of
 
 if TYPE_CHECKING:  # a checker then knows that each object with these methods is a module too

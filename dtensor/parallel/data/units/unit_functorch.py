@@ -18,9 +18,9 @@ from ....ranks.per_rank_functorch import join_ranks, split_ranks, unwrap_functor
 from ....state.functorch import mesh_and_placements_of
 from ....tensor.autograd import from_local_recorded, redistribute_if_needed, to_local_tensor
 from ....tensor.dtensor import DTensor
-from .all_gather_extensions import AllGatherExtensions
-from .fsdp_param import FSDPParam
-from .param_group import ParamGroup
+from .parameters.all_gather_extensions import AllGatherExtensions
+from .parameters.fsdp_param import FSDPParam
+from .parameters.param_group import ParamGroup
 
 
 def put_differentiable_values(groups: Sequence[ParamGroup], has_distributed_batch: bool) -> ExitStack:

@@ -28,8 +28,8 @@ from ....state.version_counters import VersionSnapshot
 from ....tensor.autograd import BATCH_GRAD_PLACEMENTS
 from ....tensor.local_tensors import local_tensors_of
 from ....tensor.views.lazy_view import LazyView
-from .param_group import ParamGroup
-from .unsharded_storage import UnshardedStorage
+from .parameters.param_group import ParamGroup
+from .parameters.unsharded_storage import UnshardedStorage
 
 _LEAVES_WITHOUT_TENSORS = (type(None), bool, int, float, str, torch.dtype)
 

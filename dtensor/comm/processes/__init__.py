@@ -1,0 +1,1 @@
+"""Processes: the backend for ranks that are processes of ``torch.distributed``."""

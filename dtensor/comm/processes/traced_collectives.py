@@ -1,0 +1,423 @@
+"""Traced collectives: the operators for the collectives, random draws and checks in the graph of a compiled program.
+
+A compiler that traced the eager collectives would run them once, without data, and leave them out of its graph. These operators
+give the same bits: the same addends are reduced in the same order, in all-to-alls of rows, or by the backend's own reductions
+if the eager collectives use those. An operator is completed when it returns.
+
+[Note: Collectives are effects in a graph]
+Each rank must issue the collectives of a program once, in program order. Compilers drop operators without an effect and without
+a use, and a rank may not use its result (the first rank of a cumulative sum). They keep operators with an effect, but copy a
+part of the forward pass into the backward pass, with collectives such as ``wait_tensor``. Which part depends on sizes, which
+differ between uneven shards. So these operators are registered as ordered effects, which torch neither drops nor copies nor
+exchanges. Random draws are ordered effects too: each rank advances its generator equally, once.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import islice
+from re import sub
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...base import torch_internals
+from ...base.caches import BoundedDict, memoize
+from ...base.patches import patch_applied
+from ...base.symbolic_sizes import contains_symbols, hashable_sizes, to_torch_symbols
+from ...base.tracing import has_range_observer, is_traced, registered_object
+from ...errors import UnsupportedOperationError
+from ...mesh.process_groups import Group, backend_name, library_group
+from ...placement import Monoid
+from ..communicator import BoundCollective, BoundReduction
+from ..events import Event, all_reduce_bytes, listeners, report_events
+from ..flat_rows import chunk_lengths, view_as_row
+from ..local_reduce import Op, fold, row_major_copy
+from ..pack import Packing, Scatter, Transfer
+from ..pending import Pending
+from .checked_collectives import wrap_checked
+from .torch_backends import (
+    Waitable,
+    all_to_all_rows,
+    backend_traits_of,
+    bind_native_all_reduce,
+    bind_native_reduce_scatter,
+    make_pending,
+    native_reduction,
+    start_all_gather_rows,
+    to_row_major,
+)
+from .transfer import Issue, is_native_gather, make_gather_packing, make_packings
+
+_ROW_COLLECTIVES = ("gather", "reduce", "reduce_scatter")
+_SCHEMAS = {
+    "exchange": "(Tensor row, SymInt[] lengths, str what, Tensor? after=None) -> Tensor",
+    **dict.fromkeys(_ROW_COLLECTIVES, "(Tensor row, str what, Tensor? after=None) -> Tensor"),
+    "check": "(Tensor beside, str check, SymInt[] given, Tensor? after=None) -> Tensor",
+    "draw": "(str make, Tensor[] given, SymInt[] sizes, SymInt[] size, SymInt[] stride, ScalarType dtype, Device device,"
+    " Tensor? after=None) -> Tensor",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TracedCollective:
+    """The constants of a collective in a graph. The operator gets them as one encoded text, since each argument costs 1 to 2 us.
+
+    Attributes:
+        kind: "exchange", "gather", "reduce" or "reduce_scatter".
+        group, size: name of the process group, and its number of ranks.
+        description: text that ranks compare.
+        op: the backend's reduction.
+        lengths: of an exchange: elements received from each rank, then elements sent to each. Empty if they are symbolic; the
+            operator gets those as an argument.
+    """
+
+    kind: str
+    group: str
+    size: int
+    description: str
+    op: Any = None
+    lengths: tuple[int, ...] = ()
+
+    def of(self, row: Tensor, lengths: Sequence[int] = ()) -> Tensor:
+        """Add the collective of ``row`` to the graph, and return its result."""
+        collective, lengths = self, hashable_sizes(lengths)
+        if not contains_symbols(lengths):
+            collective, lengths = replace(self, lengths=lengths), ()
+        length_args = (list(lengths),) if self.kind == "exchange" else ()
+        return cast(Tensor, call_in_graph(self.kind, row, *length_args, collective.encode()))
+
+    def encode(self) -> str:
+        """Return it as text. The text is complete, so that nothing must be kept as long as the graph exists."""
+        op = None if self.op is None else self.op.name
+        return json.dumps([self.kind, self.group, self.size, self.description, op, self.lengths])
+
+    @staticmethod
+    @memoize(4096)
+    def decode(name: str) -> TracedCollective:
+        """Return the collective that ``name`` encodes."""
+        kind, group, size, description, op, lengths = json.loads(name)
+        reduction = None if op is None else getattr(dist.ReduceOp, op)
+        return TracedCollective(kind, group, size, description, reduction, tuple(lengths))
+
+    def make_result(self, row: Tensor, lengths: Sequence[int]) -> Tensor:
+        """Return an empty tensor with shape and dtype of the result."""
+        match self.kind:
+            case "exchange":
+                return row.new_empty(sum((lengths or self.lengths)[: self.size]))
+            case "gather":
+                return row.new_empty(row.numel() * self.size)
+            case "reduce":
+                return torch.empty_like(row)
+            case _:
+                return row.new_empty(row.numel() // self.size)
+
+    def bind(self, handle: Any, lengths: Sequence[int], device_type: str) -> Issue:
+        """Bind it to a process group. As with eager collectives, ranks compare each run before it sends anything."""
+        ranks = dist.get_process_group_ranks(handle)
+        group = Group(handle, tuple(range(self.size)), handle.rank(), None, backend_name(handle, device_type))
+        recv_lengths, send_lengths = list(lengths[: self.size]), list(lengths[self.size :])
+        start = self._start(group, recv_lengths, send_lengths)
+
+        def issue_collective(row: Tensor) -> Pending[Tensor]:
+            into = self.make_result(row, lengths)
+            return make_pending(start(row, into), lambda: into)
+
+        mesh_dims = f"a graph of ranks {', '.join(map(str, ranks))}"
+        run_checked = wrap_checked(
+            group,
+            self.description,
+            mesh_dims,
+            issue_collective,
+            compare_shape=not lengths,
+            lengths=(send_lengths, recv_lengths) if lengths else None,
+        )
+        num_received = sum(recv_lengths) - recv_lengths[group.position] if lengths else None
+
+        def run_reported(row: Tensor) -> Pending[Tensor]:
+            if not (listeners or has_range_observer()):
+                return run_checked(row)
+            nbytes = row.dtype.itemsize * (self._received_elements(row.numel()) if num_received is None else num_received)
+            kind = self.description.split("(")[0].split()[0]
+            return report_events(Event(kind, (), self.size, nbytes, groups=(tuple(ranks),)), lambda: run_checked(row), row)
+
+        return run_reported
+
+    def _start(
+        self, group: Group, recv_lengths: list[int], send_lengths: list[int]
+    ) -> Callable[[Tensor, Tensor], list[Waitable]]:
+        """Return the function that starts it, of a row and of the memory of its result."""
+        match self.kind:
+            case "exchange":
+                return lambda row, into: all_to_all_rows(group, into, row, recv_lengths, send_lengths)
+            case "gather":
+                return lambda row, into: start_all_gather_rows(group, into, row)
+            case "reduce":
+                reduce = bind_native_all_reduce(group, self.op)
+                return lambda row, into: reduce(into.copy_(row))
+        scatter = bind_native_reduce_scatter(group, self.op)
+        return lambda row, into: scatter(into, row)
+
+    def _received_elements(self, elements: int) -> int:
+        """Return how many elements a rank receives from others, for rows of ``elements``."""
+        from_each = {"gather": elements, "reduce_scatter": elements // self.size}.get(self.kind)
+        return all_reduce_bytes(elements, self.size) if from_each is None else from_each * (self.size - 1)
+
+
+def _run_collective(row: Tensor, lengths: Sequence[int], what: str, after: Tensor | None = None) -> Tensor:
+    """Run a collective of a graph, and return its completed result. It is bound once for each process group."""
+    collective = TracedCollective.decode(what)
+    lengths, handle = tuple(lengths) or collective.lengths, torch_internals.resolve_process_group(collective.group)
+    handle = library_group(handle, row.device.type)
+    key = (what, lengths, row.device.type)
+    bound = _BOUND_COLLECTIVES.get(key)
+    if bound is None or bound[0] is not handle:
+        bound = _BOUND_COLLECTIVES.keep(key, (handle, collective.bind(handle, lengths, row.device.type)))
+    return bound[1](row.contiguous()).wait()  # inductor may choose other strides than at tracing
+
+
+def _run_draw(
+    make: str,
+    given: list[Tensor],
+    sizes: list[int],
+    size: list[int],
+    stride: list[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    after: Tensor | None = None,
+) -> Tensor:
+    drawn: Tensor = registered_object(make)(given, sizes)
+    if list(drawn.stride()) == stride:
+        return drawn
+    return torch.empty_strided(size, stride, dtype=dtype, device=device).copy_(drawn)
+
+
+def _run_check(beside: Tensor, check: str, given: list[int], after: Tensor | None = None) -> Tensor:
+    registered_object(check)(given)
+    return beside.new_empty(0)
+
+
+_IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
+    "check": _run_check,
+    "draw": _run_draw,
+    "exchange": _run_collective,
+    **dict.fromkeys(_ROW_COLLECTIVES, lambda row, what, after=None: _run_collective(row, (), what)),
+}
+_FAKE_IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
+    "check": lambda beside, check, given, after=None: beside.new_empty(0),
+    "draw": lambda make, given, sizes, size, stride, dtype, device, after=None: torch.empty_strided(
+        size, stride, dtype=dtype, device=device
+    ),
+    "exchange": lambda row, lengths, what, after=None: TracedCollective.decode(what).make_result(row, lengths),
+    **dict.fromkeys(_ROW_COLLECTIVES, lambda row, what, after=None: TracedCollective.decode(what).make_result(row, ())),
+}
+
+
+def call_in_graph(name: str, *args: Any) -> Any:
+    """Call the operator ``name`` while a program is traced, and return its result.
+
+    The operator also gets the result of the last one: inductor of torch 2.13 does not keep the order of effects, and orders
+    them by their operands, which differ between ranks. The backward pass starts a new chain: else it would save the last result
+    of the forward pass only for this.
+    """
+    operator, args = getattr(_define_operators(), name), to_torch_symbols(args)
+    mode = torch_internals.infra_mode(_PROXY_MODE_KEY)
+    if mode is None:
+        return operator(*args)
+    nodes = mode.tracer.graph.nodes
+    last = _LAST_RESULTS.setdefault(mode.tracer, {})
+    is_backward = torch_internals.graph_task() >= 0
+    before = len(nodes)
+    last[is_backward] = result = operator(*args, after=last.get(is_backward))
+    for node in islice(reversed(nodes), len(nodes) - before):
+        node.meta = _MustSaveMeta(node.meta)
+    return result
+
+
+class _MustSaveMeta(dict[str, Any]):
+    """The metadata of a graph node with a result that must be saved.
+
+    Activation checkpointing marks all nodes of a block to be recomputed. Ranks would then issue the collective twice, and not
+    all of them.
+    """
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, torch_internals.CheckpointPolicy.MUST_SAVE if key == "recompute" else value)
+
+
+@cache
+def _define_operators() -> Any:
+    """Define the operators when the first of them is traced, and return ``torch.ops.dtensor``."""
+    for name, schema in _SCHEMAS.items():
+        _LIBRARY.define(name + schema)
+        _LIBRARY.impl(name, _IMPLEMENTATIONS[name], "CompositeExplicitAutograd")
+        torch.library.register_fake(f"dtensor::{name}", _FAKE_IMPLEMENTATIONS[name], lib=_LIBRARY)
+        _LIBRARY._register_effectful_op(f"dtensor::{name}", torch_internals.EffectType.ORDERED)
+    patch_applied("torch.ops.dtensor")
+    return torch.ops.dtensor
+
+
+_BOUND_COLLECTIVES: BoundedDict[Any, tuple[Any, Issue]] = BoundedDict(1024, "comm.graph_ops.collectives")
+_PROXY_MODE_KEY = torch_internals.DISPATCH_MODE_KEYS.PROXY
+# by tracer of a graph: the last result in the forward and in the backward pass
+_LAST_RESULTS: WeakKeyDictionary[Any, dict[bool, Any]] = WeakKeyDictionary()
+_LIBRARY = torch.library.Library("dtensor", "FRAGMENT")
+
+
+# --- the collectives of a traced program --------------------------------------------------------------------------------
+def select_when_traced(eager: BoundCollective, bind: Any) -> BoundCollective:
+    """Return a run that calls ``eager``, or, for a traced local value, what ``bind()`` returns."""
+    bound: list[BoundCollective] = []
+
+    def issue_either(x: Tensor) -> Pending[Tensor]:
+        if not is_traced(x):
+            return eager(x)
+        if not bound:
+            bound.append(bind())
+        return bound[0](x)
+
+    return issue_either
+
+
+def _make_collective(group: Group, kind: str, description: str, op: Any = None) -> TracedCollective:
+    return TracedCollective(kind, group.name, group.size, description, op)
+
+
+def _exchange_rows(group: Group, row: Tensor, recv_lengths: list[int], send_lengths: list[int], description: str) -> Tensor:
+    """Run one all-to-all of the parts of ``row``, by ranks of torch's group. Ranks compare ``description``."""
+    return _make_collective(group, "exchange", description).of(row, [*recv_lengths, *send_lengths])
+
+
+def _view_as(row: Tensor, dtype: torch.dtype) -> Tensor:
+    return row if row.dtype is dtype else row.view(dtype)
+
+
+def _without_sizes(description: str) -> str:
+    """Remove the sizes in brackets from a description, since ranks may have graphs for any size and for one size."""
+    return sub(r"\[[^]]*\]", "", description, count=1)
+
+
+def bind_traced_transfer(group: Group, transfer: Transfer) -> BoundCollective:
+    """Bind a transfer for traced local values."""
+    route = transfer.route_of(group.members[group.position])
+    if is_native_gather(group, transfer, route):
+        return _bind_gather(group, route, _without_sizes(transfer.description))
+    send_packing, recv_packing = make_packings(group, route)
+    description = f"{transfer.kind} {_without_sizes(transfer.description)}"
+
+    def issue_transfer(x: Tensor) -> Pending[Tensor]:
+        row = send_packing.pack(to_row_major(x, route.old))
+        received = _exchange_rows(group, row, recv_packing.lengths, send_packing.lengths, description)
+        return Pending.of(recv_packing.unpack(received))
+
+    return issue_transfer
+
+
+def _bind_gather(group: Group, route: Any, description: str) -> BoundCollective:
+    """Return an all-gather as an operator of the graph."""
+    arriving = make_gather_packing(group, route)
+    gather = _make_collective(group, "gather", f"all_gather {description}")
+
+    def issue_gather(x: Tensor) -> Pending[Tensor]:
+        return Pending.of(arriving.unpack(gather.of(view_as_row(to_row_major(x, route.old)))))
+
+    return issue_gather
+
+
+def raise_without_group() -> BoundCollective:
+    """Raise UnsupportedOperationError: the ranks of two meshes have no process group of their own."""
+    raise UnsupportedOperationError(
+        "a redistribution between two meshes inside torch.compile needs a process group of their ranks, "
+        "and neither mesh has all of them. Allow a graph break here (fullgraph=False), or redistribute "
+        "outside of the compiled function"
+    )
+
+
+def bind_traced_scatter(group: Group, scatter: Scatter) -> BoundCollective:
+    """Bind a reduce-scatter for traced local values: position k gets ``chunks[k]`` of each member's block, reduced."""
+    member, op = group.members[group.position], scatter.op
+    old, chunks = tuple(scatter.old(member)), scatter.chunks_of(member)
+    own = chunks[group.position]
+    leaving = Packing(tuple(group.to_torch(chunks)), old)
+    native = native_reduction(group, op, scatter.dtype)
+    description = f"reduce_scatter({op}) {_without_sizes(scatter.description)}"
+    if native is not None and len({box.size for box in chunks}) == 1:
+        return _bind_native_scatter(group, leaving, own.size, native, description)
+
+    def issue_scatter(x: Tensor) -> Pending[Tensor]:
+        rows = _exchange_rows(group, leaving.pack(to_row_major(x, old)), [own.numel] * group.size, leaving.lengths, description)
+        return Pending.of(fold(group.to_mesh(rows.view(group.size, *own.size).unbind(0)), op))
+
+    return issue_scatter
+
+
+def _bind_native_scatter(
+    group: Group, leaving: Packing, size: tuple[int, ...], native: tuple[Any, torch.dtype], description: str
+) -> BoundCollective:
+    """Return a reduce-scatter as an operator of the graph, of a packed row."""
+    op, seen = native
+    reduce = _make_collective(group, "reduce_scatter", description, op)
+
+    def issue_scatter(x: Tensor) -> Pending[Tensor]:
+        row = view_as_row(leaving.pack(to_row_major(x, leaving.shape))).view(seen)
+        return Pending.of(_view_as(reduce.of(row), x.dtype).view(size))
+
+    return issue_scatter
+
+
+def bind_traced_all_reduce(group: Group, op: Op, dtype: torch.dtype) -> BoundCollective:
+    """Bind an all-reduce for traced local values."""
+    native = native_reduction(group, op, dtype)
+    if native is not None:
+        return _bind_native_reduction(_make_collective(group, "reduce", f"all_reduce({op})", native[0]), native[1])
+    max_one_round_bytes = math.inf if isinstance(op, Monoid) else backend_traits_of(group).one_round_bytes
+
+    def issue_reduction(x: Tensor) -> Pending[Tensor]:
+        in_one_round = x.numel() * x.dtype.itemsize * group.size <= max_one_round_bytes
+        reduce = _reduce_in_one_round if in_one_round else _reduce_in_two_rounds
+        return Pending.of(reduce(group, to_row_major(x, tuple(x.shape)), op))
+
+    return issue_reduction
+
+
+def _bind_native_reduction(reduce: TracedCollective, seen: torch.dtype) -> BoundCollective:
+    def issue_reduction(x: Tensor) -> Pending[Tensor]:
+        return Pending.of(_view_as(reduce.of(view_as_row(row_major_copy(x)).view(seen)), x.dtype).view(x.shape))
+
+    return issue_reduction
+
+
+def _reduce_in_one_round(group: Group, x: Tensor, op: Op) -> Tensor:
+    lengths = [x.numel()] * group.size
+    rows = _exchange_rows(group, x.expand(group.size, *x.shape).contiguous().view(-1), lengths, lengths, f"all_reduce({op})")
+    return fold(group.to_mesh(rows.view(group.size, *x.shape).unbind(0)), op)
+
+
+def _reduce_in_two_rounds(group: Group, x: Tensor, op: Op) -> Tensor:
+    """Return the reduction of ``x`` by a reduce-scatter and an all-gather of chunks, in the order of ranks of torch's group."""
+    lengths = chunk_lengths(x.numel(), group.size)
+    own = lengths[group.torch_rank]
+    rows = _exchange_rows(group, x.view(-1), [own] * group.size, lengths, f"all_reduce({op}), to its parts")
+    reduced = fold(group.to_mesh(rows.view(group.size, own).unbind(0)), op)
+    repeated = reduced.expand(group.size, own).contiguous().view(-1)
+    return _exchange_rows(group, repeated, lengths, [own] * group.size, f"all_reduce({op}), of its parts").view(x.shape)
+
+
+def add_traced_reduction(eager: BoundReduction, group: Group, op: Op, dtype: torch.dtype) -> BoundReduction:
+    """Return ``eager`` extended by the all-reduce for traced local values."""
+
+    def bind() -> BoundCollective:
+        return bind_traced_all_reduce(group, op, dtype)
+
+    return BoundReduction(
+        select_when_traced(eager.run, bind),
+        None if eager.taking is None else select_when_traced(eager.taking, bind),
+        eager.at_once,
+    )

@@ -1,0 +1,78 @@
+"""Gradient redistribution: the gradient of a redistributed operand is redistributed back to the placements of the operand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+from ...base.mode_stack import ModeStack
+from ...cost.link import get_link
+from ...layout.layout import Layout
+from ...placement import Replicate, Shard
+from ...state.version_counters import is_recorded
+
+HAS_PROGRAM_PLAN: ModeStack[Callable[[], bool]] = ModeStack(
+    "planned"
+)  # returns True if a program plan chooses the layouts of operands
+REDISTRIBUTING_GRAD = ContextVar("bringing back", default=False)  # True while dispatch, not the program, redistributes a gradient
+
+
+def redistribute_grad_unless_planned(grad: Any, redistribute: Callable[[], Any]) -> Any:
+    """Return ``redistribute()``, the gradient in the placements of its value; ``grad`` itself if a plan chooses layouts."""
+    if HAS_PROGRAM_PLAN.held and HAS_PROGRAM_PLAN.last(bool)():
+        return grad
+    token = REDISTRIBUTING_GRAD.set(True)
+    try:
+        return redistribute()
+    finally:
+        REDISTRIBUTING_GRAD.reset(token)
+
+
+def register_grad_redistribute(x: Any, is_part: bool) -> bool:
+    """Redistribute the complete gradient of ``x``, which is redistributed itself, to the sharded placements of ``x``.
+
+    That moves half of what an all-reduce of the gradient moves, and the backward pass meets what the forward pass left in the
+    same placements.
+
+    Args:
+        is_part: ``x`` is one of several views of its base.
+
+    Returns:
+        True if autograd records ``x``, so that its gradient passes here.
+    """
+    if not (x.requires_grad and torch.is_grad_enabled() and is_recorded(x)):
+        return False
+    layout, metadata = x._layout, x.grad_fn.metadata  # per node: a tensor that is written in place gets another node
+    key = "dtensor", x.output_nr
+    if key in metadata or layout.reduced() is not layout or not any(layout.splits):
+        return True
+    metadata[key] = True
+
+    def redistribute_grad(grad: Any) -> Any:
+        """Return the gradient sharded as its forward value, or None if it stays as it is."""
+        found = getattr(grad, "_layout", None)
+        if found is None or found.mesh != layout.mesh:
+            return None
+        pairs = list(zip(layout.placements, found.placements, strict=True))
+        if any(isinstance(theirs, Shard) and not isinstance(ours, Shard) for ours, theirs in pairs):
+            return None  # the gradient is sharded further
+        sharded = [(ours, theirs) for ours, theirs in pairs if isinstance(ours, Shard)]
+        if all(theirs in (ours, Replicate()) or (is_part and isinstance(theirs, Shard)) for ours, theirs in sharded):
+            return None  # the backward of chunk or unbind redistributes all parts in one exchange
+        target = found.replace(placements=[ours if isinstance(ours, Shard) else theirs for ours, theirs in pairs])
+        uneven = any(isinstance(each, Shard) and each.sizes is not None for pair in sharded for each in pair)
+        if uneven and _makes_slow_rank(target, found):
+            return None
+        return redistribute_grad_unless_planned(grad, lambda: grad.redistribute(placements=target.placements))
+
+    x.register_hook(redistribute_grad)
+    return True
+
+
+def _makes_slow_rank(target: Layout, found: Layout) -> bool:
+    """Return True if the largest local tensor grows, and is large enough to slow down each later collective on it."""
+    most, ranks, rate = target.max_local_nbytes, target.mesh.size(), get_link(target.mesh).exchange
+    return most > found.max_local_nbytes and rate.seconds(ranks, most) > 1.25 * rate.seconds(ranks, 0)

@@ -1,0 +1,1 @@
+"""Gradients: accumulate, check and reduce the gradients of FSDP units."""
