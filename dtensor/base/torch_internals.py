@@ -114,9 +114,6 @@ NAMES: dict[str, Internal] = {
         "torch's own word that a batching rule makes plain tensors alike on all ranks; since 2.12",
         _NONE,
     ),
-    "say_alike": Internal(
-        "torch._C._set_dtensor_allow_implicit_replication", "what a compiled function captures is alike on all ranks", _NONE
-    ),
     "engine_runs": Internal("torch._C._will_engine_execute_node", "whether backward was asked for some gradients only", _NONE),
     "graph_stays": Internal(
         "torch._C._autograd._get_current_graph_task_keep_graph",

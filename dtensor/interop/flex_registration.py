@@ -15,15 +15,11 @@ from typing import Any
 import torch
 
 from ..base.late_binding import resolve_late
+from ..base.modes import implicit_replication
 from ..base.patches import patch_applied
 from ..base.torch_internals import DispatchKey
 from ..tensor.dtensor import DTensor
 from .import_hooks import on_import
-
-try:
-    from ..base.torch_internals import said_alike, say_alike
-except ImportError:  # torch before 2.12 has no such flag
-    say_alike = None
 
 
 def install_flex_attention() -> None:
@@ -65,18 +61,12 @@ def _allow_captured_tensors(module: Any) -> None:
 
     Dynamo makes their arguments with ``query.new_empty``, so these are DTensors.
     """
-    if say_alike is None:
-        return
     kind = module.FlexAttentionHigherOrderVariable
     trace_function = kind.create_wrapped_node
 
     def create_wrapped_node(*args: Any, **kwargs: Any) -> Any:
-        before = said_alike()
-        say_alike(True)
-        try:
+        with implicit_replication():
             return trace_function(*args, **kwargs)
-        finally:
-            say_alike(before)
 
     kind.create_wrapped_node = create_wrapped_node
     patch_applied("torch._dynamo.variables.higher_order_ops.FlexAttentionHigherOrderVariable.create_wrapped_node")

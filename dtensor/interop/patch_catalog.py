@@ -133,7 +133,7 @@ PATCHES = (
         "torch._dynamo.variables.higher_order_ops.FlexAttentionHigherOrderVariable.create_wrapped_node",
         "its import",
         "plain tensors that score_mod and mask_mod capture count as equal on all ranks while Dynamo traces them",
-        "2.12",
+        "2.11",
         "the method is kept by interop.flex_registration, which wraps it",
     ),
     Patch(
