@@ -73,6 +73,13 @@ def test_grouped_mm_of_column_groups_equals_plain_torch(placements: tuple[dt.Pla
     assert torch.allclose(got.full_tensor(), F.grouped_mm(a, b, offs=ends), atol=1e-5)
 
 
+def test_grouped_mm_of_a_transposed_empty_shard_equals_plain_torch() -> None:
+    a, b, ends = numbers(8, 16), numbers(8, 12, seed=1), torch.tensor([3, 3, 8], dtype=torch.int32)
+    columns = distributed(a, R, R).redistribute(placements=[Shard(1, sizes=(16, 0)), R])
+    got = torch._grouped_mm(columns.t(), distributed(b, R, R), offs=distributed(ends, R, R))
+    assert torch.allclose(got.full_tensor(), torch._grouped_mm(a.t(), b, offs=ends), atol=1e-5)
+
+
 def test_expert_parallel_grouped_mm_does_not_communicate() -> None:
     x, w = distributed(numbers(7, 8), Shard(0), R), distributed(numbers(3, 8, 12), R, Shard(0))
     with CommDebugMode() as comm:

@@ -134,8 +134,13 @@ def _can_run_operator(at: KernelContext, result: Layout) -> bool:
 
 
 def _align_rows(x: Tensor) -> Tensor:
+    """Return a block with rows that begin at multiples of 16 bytes, a copy if its own do not.
+
+    ``contiguous`` would return a block with no elements or with one row as it is, with any stride.
+    """
     steps = x.stride()[-2:]
-    return x if min(steps) == 1 and not _is_misaligned(steps, x.itemsize) else x.contiguous()
+    is_aligned = min(steps) == 1 and not _is_misaligned(steps, x.itemsize)
+    return x if is_aligned else x.clone(memory_format=torch.contiguous_format)
 
 
 def _group_ends(offs: Tensor, total: int) -> list[int]:
