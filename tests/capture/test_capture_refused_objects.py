@@ -6,6 +6,7 @@ import argparse
 import array
 import codecs
 import collections
+import contextlib
 import csv
 import ctypes
 import decimal
@@ -137,6 +138,37 @@ def test_opaque_objects_that_no_code_reads_do_not_matter(tmp_path: pathlib.Path)
         assert torch.equal(step(X).full_tensor(), trainer.step(X).full_tensor())
     trainer.close()
     assert step.cache_info()[2:4] == (3, 3)  # one recording at first, and two for the float that changes
+
+
+def test_a_function_that_a_context_manager_decorates_is_replayed() -> None:
+    """The decorator keeps a generator that never starts: each call makes another one."""
+    factor = [2.0]
+
+    @contextlib.contextmanager
+    def logged(values: list[float]) -> Iterator[None]:
+        yield
+
+    @logged(factor)
+    def step(x: Any) -> Any:
+        return x * factor[0]
+
+    captured = dt.capture(step)
+    for number in range(4):
+        factor[0] = 2.0 if number < 3 else 3.0
+        assert torch.equal(captured(X).full_tensor(), step(X).full_tensor())
+    assert captured.cache_info().replayed == 2
+
+
+def test_a_generator_that_the_function_starts_is_refused() -> None:
+    def count() -> Iterator[int]:
+        yield 2
+        yield 3
+
+    numbers = count()
+    captured = dt.capture(lambda x: x * next(numbers))
+    assert torch.equal(captured(X).full_tensor(), X.full_tensor() * 2)
+    with pytest.raises(CaptureError, match="generator"):
+        captured(X)
 
 
 def test_an_opaque_object_is_refused_once_code_reads_it(tmp_path: pathlib.Path) -> None:

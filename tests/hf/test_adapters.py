@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 import dtensor as dt
-from dtensor.errors import MixedTensorError, PlacementError, StyleError
+from dtensor.errors import PlacementError, StyleError
 from dtensor.hf import adapted_plan
 from dtensor.parallel import fully_shard, parallelize_module
 
@@ -99,8 +99,15 @@ def test_unsupported_adapters_raise(plain: Any) -> None:
         adapted_plan(scaled)
     with pytest.raises(PlacementError, match="has no tensor-parallel plan"):
         adapted_plan(nn.Linear(2, 2))
-    with pytest.raises((MixedTensorError, RuntimeError), match="plain tensor"):
-        fully(adapted(plain)).load_state_dict(adapted(plain).state_dict())
+
+
+def test_plain_state_dicts_load_into_sharded_adapters(plain: Any) -> None:
+    """``copy_`` accepts a plain source that is equal on all ranks, so ``load_state_dict`` does too."""
+    model = fully(adapted(plain))
+    state = {name: value + 1 for name, value in adapted(plain).state_dict().items()}
+    model.load_state_dict(state)
+    assert all(isinstance(p, dt.DTensor) for p in model.parameters())
+    assert all(torch.equal(first(value), state[name]) for name, value in model.state_dict().items())
 
 
 def test_experts_of_an_adapted_mixture_follow_the_plan_of_the_model() -> None:

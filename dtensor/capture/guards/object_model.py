@@ -5,7 +5,7 @@ methods), the entries of caches, the referents of compiled objects. The content 
 is a value that is compared.
 
 An *opaque* object has a position or state that no guard compares: an iterator, a file that is read, a compressor. Code that reads
-an opaque object is refused.
+an opaque object is refused. A generator that has not started has no position yet, so it is guarded.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import ctypes
 import decimal
 import functools
 import gc
+import inspect
 import io
 import logging
 import math
@@ -346,6 +347,7 @@ _CHILDREN: tuple[tuple[Any, Callable[[Any], list[Any]]], ...] = (
     (BaseException, read_referents),
     (defaultdict, lambda value: [value.default_factory]),
     (deque, lambda value: [value.maxlen]),
+    (types.GeneratorType, lambda value: [*value.gi_frame.f_locals.values()] if value.gi_frame else []),
     (_ALIASES, gc.get_referents),
     (CACHE_TYPE, _cache_children),
     (numpy.ufunc, read_referents),  # for one that was made of a Python function
@@ -378,7 +380,14 @@ def is_opaque(value: Any) -> bool:
         return not value.closed and value.readable() and not (value is sys.stdout or value is sys.stderr)
     if isinstance(value, _OPAQUE_TYPES):
         return True
+    if isinstance(value, types.GeneratorType) and _has_not_started(value):
+        return False
     return is_library(kind) and (hasattr(kind, "hexdigest") or (isinstance(value, Iterator) and not hasattr(value, "__dict__")))
+
+
+def _has_not_started(generator: Any) -> bool:
+    """Return True if a generator has not run yet, as that of a context manager that serves as a decorator never does."""
+    return inspect.getgeneratorstate(generator) == inspect.GEN_CREATED
 
 
 def has_content(value: Any) -> bool:
@@ -416,6 +425,7 @@ _CONTENTS: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
     (numpy.void, lambda value: value.tobytes()),
     ((bytearray, array.array, memoryview, mmap.mmap, _CTYPES_DATA), _buffer_content),
     (CACHE_TYPE, _cache_misses),
+    (types.GeneratorType, _has_not_started),
     # No profile event shows that numpy's generators draw, and code may draw in training only.
     (numpy.random.Generator, lambda value: repr(value.bit_generator.state)),
     ((numpy.random.BitGenerator, numpy.random.SeedSequence), lambda value: repr(value.state)),
