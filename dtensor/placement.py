@@ -356,6 +356,7 @@ def partition(*dims: str | Sequence[str] | None, unreduced: Iterable[str] = ()) 
 
 
 def _names_of(entry: str | Iterable[str] | None) -> tuple[str, ...]:
+    """Return the mesh dim names of one partition entry (a name, several, or None) as a tuple."""
     if isinstance(entry, str) or not isinstance(entry, Iterable):
         return () if entry is None else (entry,)
     return tuple(entry)
@@ -369,6 +370,7 @@ Placements: TypeAlias = Placement | Sequence[Placement] | NamedPlacements
 
 
 def _check_int(value: Any, what: str, example: str) -> int:
+    """Return ``value`` as an int; raise PlacementError with ``example`` if it is none."""
     index = as_index(value)
     if index is None:
         raise PlacementError(f"{what} takes an int, got {value!r}; write {example}")

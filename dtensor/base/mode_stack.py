@@ -155,6 +155,7 @@ _STEALS_REFERENCE = _steals_reference()
 
 
 def _keep_in_thread(name: str, x: Any) -> None:
+    """Keep ``x`` in thread-local storage as ``name``, with an extra reference where torch takes one over."""
     if _STEALS_REFERENCE:
         _increase_refcount(x)
     keep_in_thread(name, x)

@@ -56,6 +56,7 @@ def hides_from_policies(function: Callable[ParamsT, ResultT]) -> Callable[Params
 
     @wraps(function)
     def run(*args: ParamsT.args, **kwargs: ParamsT.kwargs) -> ResultT:
+        """Run the function, hidden from the policy of selective checkpointing if one is active."""
         if policy_mode() is None:
             return function(*args, **kwargs)
         with hidden_from_policies():

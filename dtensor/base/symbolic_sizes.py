@@ -135,6 +135,7 @@ class SymbolicCost(torch.SymFloat):
 
 
 def _is_clearly_less(one: Any, other: Any) -> bool:
+    """Return True if cost ``one`` is less than ``other`` by more than rounding error."""
     one, other = (torch.SymFloat(value.node) if isinstance(value, SymbolicCost) else value for value in (one, other))
     with untraced():
         return bool(other - one > (one + other) * 1e-9)
@@ -155,6 +156,7 @@ def _returning_size(plain: Any) -> Any:
     price = _returning_cost(plain)
 
     def operation(self: SymbolicSize, *others: Any) -> Any:
+        """Compute the symbolic size outside of the traced program; with a float operand return a symbolic cost."""
         if others and isinstance(others[0], (float, torch.SymFloat)):
             return price(self, *others)
         with untraced():  # must not become a step of the program
@@ -164,6 +166,7 @@ def _returning_size(plain: Any) -> Any:
 
 
 def _decide(name: str, *values: Any) -> Any:
+    """Compare symbolic sizes with torch's method ``name``, and return a plain bool (or NotImplemented)."""
     with untraced():
         found = getattr(torch.SymInt, name)(*values)
         return found if found is NotImplemented else bool(found)
@@ -242,6 +245,7 @@ class _SpecializedSizes:
         self.names: set[str] = set()
 
     def add(self, names: set[str]) -> None:
+        """Add size names of the program that is being compiled; names of an earlier program are dropped first."""
         program = torch_internals.compile_id()
         if program != self.program:
             self.program, self.names = program, set()
@@ -297,6 +301,7 @@ def _depends_on_view_base(node: Any, known: set[Any]) -> bool:
 
 
 def _recompile_specialized(closed: list[SymbolicSize]) -> None:
+    """Restart compilation with the symbolic sizes ``closed`` as constants; do nothing if there are none."""
     if closed:
         _SPECIALIZED.add(set().union(*[_source_names(value._expr, value) for value in closed]))
         raise torch_internals.restart(restart_reason="the program is right for one size alone")

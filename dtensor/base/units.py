@@ -39,6 +39,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def _scaled(count: float, base: int, units: Sequence[str]) -> str:
+    """Return ``count`` as text with the largest of ``units`` that fits; each unit is ``base`` times the one before."""
     power = 0
     while power + 1 < len(units) and abs(count) >= base - 0.5:
         count, power = count / base, power + 1

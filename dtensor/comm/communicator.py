@@ -463,6 +463,7 @@ class Communicator(ABC):
         return rows
 
     def _bind_number_rows(self, dims: Dims, length: int) -> BoundCollective:
+        """Return the all-gather of ``length`` int64 numbers from each rank of a group along ``dims``."""
         group = self.mesh.members_of(dims, self.held[0])
         lengths, description = [(length,)] * len(group), f"of {length} whole numbers"
         route_of = lambda member: row_gather_route(lengths, group.index(member))  # noqa: E731
@@ -493,6 +494,7 @@ class Communicator(ABC):
         return results
 
     def _check_chunks(self, chunks: Sequence[Local], mesh_dims: Sequence[int], kind: str) -> tuple[Dims, list[Local]]:
+        """Return the mesh dims as a tuple and the chunks as a list; raise unless there is one chunk for each rank."""
         if len(chunks) != (size := self.group_size(mesh_dims)):
             raise LayoutError(f"{kind} in a group of {size} ranks takes {size} chunks, got {len(chunks)}")
         return tuple(mesh_dims), list(chunks)

@@ -73,6 +73,7 @@ def count_as_operation(layouts: Sequence[Layout], mesh_dims: Sequence[int], text
     step = fingerprint(f"{text} {mesh.named(mesh_dims)}")
 
     def run_counted(*args: P.args, **kwargs: P.kwargs) -> T:
+        """Mix the collective into the hash that ranks compare (in the main thread only), then run it."""
         if CheckLevel.now != "off" and threading.get_ident() == _MAIN_THREAD:
             trail.hash = hash((trail.hash, step))
         return run(*args, **kwargs)
@@ -98,6 +99,7 @@ def _is_compared(mesh: DeviceMesh) -> bool:
 
 
 def _add_to_hash(mesh: DeviceMesh, value: int, text: str) -> None:
+    """Mix one operation of ``mesh`` into the hash that its ranks compare; ``text`` describes the operation."""
     if CheckLevel.now == "watch":
         trail = operation_records_of(mesh._root.world).trail_of(ranks_along(mesh))
         trail.hash, trail.last = hash((trail.hash, value)), text

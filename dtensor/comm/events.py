@@ -106,6 +106,7 @@ def _profiler_range(name: str) -> CollectiveWrapper:
 
 
 def _run_through(arounds: Sequence[CollectiveWrapper], fn: Callable[[], T], sent: Any = None) -> T:
+    """Run ``fn`` inside all wrappers of listeners; the last wrapper is outermost."""
     for around in arounds:
         fn = partial(around, fn, sent)
     return fn()
@@ -115,6 +116,7 @@ def issue_for_cause(cause: Any, fn: Callable[P, T]) -> Callable[P, T]:
     """Wrap ``fn`` so that its collectives are issued for ``cause``: listeners find it in ``CAUSES``, profiler ranges show it."""
 
     def run_for_cause(*args: P.args, **kwargs: P.kwargs) -> T:
+        """Run ``fn``; listeners and profilers attribute its collectives to ``cause``."""
         if not (listeners or profiler_enabled() or count_dispatch_modes()):  # inlined for speed: this runs at each step
             return fn(*args, **kwargs)
         with CAUSES.entered(cause) if listeners else nullcontext():
@@ -136,6 +138,7 @@ def mark_reported(fn: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(fn)
     def run_marked(*args: P.args, **kwargs: P.kwargs) -> T:
+        """Run ``fn``; its collectives are not reported to listeners a second time."""
         if not listeners:
             return fn(*args, **kwargs)
         with _REPORTED.entered(None):

@@ -109,6 +109,7 @@ def row_gather_route(shapes: Sequence[Shape], mine: int) -> SendRecvPlan:
 def _make_route(
     send_boxes: Sequence[Box], recv_boxes: Sequence[Box], mine: int, kept: tuple[Box, Box] | None, length: int
 ) -> SendRecvPlan:
+    """Return the exchange of a flat row of ``length`` elements; boxes of rank ``mine`` and empty boxes are not sent."""
     sends, receives = (
         tuple(box if k != mine and box.numel else None for k, box in enumerate(boxes)) for boxes in (send_boxes, recv_boxes)
     )

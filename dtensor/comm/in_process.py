@@ -70,6 +70,7 @@ class InProcess(Communicator):
         """Return the all-reduce that folds the local tensors of each group and copies the result to its members."""
 
         def run_reduction(x: Local) -> Pending[Local]:
+            """Reduce the local tensors of each group; each member gets a copy of the result."""
             shards, results = self._shards(x), {}
             for group in self._groups(dims):
                 check_same_shapes({member: tuple(shards[member].shape) for member in group})
@@ -88,6 +89,7 @@ class InProcess(Communicator):
             sources_of.append([(source, scatter.chunks_of(source)[group.index(member)]) for source in group])
 
         def run_scatter(x: Local) -> Pending[Local]:
+            """Reduce for each rank the regions of the local tensors that form its block of the result."""
             shards = self._shards(x)
             reduced = (fold([view_region(shards[source], box) for source, box in sources], scatter.op) for sources in sources_of)
             return Pending.of(PerRank(reduced))
@@ -95,6 +97,7 @@ class InProcess(Communicator):
         return run_scatter
 
     def _all_gather_object(self, value: Any, dims: Dims) -> list[Any]:
+        """Return the objects of all members of a group, in group order; an object of each rank gives ``RankValues``."""
         if not isinstance(value, RankValues):
             return [value] * self.group_size(dims)
         groups = [self.mesh.members_of(dims, member) for member in self.held]

@@ -38,6 +38,7 @@ class Pending(Generic[T]):
         return pending
 
     def _finish_both(self) -> T:
+        """Start the second round if that has not happened, complete it, and return its result."""
         self.advance()
         rest, self._rest = self._rest, None
         assert rest is not None

@@ -151,6 +151,7 @@ class Geometry:
 
 
 def _ravel_index(columns: list[Any], sizes: list[int], count: int) -> Any:
+    """Return the row-major linear index of ``count`` coordinates, given by one column per dim."""
     index = np.zeros(count, dtype=int)
     for column, size in zip(columns, sizes, strict=True):
         index = index * size + column

@@ -84,6 +84,7 @@ class RandomBlock:
 
 
 def _to_fraction(drawn: torch.Tensor, dtype: torch.dtype, digits: int | None = None) -> torch.Tensor:
+    """Return random 32-bit words as fractions in [0, 1) with ``digits`` bits; float64 takes two words each."""
     digits = digits or _MANTISSA_DIGITS[dtype]
     if dtype == torch.float64:
         return ((drawn[:, 0::2] << 21) | (drawn[:, 1::2] >> 11)).to(dtype) * 2.0**-53
@@ -91,6 +92,7 @@ def _to_fraction(drawn: torch.Tensor, dtype: torch.dtype, digits: int | None = N
 
 
 def _box_muller(uniform: torch.Tensor) -> torch.Tensor:
+    """Return standard normal values from pairs of uniform values in [0, 1)."""
     radius = (1 - uniform[:, 0::2]).log_().mul_(-2).sqrt_()
     angle = uniform[:, 1::2] * (2 * math.pi)
     return torch.stack((radius * angle.cos(), radius * angle.sin()), -1).flatten(1)

@@ -148,6 +148,7 @@ def draw_counted(layout: Layout, sampler: Sampler, arguments: Arguments, generat
     key = advance_key(mesh_generator(mesh) if generator is None else generator)
 
     def sample_member(member: int | None) -> torch.Tensor:
+        """Return the random local tensor of one rank; zeros or an empty block for a rank outside of the mesh."""
         coordinate = mesh.coordinate_of(member)
         if coordinate is None:
             return torch.zeros(layout.local_shape(None), dtype=layout.dtype, device=device)

@@ -85,6 +85,7 @@ def random_mode(mode: str) -> Iterator[None]:
 
 
 def _check_mode(mode: str) -> str:
+    """Return ``mode``; raise ValueError if it is no random mode."""
     if mode not in MODE_NAMES:
         raise ValueError(f"random mode {mode!r} is not one of {MODE_NAMES}")
     return mode

@@ -114,6 +114,7 @@ class _ValueSpec:
 
     @staticmethod
     def of(x: Any) -> _ValueSpec:
+        """Return the spec of one argument or result."""
         if isinstance(x, PerRank):
             return _ValueSpec(len(x.shards), True)
         return _ValueSpec(1, False) if isinstance(x, Tensor) else _ValueSpec(0, False, x)
@@ -186,6 +187,7 @@ class _JointFunction(Function):
 
     @staticmethod
     def forward(ctx: Any, call: _JointCall, *tensors: Any) -> Any:
+        """Run the user's forward once, on the arguments of all ranks."""
         ctx.call, ctx.context = call, _JointContext([_ValueSpec.of(x) for x in call.args])
         with ctx.context.bind_context(ctx) as context:
             return call.forward(context)
@@ -238,6 +240,7 @@ def as_tuple(found: Any) -> tuple[Any, ...]:
 
 
 def _joint_grad_fn(x: PerRank, *owner: Any) -> Any:
+    """Return ``grad_fn`` of a ``PerRank``: the joint node if one function ran for all ranks, else the nodes of all ranks."""
     nodes = [shard.grad_fn for shard in x.shards]
     if type(nodes[0]) is _JointFunction._backward_cls and all(node is nodes[0] for node in nodes):
         return _JointNode(nodes[0])
@@ -301,6 +304,7 @@ def _getattribute(cls: Any, name: str) -> Any:
 
 
 def _call_apply(cls: Any, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call torch's ``apply`` of the function ``cls``; ``PerRank`` results of plain arguments get a graph for each rank."""
     _APPLY_STATE.looked_up = cls
     result = plain(*own_arguments(cls, args), **kwargs)
     return tuple(map(_split_result, result)) if type(result) is tuple else _split_result(result)

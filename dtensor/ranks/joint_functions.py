@@ -62,6 +62,7 @@ def _joint_backward(
     grad_variables: Any = None,
     inputs: Any = None,
 ) -> None:
+    """Run ``torch.autograd.backward`` once, from the tensors of all ranks."""
     grads = _flatten_grads(tensors, grad_tensors if grad_variables is None else grad_variables)
     torch.autograd.backward(
         flatten_ranks(tensors), grads, retain_graph, create_graph, inputs=None if inputs is None else flatten_ranks(inputs)
@@ -116,6 +117,7 @@ def _run_random(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     states_after: list[Tensor] = []
 
     def run_rank(*own: Any, **named: Any) -> Any:
+        """Run ``func`` for one rank; each rank starts from the generator state that the first had."""
         if states_after:
             set_generator_state(generator, state_before)
         result = func(*own, **named)

@@ -78,6 +78,8 @@ def unpatch_modules() -> None:
 
 
 def _wrap_forward(forward: Forward, joint_forward: Callable[..., Any]) -> Forward:
+    """Return a ``forward`` that calls ``joint_forward`` with the original as its first argument."""
+
     @wraps(forward)
     def patched(*args: Any, **kwargs: Any) -> Any:
         return joint_forward(forward, *args, **kwargs)

@@ -273,6 +273,7 @@ def _values_by_rank(value: Any, count: int) -> Iterable[Any]:
 
 
 def _describe_function(func: Any) -> str:
+    """Return the name of a torch function for error messages; for the getter of a property, the property's name."""
     # the getter of a property such as Tensor.shape
     target = func.__self__ if getattr(func, "__name__", "") == "__get__" else func
     name = getattr(target, "__name__", str(target))
@@ -306,6 +307,7 @@ _SEARCHED_TYPES = (PerRank, *_CONTAINER_TYPES)
 
 
 def _list_items(value: Any) -> Iterable[Any]:
+    """Return the elements of a list, tuple, dict or slice; none of other values."""
     if isinstance(value, (list, tuple)):
         return value
     if isinstance(value, dict):

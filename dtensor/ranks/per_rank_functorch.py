@@ -20,6 +20,7 @@ class SplitRanks(torch.autograd.Function):
 
     @staticmethod
     def forward(*given: Tensor) -> Any:
+        """Raise: the function runs only under torch.func transforms."""
         raise AssertionError(
             "SplitRanks and JoinRanks run only under torch.func transforms; below them the ranks' tensors have their own graphs"
         )
@@ -61,6 +62,7 @@ class JoinRanks(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, kind: Any, *shards: Tensor) -> Any:
+        """Join batched tensors of ranks: move each batch dim to the front and join the results."""
         pairs = list(zip(shards, in_dims[1:], strict=True))
         size = [*next(shard.movedim(dim, 0) for shard, dim in pairs if dim is not None).shape]
         return JoinRanks.apply(kind, *(x.expand(size) if dim is None else x.movedim(dim, 0) for x, dim in pairs)), 0

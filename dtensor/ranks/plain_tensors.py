@@ -68,6 +68,7 @@ def _function_name(func: Callable[..., Any]) -> str:
 
 
 def _list_written(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the arguments that a torch function writes: ``self`` if in place, ``out=``, and running statistics."""
     name = _function_name(func)
     is_inplace = name in _INPLACE_METHODS or (name.endswith("_") and not name.endswith("__"))
     values = (*(args[:1] if is_inplace else ()), kwargs.get("out"), *list_written_statistics(func, args, kwargs))

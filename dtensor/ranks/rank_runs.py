@@ -243,6 +243,7 @@ class _StorageRanks:
 
 
 def _format_conflict(rank: int, x: Tensor, other: int | None) -> str:
+    """Return the error message for a tensor that one rank writes and another uses in ``map_ranks``."""
     return (
         f"map_ranks: the function writes to a tensor of shape {tuple(x.shape)} on rank {other} and uses it on rank {rank}. All "
         "ranks of this process share it, and as processes each would have its own. Return the new value instead of writing it "

@@ -79,6 +79,7 @@ class RankNumber:
         self.values = tuple(values)
 
     def _raise_not_one_number(self) -> Any:
+        """Raise LayoutError with each rank's number, and name what to write instead."""
         shown = ", ".join(f"rank {rank}: {_shorten(value)}" for rank, value in enumerate(self.values))
         raise LayoutError(
             f"a Python number that differs between ranks ({shown}) is used where one number is needed, and "

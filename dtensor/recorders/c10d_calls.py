@@ -124,6 +124,7 @@ def _make_reporting_kernel(operator: Any, kind: CollectiveKind) -> Callable[...,
         return operator.redispatch(keys & _KEYS_BELOW, *args, **kwargs)
 
     def report_and_redispatch(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        """Report a direct c10d call to listeners, then run it; a call inside a reported one is not reported again."""
         if events.LISTENING and not events.is_reported():
             arguments = {**dict(zip(names, args, strict=False)), **kwargs}
             group = _group_of_call(arguments)

@@ -141,6 +141,7 @@ class MemoryTracker:
                 self._record_size(store, alive.nbytes())
 
     def _record_size(self, store: TrackedStorage, nbytes: int) -> None:
+        """Log the change of a storage's size in bytes, with the time."""
         if nbytes == store.nbytes:
             return
         self.log.append((time.perf_counter_ns(), store.number, nbytes - store.nbytes))

@@ -102,6 +102,7 @@ class ModuleTracker:
             _RUNNING_MODULES.set(running[:last] + running[last + 1 :])
 
     def record_collective(self, event: Event) -> None:
+        """Count a collective for the running module and forward pass, or for the backward pass of all modules."""
         in_backward = graph_task() != -1
         where = ("all modules", "backward") if in_backward else (self.running_module() or "outside", "forward")
         self.collectives.setdefault(where, Counter())[event.kind] += 1

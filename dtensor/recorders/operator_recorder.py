@@ -243,6 +243,7 @@ def describe_tensor(x: Tensor) -> str:
 
 
 def _count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """Return the floating-point operations of one aten call by torch's formulas; 0 if torch has none."""
     packet = func._overloadpacket
     count = flop_registry.get(_COUNTED_AS.get(packet, packet))
     return 0 if count is None else int(count(*_with_expanded_heads(func, args), **kwargs, out_val=result))

@@ -64,6 +64,7 @@ class CrossMeshExchange:
 
     @cached_property
     def seconds(self) -> float:
+        """Return the estimated seconds of the transfer: the exchange, and local copies of the target block."""
         rate = get_link(self.after.mesh).exchange
         return rate.seconds(len(self.ranks), max(self.bytes, *self.sent)) + local_seconds(
             self.after.mesh, self.after.max_local_nbytes
@@ -120,6 +121,7 @@ class CrossMeshExchange:
 
 
 def _local_shapes(layout: Layout, ranks: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Return the local shapes of ``layout`` on ``ranks``; ranks outside of its mesh have an empty one."""
     sizes = block_intervals(layout)[1].tolist()
     shapes = {rank: tuple(size) for rank, size in zip(layout.mesh.ranks, sizes, strict=True)}
     return [shapes.get(rank, layout.local_shape(None)) for rank in ranks]
@@ -195,6 +197,7 @@ def move_between(local: LocalValue, src: Layout, dst: Layout) -> Pending[LocalVa
 
 
 def _finish_transit(transit: Transit, local: LocalValue) -> LocalValue:
+    """Finish a redistribution to another mesh; ranks outside of the target mesh get zeros of their empty local shape."""
     if not communicator_of(transit.dst.mesh).held:
         return local.new_zeros(transit.dst.local_shape(None))
     return execute(transit.entering, local)

@@ -238,6 +238,7 @@ def _bind_all_gather(steps: tuple[Any, ...]) -> MergedStart:
     bound = comm.bind_gather(steps[0].mesh_dims, lambda member: rows[member].lengths, row_dtype)
 
     def unpack_gathered(member: int, arrived: Tensor, *targets: Tensor | None) -> list[Tensor]:
+        """Return the tensors of one rank from the gathered bytes, written into the targets where there are any."""
         own = rows[member]
         made = [
             arrived.new_empty(shape, dtype=dtype) if target is None else target
@@ -264,6 +265,7 @@ def broadcast_many(comm: Communicator, values: Sequence[LocalValue], mesh_dims: 
         return torch.cat([flatten_to_bytes(x) for x in parts])
 
     def unpack_rows(member: int, row: Tensor, *parts: Tensor) -> list[Tensor]:
+        """Split a row of bytes into new tensors like ``parts``."""
         pieces = row.split([x.numel() * x.itemsize for x in parts])
         return [
             torch.empty_like(x).copy_(tensor_from_bytes(piece, x.shape, x.dtype)) for x, piece in zip(parts, pieces, strict=True)
@@ -299,6 +301,7 @@ def _bind_exchange(steps: tuple[Any, ...]) -> MergedStart:
         return [[0 if box is None else box.numel * size for box, size in zip(own, sizes, strict=True)] for own in each]
 
     def pack_sends(member: int, *parts: Tensor) -> Tensor:
+        """Pack all regions that a rank sends, of all tensors, into one row of bytes in the order of receivers."""
         pairs = [pair for own in boxes_of(member, "sends") for pair in zip(parts, own, strict=True)]
         row = [flatten_to_bytes(view_region(part, box)) for part, box in pairs if box is not None]
         return torch.cat(row) if row else parts[0].new_empty(0, dtype=torch.uint8)

@@ -62,6 +62,7 @@ def execute(plan: Plan, local: LocalValue) -> LocalValue:
 
 
 def _run_steps(steps: Sequence[BoundStep], local: LocalValue) -> LocalValue:
+    """Run the bound steps of a redistribution plan in order, and return the last local value."""
     for step in steps:
         local = step.run(local)
     return local

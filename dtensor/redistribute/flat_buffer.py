@@ -316,6 +316,7 @@ def _split_even(x: Tensor, dim: int, count: int) -> Tensor:
 
 
 def _narrow(x: Tensor, narrowed: Sequence[tuple[int, int, int]]) -> Tensor:
+    """Return the view of ``x`` narrowed by each ``(dim, start, size)``."""
     for dim, start, size in narrowed:
         x = x.narrow(dim, start, size)
     return x

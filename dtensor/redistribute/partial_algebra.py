@@ -144,6 +144,7 @@ def _merge_reductions(src: Layout, dst: Layout, leaving: list[int]) -> list[Redu
 
 
 def _may_join(src: Layout, i: int, group: list[int]) -> bool:
+    """Return True if partial mesh dim ``i`` may be reduced together with the partial mesh dims of ``group``."""
     op = _op_of(src, i)
     if isinstance(op, Monoid):
         return all(src.partials[j] in (None, op) for j in range(i, max(group) + 1))
@@ -151,6 +152,7 @@ def _may_join(src: Layout, i: int, group: list[int]) -> bool:
 
 
 def _op_of(layout: Layout, mesh_dim: int) -> ReduceOp:
+    """Return the reduce operation of ``layout`` on a mesh dim that is known to be partial."""
     op = layout.partials[mesh_dim]
     assert op is not None
     return op

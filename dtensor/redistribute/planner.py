@@ -61,6 +61,7 @@ def estimate(src: Layout, dst: Layout) -> float:
 
 
 def _check_comparable(src: Layout, dst: Layout) -> None:
+    """Raise LayoutError if two layouts differ in mesh, shape or dtype, which no redistribution changes."""
     for what in ("mesh", "shape", "dtype"):
         a, b = getattr(src, what), getattr(dst, what)
         if a != b:
@@ -135,6 +136,7 @@ def _split_reduction(reduction: Reduction, scatter: frozenset[int]) -> Iterator[
 
 # --- intermediate layouts -----------------------------------------------------------------------------------------
 def _with_splits(layout: Layout, splits: list[Split | None], partials: list[str | Monoid | None] | None = None) -> Layout:
+    """Return ``layout`` with other splits (sharding by mesh dim) and, if given, other partial reductions."""
     return Layout.from_splits(
         layout.mesh, splits, layout.partials if partials is None else partials, layout.shape, layout.stride, layout.dtype
     )

@@ -121,12 +121,14 @@ def wait_for_group_members(ranks: list[int], backend: str) -> None:
     host_state, number, hashed = log.host_state, log.count, log.hash
 
     def has_logged_same(rank: int) -> bool:
+        """Return True if the rank has logged this event, or one so much later that it was overwritten."""
         if not has_reached(host_state, log.key, rank, number):
             return False
         event = find_event(host_state, log.key, rank, number)  # after has_reached: a later event may have overwritten it
         return event is None or event.hash == hashed
 
     def check_levels() -> None:
+        """Raise if a rank makes this process group under another ``check_ranks`` level, so that it compares nothing."""
         for rank in log.ranks:
             if not has_logged_same(rank) and host_state.has_store_key(f"{key}/{rank}"):
                 own = f"{format_ranks([host_state.rank])} is under {CheckLevel.now!r}"
@@ -224,6 +226,7 @@ def log_event(ranks: Iterable[int], text: str) -> None:
 
 
 def _log_event(log: CollectiveLog, text: str) -> None:
+    """Log an event that is no collective and compare it with other ranks; raise if they diverge."""
     if not log.log_and_compare(CollectiveRecord.of(text, "")):
         raise make_divergence_error(log)
     log.slots[LAST_ISSUED] = log.count

@@ -63,6 +63,7 @@ class _WaitThread:
         self.thread.start()
 
     def _run(self) -> None:
+        """Serve requests to wait for collectives until the request is None."""
         while (request := self.requests.get()) is not None:
             self.results.put(_wait_for_works(*request))
             request = None

@@ -37,11 +37,13 @@ class ProcessGroups(Communicator):
         self._by_dims: dict[Dims, Group] = {}
 
     def map(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call ``fn(member, *args)`` for the rank of this process; outside of the mesh return the first argument."""
         if self._member is None:
             return args[0] if args else None
         return fn(self._member, *args, **kwargs)
 
     def _group(self, dims: Dims) -> Group:
+        """Return the group of this rank along mesh dims ``dims``; made once."""
         group = self._by_dims.get(dims)
         if group is None:
             group = self._by_dims[dims] = get_group(self.mesh, dims)

@@ -107,6 +107,7 @@ def bind_all_reduce(group: Group, op: Op, dtype: torch.dtype) -> BoundReduction:
     max_one_round_bytes = sys.maxsize if isinstance(op, Monoid) else backend_traits_of(group).one_round_bytes
 
     def issue_reduction(x: Tensor) -> Pending[Tensor]:
+        """Issue an all-reduce by the algorithm that is fastest for the size of ``x``."""
         nbytes = x.numel() * x.dtype.itemsize
         if nbytes * group.size <= max_one_round_bytes:
             return _reduce_in_one_round(group, x, op)

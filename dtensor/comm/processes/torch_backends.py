@@ -173,6 +173,7 @@ def to_row_major(x: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def _async_options(options: T, **values: Any) -> T:
+    """Return c10d options, set to an asynchronous operation and to ``values``."""
     for name, value in {"asyncOp": True, **values}.items():
         setattr(options, name, value)
     return options

@@ -277,6 +277,7 @@ def select_when_traced(eager: BoundCollective, bind: Any) -> BoundCollective:
     bound: list[BoundCollective] = []
 
     def issue_either(x: Tensor) -> Pending[Tensor]:
+        """Run the eager collective, or the traced one if ``x`` is traced. The traced one is bound at its first use."""
         if not is_traced(x):
             return eager(x)
         if not bound:
@@ -313,6 +314,7 @@ def bind_traced_transfer(group: Group, transfer: Transfer) -> BoundCollective:
     description = f"{transfer.kind} {_without_sizes(transfer.description)}"
 
     def issue_transfer(x: Tensor) -> Pending[Tensor]:
+        """Exchange the blocks of ``x`` by operators that a compiler can trace."""
         row = send_packing.pack(to_row_major(x, route.old))
         received = _exchange_rows(group, row, recv_packing.lengths, send_packing.lengths, description)
         return Pending.of(recv_packing.unpack(received))
@@ -380,6 +382,7 @@ def bind_traced_all_reduce(group: Group, op: Op, dtype: torch.dtype) -> BoundCol
     max_one_round_bytes = math.inf if isinstance(op, Monoid) else backend_traits_of(group).one_round_bytes
 
     def issue_reduction(x: Tensor) -> Pending[Tensor]:
+        """All-reduce in one round if the received bytes are few, else in two."""
         in_one_round = x.numel() * x.dtype.itemsize * group.size <= max_one_round_bytes
         reduce = _reduce_in_one_round if in_one_round else _reduce_in_two_rounds
         return Pending.of(reduce(group, to_row_major(x, tuple(x.shape)), op))
@@ -395,6 +398,7 @@ def _bind_native_reduction(reduce: TracedCollective, seen: torch.dtype) -> Bound
 
 
 def _reduce_in_one_round(group: Group, x: Tensor, op: Op) -> Tensor:
+    """All-reduce in one exchange: each rank receives all addends and reduces them itself."""
     lengths = [x.numel()] * group.size
     rows = _exchange_rows(group, x.expand(group.size, *x.shape).contiguous().view(-1), lengths, lengths, f"all_reduce({op})")
     return fold(group.to_mesh(rows.view(group.size, *x.shape).unbind(0)), op)
