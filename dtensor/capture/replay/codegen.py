@@ -163,6 +163,7 @@ class TapeFunction:
         return object_name
 
     def _var_name(self, var: Var) -> str:
+        """Return the name of a tape variable in the generated text, such as ``t3``."""
         name = self._var_names.get(var)
         if name is None:
             name = self._var_names[var] = f"t{var.index}"
@@ -170,7 +171,7 @@ class TapeFunction:
 
 
 def _find_last_uses(tape: Tape) -> dict[int, list[Var]]:
-    """Return, by place of the step, the variables that no later step reads. Their memory is freed there, as in an eager run."""
+    """Return, by index of the step, the variables that it is the last to read, to delete them there."""
     last: dict[Var, int] = {}
     for k, step in enumerate(tape.steps):
         for var in (*step.inputs, *step.outputs):

@@ -106,9 +106,10 @@ def _hashable_key(value: Any) -> Hashable:
 
 
 def rename_vars(value: Any, replacements: Mapping[Var, Var]) -> Any:
-    """Return a nested value with some variables replaced."""
+    """Return a nested value with variables replaced by ``replacements``, at any depth."""
 
     def rename_leaf(x: Any) -> Any:
+        """Return the replacement of a variable, or of each variable of a PerRankVars; any other leaf unchanged."""
         if isinstance(x, PerRankVars):
             return PerRankVars(tuple(replacements.get(var, var) for var in x.items))
         return replacements.get(x, x) if isinstance(x, Var) else x

@@ -1,4 +1,4 @@
-"""Float provenance: follows floats that a tape must not freeze.
+"""Float provenance: traces which tensors a Python float was read from, so that a tape does not freeze its value.
 
 Such floats are read from a tensor (``.item()``), or are variables that change between calls (a learning rate). Arithmetic on them
 is recorded. If Python code uses the value in a way that a replay could not follow, the variable is guarded, or the recording is
@@ -32,7 +32,7 @@ from .tape import Step, Var, map_leaves
 
 
 class TracedFloat(float):
-    """A float that is a variable of the tape.
+    """Float that is a variable of the tape, so that a replay computes its value again.
 
     Attributes:
         tracer: of the run.
@@ -64,7 +64,7 @@ def to_plain_float(x: Any) -> Any:
 
 
 class FloatTracer:
-    """Traces the floats of one recorded run.
+    """Tracer of one recorded run: records computations with traced floats, and guards those that Python code decides by.
 
     Args:
         new_var: returns a new variable for a float.
@@ -89,11 +89,11 @@ class FloatTracer:
 
     @property
     def is_tracing(self) -> bool:
-        """Whether the run is active in this thread."""
+        """Return True if the traced run is active in this thread."""
         return self.thread == get_ident()
 
     def make_float(self, value: float, var: Var, places: frozenset[int] = frozenset(), is_read: bool = False) -> TracedFloat:
-        """Return a traced float with this variable."""
+        """Return a traced float with this value and tape variable, and patch ``math`` for the run."""
         traced = TracedFloat(value)
         traced.tracer, traced.var, traced.places, traced.is_read = self, var, places, is_read
         if not self.has_floats and self.is_tracing:
@@ -102,7 +102,7 @@ class FloatTracer:
         return traced
 
     def compute_traced(self, fn: Callable[..., Any], *args: Any) -> Any:
-        """Return ``fn(*args)`` and record it as a step."""
+        """Return ``fn(*args)`` for traced floats, traced too and recorded as a step if the result is a float."""
         value = fn(*map(to_plain_float, args))
         if not self.is_tracing:
             return value
@@ -117,7 +117,7 @@ class FloatTracer:
         return self.make_float(value, var, places, any(x.is_read for x in sources))
 
     def note_escape(self, x: TracedFloat, user: str) -> None:
-        """Guard the variables of a float that Python code may decide by.
+        """Guard the floats of the function's variables that ``x`` depends on, because Python code may decide by ``x``.
 
         Raises:
             CaptureError: the float was read from a tensor.
@@ -282,7 +282,7 @@ class _TorchCall:
 
 
 def _number_floats(args: Any, kwargs: dict[str, Any]) -> Iterator[tuple[int, tuple[str | None, Any]]]:
-    """Yield ``(number, (keyword or None, float))`` for the floats in the arguments, in order."""
+    """Yield ``(number, (keyword or None, float))`` for each float in the arguments of a torch function, in order."""
     labelled = [(None, x) for x in iter_tree_leaves(args)] + [
         (name, x) for name, value in kwargs.items() for x in iter_tree_leaves(value)
     ]
@@ -290,9 +290,11 @@ def _number_floats(args: Any, kwargs: dict[str, Any]) -> Iterator[tuple[int, tup
 
 
 def _add_operators() -> None:
-    """Add to TracedFloat arithmetic that is recorded, and methods that note that the value escapes."""
+    """Define the operators of TracedFloat: arithmetic is recorded on the tape, comparison and conversion guard the value."""
 
     def make_binary(fn: Any, is_reflected: bool = False) -> Any:
+        """Return a method that records the binary function ``fn`` of a traced float and a number as a step."""
+
         def run(self: TracedFloat, other: Any) -> Any:
             pair = (other, self) if is_reflected else (self, other)
             return self.tracer.compute_traced(fn, *pair) if isinstance(other, (int, float)) else NotImplemented
@@ -303,6 +305,7 @@ def _add_operators() -> None:
         return lambda self: self.tracer.compute_traced(fn, self)
 
     def make_escaping(name: str) -> Any:
+        """Return the method ``name`` of float, which first notes that Python code may decide by the value."""
         method = getattr(float, name)
 
         def run(self: TracedFloat, *args: Any) -> Any:

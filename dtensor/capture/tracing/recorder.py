@@ -102,7 +102,7 @@ class Recorder(TorchDispatchMode):
         self._check_generators("at the end of the captured function")
 
     def _reading_operator(self, x: torch.Tensor | None) -> str | None:
-        """Return the running operator, "" for none, for a read of values in this thread; None if the read is allowed."""
+        """Return the operator that a forbidden read of tensor values is in ("" for none); None if the read is allowed."""
         if self.paused or self not in current_dispatch_modes():  # the recorder itself is running
             return None
         var = None if x is None or x.is_meta else self.find_var(x)
@@ -111,7 +111,7 @@ class Recorder(TorchDispatchMode):
 
     @property
     def _operator(self) -> str:
-        """The DTensor operator that is running, "" for none."""
+        """Return the name of the DTensor operator that is running, "" for none."""
         return self.operators[-1] if self.operators else ""
 
     # --- dispatch ------------------------------------------------------------------------------------------------------
@@ -223,7 +223,7 @@ class Recorder(TorchDispatchMode):
                 self._expect_state(generator)
 
     def has_recorded(self, pending: Any) -> bool:
-        """Return True if the recorder has recorded the issue of a pending collective."""
+        """Return True if this recorder recorded the step that issued a pending collective."""
         return id(pending) in self._pending
 
     def isolate_state(self, owner: Any, empty: Mapping[str, Any]) -> None:
@@ -233,12 +233,12 @@ class Recorder(TorchDispatchMode):
             _set_attributes(owner, empty)
 
     def on_refusal(self, fn: Callable[[], Any]) -> None:
-        """Call ``fn()`` if the recording is refused."""
+        """Register ``fn`` to be called if the recording is refused, to undo a change of library state."""
         self._refusal_callbacks.append(fn)
 
     @contextmanager
     def _restoring_library_state(self) -> Iterator[None]:
-        """Restore the library's state at the end; after a refused capture also run the callbacks that undo changes."""
+        """Restore the library state that was isolated at the end of the context; if refused, undo other changes too."""
         self._refusal_callbacks.clear()
         try:
             yield
@@ -257,7 +257,7 @@ class Recorder(TorchDispatchMode):
         return None if _memory_key(x)[0] in self._storages else self._new_tensor(x)
 
     def storage_of(self, x: torch.Tensor) -> int:
-        """Return the storage number of recorded memory."""
+        """Return the number by which the tape identifies the memory of ``x``."""
         return self._storages[x.untyped_storage()._cdata][1]
 
     def find_var(self, x: torch.Tensor) -> Var | None:
@@ -265,13 +265,14 @@ class Recorder(TorchDispatchMode):
         return self._vars.get(_memory_key(x))
 
     def knows_memory(self, x: torch.Tensor) -> bool:
-        """Return True if the tape gets or makes the memory of a tensor."""
+        """Return True if all memory of a tensor is that of a tape input, or was made by a step."""
         return all(local.untyped_storage()._cdata in self._storages for local in local_tensors_of(x))
 
     def to_vars(self, value: Any) -> Any:
         """Return ``value`` with variables in place of tensors and pending collectives."""
 
         def to_var(x: Any) -> Any:
+            """Return the variable of a tensor or pending collective, or variables of a PerRank; other leaves unchanged."""
             if isinstance(x, PerRank):
                 return PerRankVars(tuple(self._var_of(shard) for shard in x.shards))
             if isinstance(x, torch.Tensor):
@@ -308,7 +309,7 @@ class Recorder(TorchDispatchMode):
         return view
 
     def new_float(self) -> Var:
-        """Return a new variable for a float."""
+        """Return a new tape variable for a float."""
         return self._new_var(None)
 
     def _add_step(self, step: Step) -> None:
@@ -319,7 +320,7 @@ class Recorder(TorchDispatchMode):
         return Var(self._count, self._count if storage is None else storage)
 
     def _new_tensor(self, x: torch.Tensor) -> Var:
-        """Return a new variable for a tensor; its memory may have variables already."""
+        """Return a new tape variable for a local tensor, with the number of its memory and its metadata."""
         key = _memory_key(x)
         address, metadata = key
         entry = self._storages.get(address)
@@ -387,6 +388,7 @@ class Recorder(TorchDispatchMode):
             )
 
     def _check_generators(self, place: str) -> None:
+        """Raise if the program has set the state of any recorded random generator; nothing of the check is recorded."""
         self.paused += 1
         try:
             for generator, _ in self._generators.values():

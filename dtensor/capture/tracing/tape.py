@@ -45,7 +45,7 @@ class LocalMetadata(NamedTuple):
 
     @property
     def is_row_major(self) -> bool:
-        """Whether the tensor starts its storage and is contiguous, as the outputs of joined collectives are."""
+        """Return True if the tensor starts its storage and is contiguous, as the outputs of joined collectives are."""
         return not (self.offset or self.is_conj or self.is_neg) and all(
             size == 1 or own == step
             for size, own, step in zip(self.shape, self.stride, contiguous_stride(tuple(self.shape)), strict=True)
@@ -168,7 +168,7 @@ class DefUse:
         return {var.storage for var in step.inputs} | self._written_storages(step)
 
     def is_sent(self, storage: int) -> bool:
-        """Return True if a library operation takes some of this memory."""
+        """Return True if a library operation, such as a collective, takes some of this memory."""
         return any(self.steps[place].is_library_op for place in self.use_places.get(storage, ()))
 
     def find_tail(self, place: int, memory: set[int]) -> tuple[list[int], set[int], int]:
