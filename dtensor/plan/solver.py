@@ -214,7 +214,7 @@ def _is_free_from(source: Layout, via: Layout, target: Layout) -> bool:
 
 # --- memory ----------------------------------------------------------------------------------------------------------------
 class _MemoryConstraints:
-    """Adds the memory constraints of all critical nodes to a problem. See [Note: Memory as cutting planes].
+    """Builder of the memory constraints of all critical nodes of a problem. See [Note: Memory as cutting planes].
 
     Args:
         problem: the problem.
@@ -275,7 +275,7 @@ class _MemoryConstraints:
                 self.program.add_upper_bound([*both, (present, -1.0), (repeat, -1.0)], 1.0)
 
     def _get_or_add_repeat(self, value: int, source: int, target: CanonicalLayout, pattern: UsePattern) -> int:
-        """Return the variable of freeing a copy between these uses and making it again."""
+        """Return the variable that is 1 if a copy is freed between these uses and made again."""
         key = value, source, target, pattern[2], pattern[3]
         if key not in self._repeats:
             moves = self.problem.moves[value]
@@ -291,7 +291,7 @@ class _MemoryConstraints:
         return group_by_key(((source, target), flow) for source, target, flow in self._flows_of(value, uses))
 
     def _add_maximum(self, variables: Sequence[int]) -> int:
-        """Return a new variable that is constrained to be at least each of ``variables``."""
+        """Return a variable that is at least each of ``variables``: the only one, or a new one with constraints."""
         if len(variables) == 1:
             return variables[0]
         maximum = self.program.add_variable()
@@ -307,7 +307,7 @@ def add_memory_constraints(problem: PlanningProblem, memory: MemoryModel, penalt
 
 
 def _count_patterns(classes: NodeClasses, memory: MemoryModel, node: int) -> Counter[tuple[int, UsePattern]]:
-    """Return how many values of the graph may be held at a node, by value of the classes and pattern of uses."""
+    """Return how many graph values may be held at a node, by value of the classes and pattern of uses around the node."""
     class_values = {maker: value for value, maker in enumerate(classes.makers)}
     counts: Counter[tuple[int, UsePattern]] = Counter()
     for value in memory.graph.values:

@@ -133,7 +133,7 @@ class FloatTracer:
         self.guarded |= x.places
 
     def read_item(self, x: torch.Tensor) -> Any:
-        """Return ``x.item()``, traced if it is a float."""
+        """Return ``x.item()``; a float is traced and bound to the variable of the recorded read."""
         self.is_reading, self.last_read = True, None
         try:
             value = TensorBase.item(x)
@@ -145,7 +145,7 @@ class FloatTracer:
 
     # --- torch functions -----------------------------------------------------------------------------------------------
     def call_with_floats(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return ``func(*args, **kwargs)`` for a torch function with traced floats among its arguments."""
+        """Call a torch function that has traced floats as arguments; guard those that no recorded step received."""
         call = _TorchCall(args, kwargs)
         if torch.is_grad_enabled() and any(
             x.requires_grad for x in iter_tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)
@@ -165,7 +165,7 @@ class FloatTracer:
         return result
 
     def insert_floats(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Return the arguments of a local operation with variables in place of traced floats."""
+        """Return the arguments of a local operation with tape variables in place of traced floats."""
         if not self._calls or not self._calls[-1].traced:
             return args, kwargs
         floats = dict(_number_floats(args, kwargs))
@@ -190,7 +190,7 @@ class FloatTracer:
 
 @contextmanager
 def _patched_math() -> Iterator[None]:
-    """Patch ``math`` while any thread records a run with traced floats.
+    """Replace the functions of ``math`` by ones that trace floats, while any thread records a run with traced floats.
 
     The functions of ``math`` read the bits of a float, which no hook sees. So each is replaced by one that traces. All threads
     see the replacements: a traced float knows its recording, and all other arguments go to the function itself. A module that is
@@ -213,7 +213,7 @@ _MATH_PATCH = RefCountedPatch(_patched_math)
 
 
 def _make_tracing(fn: Any) -> Any:
-    """Wrap a function of floats so that a traced float among its arguments gives a traced result."""
+    """Return a wrapper of ``fn`` that records the call as a step if an argument is a traced float."""
 
     @wraps(fn)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -224,7 +224,7 @@ def _make_tracing(fn: Any) -> Any:
 
 
 class _FloatMode(TorchFunctionMode):
-    """Traces ``.item()`` and the torch functions that take traced floats."""
+    """Function mode that traces ``.item()`` and the torch functions that take traced floats."""
 
     def __init__(self, tracer: FloatTracer) -> None:
         self.tracer = tracer
@@ -249,7 +249,7 @@ def _backward_args(
 
 
 class _TorchCall:
-    """A running call of a torch function.
+    """Running call of a torch function: its float arguments are matched with those of the operations that it calls.
 
     Attributes:
         traced: its traced floats.
@@ -262,7 +262,7 @@ class _TorchCall:
         self._by_bits = group_by_key((to_plain_float(x).hex(), (label, x)) for _, (label, x) in _number_floats(args, kwargs))
 
     def match_floats(self, floats: dict[int, tuple[str | None, Any]]) -> dict[int, Var]:
-        """Return the variables of an operation's floats, by their number. Floats without a certain match are left out."""
+        """Return the tape variables of an operation's floats, by number, where the match with traced floats is certain."""
         matches: dict[int, Var] = {}
         for bits, places in group_by_key((x.hex(), place) for place, (_, x) in floats.items()).items():
             own = self._by_bits.get(bits, [])

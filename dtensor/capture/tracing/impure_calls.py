@@ -137,7 +137,7 @@ class CallMonitor:
 
     @contextmanager
     def monitored(self) -> Iterator[None]:
-        """Monitor the calls of this thread inside of the context.
+        """Check the calls of this thread inside of the context; a refused call raises, and raises again at the end.
 
         Raises:
             CaptureError: there is a refused call. It is raised again at the end, in case user code has caught it.
@@ -158,7 +158,7 @@ class CallMonitor:
             raise self._error
 
     def _on_profile_event(self, frame: FrameType, event: str, fn: Any) -> None:
-        """Check a call that the interpreter reports: raise if user code reads a value or makes an impure call."""
+        """Handle a profile event: raise if user code reads a value or calls impure compiled code."""
         if self._user_profiler is not None:
             self._user_profiler(frame, event, fn)
         if event == "call":
@@ -179,7 +179,7 @@ class CallMonitor:
             self._print_depth -= 1
 
     def _observe_code(self, frame: FrameType) -> None:
-        """Note user code at its first run. Code that only the library calls (listeners) is not noted."""
+        """Note user code at its first run, so that the next guard discovery looks into it."""
         code = frame.f_code
         self._seen_codes.add(code)
         root = _root_package(frame)
@@ -226,7 +226,7 @@ class CallMonitor:
 
 
 def is_user_call(frame: FrameType | None, through_torch: bool = False) -> bool:
-    """Return True if user code makes the call, itself or through libraries that return their results to it.
+    """Return True if user code makes the call, directly or through libraries that return their results to user code.
 
     Finalizers and callbacks of the garbage collector may run at any time. They do not count.
 
