@@ -1,4 +1,4 @@
-"""``capture(fn)``: the DTensors of a function erased at run time. See docs/capture.md."""
+"""Capture: ``capture(fn)`` records the local operations of a function on DTensors and replays them. See docs/capture.md."""
 
 from .captured_function import Captured, CaptureInfo, capture
 

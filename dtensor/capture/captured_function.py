@@ -57,7 +57,7 @@ class CaptureInfo(NamedTuple):
 
 
 class _AnyFloat:
-    """Equal to the entry of any float in the key of a guard set."""
+    """Placeholder in a guard key that is equal to the entry of any float."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, tuple) and other[0] is float
@@ -66,7 +66,7 @@ class _AnyFloat:
 
 
 class _CachedProgram:
-    """A program and the key of the guard set that it was recorded for.
+    """Replay program in the cache of a captured function, with the guard key that it was recorded for.
 
     Args:
         guards: the guard set.
@@ -85,18 +85,18 @@ class _CachedProgram:
 
     @property
     def ready(self) -> bool:
-        """Whether calls can be replayed."""
+        """Return True if calls can be replayed: the recording is confirmed, and its backward pass was seen if there is one."""
         return self.confirmed and self.program.ready
 
     def find_changed_floats(self, guards: GuardSet) -> set[int] | None:
-        """Return the places of the floats in which the guard set differs; None if it differs otherwise."""
+        """Return the places of the only entries that differ from the guard set, if all are floats; else None."""
         if len(self.key) != len(guards.key):
             return None
         places = {place for place, (mine, other) in enumerate(zip(self.key, guards.key, strict=True)) if mine != other}
         return places if places <= guards.floats.keys() else None
 
     def get_sources(self, signature: Signature, guards: GuardSet) -> Sources | None:
-        """Return the tensors and floats to replay with; None if a guard fails."""
+        """Return the tensors and floats to replay with, or None if a guard of the recording fails."""
         match = guards, guards.version
         if self._last_match != match:
             if self.key != guards.key:
@@ -112,7 +112,7 @@ class _CachedProgram:
 
 
 class _ThreadGuards(threading.local):
-    """The guard sets of a function, for each thread, because a guard set is updated in place.
+    """Guard sets of a captured function, for each thread, because a guard set is updated in place.
 
     Two are kept, the last used one first. So a value that changes to and fro (the last of several microbatches reduces) needs no
     new discovery.
@@ -121,7 +121,7 @@ class _ThreadGuards(threading.local):
     guard_sets: tuple[GuardSet, ...] = ()
 
     def get_or_discover(self, fn: Any, observed: ObservedCode) -> GuardSet:
-        """Return a guard set that describes the present values."""
+        """Return a guard set that matches the present values: a kept one, updated in its floats, or a new one."""
         if self.guard_sets and (self.guard_sets[0].unchanged() or self.guard_sets[0].update_floats()):
             return self.guard_sets[0]
         last = self.guard_sets[:1]
@@ -132,7 +132,7 @@ class _ThreadGuards(threading.local):
 
 
 def _must_run_plain() -> bool:
-    """Return True if a recorder is active, or modes of the user want to see each operation. A replay would hide them."""
+    """Return True if the function must run uncaptured: a recorder is active, or the user's modes must see each operation."""
     if current_recorder() is not None or not has_only_observers():
         return True
     return count_function_modes() > 0 and any(type(mode) is not DeviceContext for mode in current_function_modes())
@@ -157,6 +157,7 @@ class Captured(Generic[P, T]):
         trusted: Collection[str] = (),
         check: int | None = None,
     ) -> None:
+        """Wrap ``fn``; nothing is recorded before the first call."""
         self.fn, self._plans, self._trusted, self._check = fn, plans, trusted, check
         self._limit = limit
         self._entries: dict[Any, list[_CachedProgram]] = {}
@@ -168,6 +169,7 @@ class Captured(Generic[P, T]):
         functools.update_wrapper(self, fn, updated=())
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Replay a recording with guards that hold, or else record the call; beyond the limit run ``fn`` itself."""
         if ((count_dispatch_modes() or count_function_modes()) and _must_run_plain()) or torch.compiler.is_compiling():
             self._plain += 1
             return self.fn(*args, **kwargs)
@@ -197,7 +199,7 @@ class Captured(Generic[P, T]):
     def _agree_on_entry(
         self, key: Any, agreement: RankAgreement, signature: Signature, guards: GuardSet
     ) -> tuple[_CachedProgram | None, Sources | None, bool]:
-        """Return ``(entry, sources, has_room)`` on which all ranks agree. The ranks exchange what they could replay.
+        """Return ``(entry, sources, has_room)`` on which all ranks agree, after they exchange what each could replay.
 
         This is for calls for which ranks could choose differently, because sizes of plain tensors may change on one rank. If all
         ranks can replay a recording, ``sources`` is not None. Otherwise ``entry`` waits to be confirmed, or is None, and
@@ -220,7 +222,7 @@ class Captured(Generic[P, T]):
         return sum(map(len, self._entries.values())) < self._limit
 
     def _run_beyond_limit(self, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run the function without a recording, and warn at the first call."""
+        """Run ``fn`` itself because the limit of recordings is reached, and warn at the first such call."""
         if not self._plain:
             warnings.warn(
                 f"capture: {self.__name__} was recorded {self._limit} times for different shapes, layouts, "  # type: ignore[attr-defined]
@@ -282,11 +284,11 @@ class Captured(Generic[P, T]):
 
     # --- inspection ----------------------------------------------------------------------------------------------------
     def programs(self) -> list[ReplayProgram]:
-        """Return the recordings that are kept."""
+        """Return the replay programs of all recordings that are kept."""
         return [entry.program for entries in self._entries.values() for entry in entries]
 
     def plans(self) -> list[ProgramPlan]:
-        """Return the plans that calls follow: with ``plan="program"`` one for each kind of call."""
+        """Return the program plans that calls follow: with ``plan="program"`` one for each kind of call."""
         return [] if self._plans is None else list(self._plans)
 
     def source(self) -> str:
@@ -299,11 +301,11 @@ class Captured(Generic[P, T]):
         return "\n".join(texts)
 
     def cache_info(self) -> CaptureInfo:
-        """Return counts of recordings and calls; see :class:`CaptureInfo`."""
+        """Return counts of recordings, replays and plain calls; see :class:`CaptureInfo`."""
         return CaptureInfo(len(self.programs()), self._limit, self._recorded, self._replayed, self._plain)
 
     def clear(self) -> None:
-        """Drop the recordings."""
+        """Drop all recordings and guard sets, so that the next call is recorded again."""
         self._entries.clear()
         self._thread_guards, self._changing_runs = _ThreadGuards(), 0
 

@@ -20,7 +20,7 @@ MAX_PLANS = 3  # plans for one kind of call that later runs may leave, as a run 
 
 
 class RecordingMode(NamedTuple):
-    """The settings of one recording.
+    """Settings of one recording: the plan to run it by, and the limit of joined collectives.
 
     Attributes:
         around: a context manager to enter around the call.
@@ -42,6 +42,7 @@ class ProgramPlans:
     """
 
     def __init__(self, plan: str | ProgramPlan, memory: float | None = None) -> None:
+        """Check the options of ``capture(plan=, memory=)``; a given plan serves all kinds of calls."""
         if plan != "program" and not isinstance(plan, ProgramPlan):
             raise ArgumentError(f'capture takes plan="program" or a ProgramPlan, got {plan!r}')
         if plan != "program" and memory is not None:
@@ -57,17 +58,17 @@ class ProgramPlans:
         return iter(self._plans.values() if self._fixed is None else (self._fixed,))
 
     def needs_plan(self, key: Any) -> bool:
-        """Return True if calls of this kind are still to be planned."""
+        """Return True if the next call of the kind ``key`` is to be planned, not recorded."""
         return self._fixed is None and key not in self._plans and self._failures.get(key, 0) < MAX_PLANS
 
     def run_and_plan(self, key: Any, fn: Callable[..., Any], signature: Signature) -> Any:
-        """Run ``fn`` without capture, plan its program, and return its result."""
+        """Run ``fn`` without capture, return its result, and store the plan of its program for the kind ``key``."""
         args, kwargs = signature.rebuild(signature.tensors)
         result, self._plans[key] = run_and_plan(fn, args, kwargs, memory=self._memory)
         return result
 
     def recording_mode(self, key: Any) -> RecordingMode:
-        """Return how calls of this kind are recorded."""
+        """Return the settings to record a call of the kind ``key`` with: by its plan, if there is one."""
         plan = self._fixed or self._plans.get(key)
         if plan is None:
             return RecordingMode()
@@ -76,7 +77,7 @@ class ProgramPlans:
         return RecordingMode(executor, is_followed, int(min(MAX_BUCKET_BYTES, spare)))
 
     def _check_followed(self, key: Any, executor: PlanExecutor) -> bool:
-        """Return True if the recording followed the plan, or the plan is the user's; else drop the plan."""
+        """Return True if the recording followed the plan, or the user gave it; else drop the plan."""
         if executor.is_complete:
             return True
         if self._fixed is not None or self._failures.get(key, 0) == MAX_PLANS - 1:

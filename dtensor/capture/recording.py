@@ -29,7 +29,7 @@ from .tracing.tape import Step, Var
 
 
 class Recording:
-    """A recorded run. :meth:`run` returns the results of the function and the program.
+    """Recorded run of a function. :meth:`run` returns the results of the function and the replay program.
 
     Args:
         fn: the captured function.
@@ -74,7 +74,7 @@ class Recording:
                 self._add_input(InputRef(GRAD, number), grad)
 
     def _add_input(self, ref: InputRef, x: Any) -> None:
-        """Register a tensor that the recording reads; one that shares memory with others is copied, or refused."""
+        """Register ``x`` as an input of the recording; if it shares memory with another input, use a copy or raise."""
         own = local_tensors_of(x)
         locals_, self.vars[ref] = self._add_locals(own)
         self.user_tensors[ref], self.locals[ref] = x, locals_
@@ -96,7 +96,7 @@ class Recording:
             x._local = join_locals(locals_, x._layout)._local
 
     def _add_locals(self, own: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], tuple[Var, ...]]:
-        """Return local tensors and their variables.
+        """Return local tensors and their tape variables; a tensor in memory that has a variable already is copied.
 
         A local tensor is copied if its memory is known already, because at a replay the two inputs may not share memory.
         """
@@ -112,7 +112,7 @@ class Recording:
 
     # --- the run -------------------------------------------------------------------------------------------------------
     def run(self, around: AbstractContextManager[Any], bucket_bytes: int) -> tuple[Any, ReplayProgram | None, str | None]:
-        """Run the function and return ``(result, program, changed)``.
+        """Run and record the function; return ``(result, program, changed)``.
 
         If the run leaves other Python values in the function's variables than it found, the program is None and ``changed`` names
         the first of them. Otherwise ``changed`` is None.
@@ -160,7 +160,7 @@ class Recording:
         return result, None if changed else program, changed
 
     def _check_rebound(self, rebound: list[InputRef], before: dict[InputRef, tuple[Any, Any]]) -> None:
-        """Raise if an input has another layout or local tensor now. A variable may get another local tensor of equal layout."""
+        """Raise for inputs of which the run replaced the layout or local tensor in a way that a replay cannot repeat."""
         for ref in rebound:
             x = self.run_tensors[ref]
             if x._layout is not before[ref][0] or ref.kind != ENV or x.requires_grad or ref in self.copied:
@@ -171,14 +171,14 @@ class Recording:
         self.rebound = [ref.number for ref in rebound]
 
     def _insert_floats(self) -> None:
-        """Replace the changing floats by traced ones, which are variables of the tape."""
+        """Replace the floats that change between calls by traced floats, which are variables of the tape."""
         for place in self.changing:
             mapping, key = self.guards.floats[place]
             self.float_vars[place] = self.recorder.new_float()
             mapping[key] = self.recorder.floats.make_float(mapping[key], self.float_vars[place], frozenset((place,)))
 
     def _call_function(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the captured function; explain in-place writes to arguments that require grad."""
+        """Call the captured function; raise a CaptureError for in-place writes to arguments that require grad."""
         try:
             return call_captured(self.fn, args, kwargs)
         except RuntimeError as error:
@@ -190,7 +190,7 @@ class Recording:
             raise
 
     def _describe_input(self, ref: InputRef) -> str:
-        """Return the words by which errors name an input."""
+        """Return text that names an input in an error: its argument number, or its path from the function."""
         if ref.kind == ARG:
             return f"argument tensor {ref.number}"
         number = self.gradients.leaf_number(ref.number) if ref.kind == GRAD else ref.number
@@ -198,7 +198,7 @@ class Recording:
         return "a gradient that waits for a later call" if place is None else self.guards.paths[place]
 
     def _find_changed(self) -> str | None:
-        """Return the path of a Python value that the run has changed, or the code that it was seen to run; None for neither."""
+        """Return the path of a guarded Python value that the run changed, or newly observed code; None for neither."""
         if self.observed:
             return str(self.observed)
         if self.guards.unchanged():
@@ -207,7 +207,7 @@ class Recording:
 
     # --- the program ---------------------------------------------------------------------------------------------------
     def _make_program(self, leaves: list[Any], tree: Any, bucket_bytes: int) -> tuple[ReplayProgram, list[Any]]:
-        """Return the program, and the tensors that the run has computed for it."""
+        """Return the replay program of the recorded run, and the tensors that the run computed for it."""
         refs = {id(x): ref for ref, x in self.run_tensors.items()}
         input_locals = {id(x._local): ref for ref, x in self.run_tensors.items() if isinstance(x, DTensor)}
         input_storages = {var.storage for group in self.vars.values() for var in group}
@@ -260,7 +260,7 @@ class Recording:
         return program, classifier.tensors
 
     def _check_arguments(self) -> None:
-        """Raise if the run has given an argument a gradient or a history."""
+        """Raise if the run gave an argument a gradient, or wrote values that require grad to it."""
         for ref, x in ((ref, x) for ref, x in self.run_tensors.items() if ref.kind == ARG):
             if x.grad is not None and x is not self.user_tensors[ref]:
                 raise CaptureError(
@@ -274,7 +274,7 @@ class Recording:
                 )
 
     def _check_mutated(self, ref: InputRef) -> None:
-        """Raise if the run has written to an input that a replay cannot write to."""
+        """Raise if an input that the run wrote to shares memory with another input, or is a lazy view."""
         x, own = self.user_tensors[ref], self._storages_of(ref)
         # All inputs in the same memory but one were replaced by copies.
         sharing = [other for other in self.user_tensors if other != ref and not own.isdisjoint(self._storages_of(other))]
@@ -293,7 +293,7 @@ class Recording:
         return self.copied.get(ref, set()) | {var.storage for var in self.vars[ref]}
 
     def _find_differentiable(self, results: list[torch.Tensor]) -> tuple[InputRef, ...]:
-        """Return the leaf inputs that autograd reaches from the results.
+        """Return the leaf inputs that the autograd graph of ``results`` reaches; raise if a replay could miss some.
 
         Raises:
             CaptureError: the results depend on a tensor that a replay could not give a gradient to.
@@ -316,7 +316,7 @@ class Recording:
         return tuple(ref for ref, x in self.run_tensors.items() if x.requires_grad and x.is_leaf and id(x) in reached)
 
     def _link_to_autograd(self, program: ReplayProgram, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the computed tensors; those that require grad as outputs of one autograd node of the user's tensors."""
+        """Return the computed tensors, with one autograd node from the user's tensors to those that require grad."""
         linked = [bool(program.differentiable) and tensor.requires_grad for tensor in program.computed]
         apply: Any = Recorded.apply
         inputs = [self.user_tensors[ref] for ref in program.differentiable]
@@ -327,13 +327,13 @@ class Recording:
         ]
 
     def _was_differentiated(self, x: torch.Tensor) -> bool:
-        """Return True if the run itself has run backward through the history of ``x``: the leaves have their gradients."""
+        """Return True if a backward pass inside of the run went through the history of ``x``."""
         accumulated = {id(self.guards.tensors[number]) for number in self.gradients.accumulated}
         return bool(accumulated) and not accumulated.isdisjoint(reachable_from([x]))
 
     # --- backward ------------------------------------------------------------------------------------------------------
     def run_backward(self, program: ReplayProgram, tensors: list[Any], grads: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the gradients of the differentiable inputs. The first pass for each kind of incoming gradients is recorded."""
+        """Compute the gradients of the differentiable inputs; record the first pass for each kind of gradients."""
         inputs = [self.run_tensors[ref] for ref in program.differentiable]
         roots = [x for x, tensor in zip(tensors, program.computed, strict=True) if tensor.requires_grad]
         key = grads_key(grads)
@@ -355,7 +355,7 @@ class Recording:
         return tuple(None if x is None else _own_gradient(x, copied) for x in gradients)
 
     def _add_incoming(self, grad: Any) -> tuple[Any, tuple[Var, ...]]:
-        """Return an incoming gradient with memory of its own, and its variables."""
+        """Return an incoming gradient in memory that no other variable has, and its tape variables."""
         own = local_tensors_of(grad)
         locals_, variables = self._add_locals(own)
         if all(local is mine for local, mine in zip(locals_, own, strict=True)):
@@ -365,7 +365,7 @@ class Recording:
     def _make_backward_tape(
         self, incoming: list[Any], grads: tuple[Any, ...], steps: list[Step], gradients: list[Any]
     ) -> BackwardTape:
-        """Return the tape of a recorded backward pass: its incoming gradients, its steps, and the gradients that they compute."""
+        """Return the tape of a recorded backward pass: incoming gradients, steps, and computed gradients."""
         variables = tuple(() if pair is None else pair[1] for pair in incoming)
         strides = tuple(() if pair is None else tuple(local.stride() for local in local_tensors_of(pair[0])) for pair in incoming)
         layouts = tuple(grad._layout if isinstance(grad, DTensor) else None for grad in grads)
@@ -378,7 +378,7 @@ class Recording:
 
 
 def _make_stand_in(x: Any, locals_: tuple[torch.Tensor, ...], is_copied: bool) -> Any:
-    """Return a leaf in the memory of an argument, or in its copy."""
+    """Return the leaf that the recorded run gets for the argument ``x``: it shares its memory, or has the copy's."""
     if isinstance(x, DTensor):
         leaf: Any = wrap_local(join_locals(locals_, x._layout)._local if is_copied else x._local, x._layout)
     else:
@@ -406,12 +406,12 @@ def _own_gradient(gradient: Any, copied: Iterator[bool]) -> Any:
 
 
 def _are_disjoint(x: Any, y: Any) -> bool:
-    """Return True if the address ranges of two tensors do not overlap, on any rank."""
+    """Return True if the address ranges of two tensors overlap on no rank of this process."""
     pairs = zip(map(_address_range, local_tensors_of(x)), map(_address_range, local_tensors_of(y)), strict=False)
     return not any(a < d and c < b for (a, b), (c, d) in pairs)
 
 
 def _address_range(x: torch.Tensor) -> tuple[int, int]:
-    """Return the address of the first element, and the address after the last one."""
+    """Return the address of the first byte of ``x``, and the address after its last one."""
     count = sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True)) + 1 if x.numel() else 0
     return x.data_ptr(), x.data_ptr() + count * x.itemsize

@@ -27,7 +27,7 @@ Group: TypeAlias = tuple[DeviceMesh, tuple[int, ...]]  # the ranks along these m
 
 
 def is_confirmed_by(first: ReplayProgram, second: ReplayProgram, with_integers: bool = False) -> bool:
-    """Return True if both recordings have the same steps.
+    """Return True if a second recording has the same steps as the first; raise if only frozen Python values differ.
 
     Args:
         first: a recording.
@@ -67,6 +67,7 @@ def _constant_values(program: ReplayProgram) -> list[Any]:
 
 
 def _frozen_value_error(place: str, x: Any, y: Any) -> CaptureError:
+    """Return the CaptureError for a Python value of a recording that depends on a tensor and differs between calls."""
     return CaptureError(
         f"capture: {place} takes a Python value that was {x!r} in one call and is {y!r} in the next: it was computed from a "
         "float that was read from a tensor, in a way that is not followed; compute it with 0-d tensors, or by operators and math"
@@ -74,7 +75,7 @@ def _frozen_value_error(place: str, x: Any, y: Any) -> CaptureError:
 
 
 def check_recording(recorded: ReplayProgram, program: ReplayProgram | None, groups: Iterable[Group]) -> None:
-    """Compare a recorded recording with a new one of an equal call, for ``capture(check=)``. All ranks of ``groups`` call it.
+    """Raise on all ranks if a new recording of an equal call differs from the kept one, for ``capture(check=)``.
 
     Raises:
         CaptureError: on all ranks, if the recordings differ on one of them.
@@ -106,7 +107,7 @@ def collect_groups() -> Iterator[dict[Group, None]]:
 
 
 def agree_on_bits(groups: Iterable[Group], bits: int) -> int:
-    """Return the bits that are set on all ranks that record and replay together.
+    """Return the bits of ``bits`` that are set on all ranks that record and replay together; one exchange per group.
 
     Each group exchanges one number. Groups may have ranks in common, so with several groups there is a second round, in which
     each group learns the bits of the others.
@@ -118,7 +119,7 @@ def agree_on_bits(groups: Iterable[Group], bits: int) -> int:
 
 
 class RankAgreement:
-    """Facts of the recordings of one function for arguments on the same meshes, by which ranks agree.
+    """Groups and guards of a function's recordings on the same meshes, to decide if ranks must agree before a replay.
 
     Attributes:
         groups: of the collectives that the recordings issue.
@@ -135,10 +136,10 @@ class RankAgreement:
         self._same_on_ranks = self._same_on_ranks and same_on_ranks
 
     def may_disagree(self, may_differ: bool) -> bool:
-        """Return True if ranks could choose different recordings. ``may_differ``: whether arguments may differ between ranks."""
+        """Return True if ranks could choose different recordings; ``may_differ``: arguments may differ between ranks."""
         return (may_differ or not self._same_on_ranks) and bool(self.groups)
 
     def next_bit(self) -> int:
-        """Return the bit of one more recording; 0 if there are more than 62."""
+        """Return the bit that identifies one more recording on all ranks; 0 if there are more than 62."""
         self._count += 1
         return HAS_ROOM << self._count if self._count < 63 else 0

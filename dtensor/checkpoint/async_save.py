@@ -45,14 +45,14 @@ _PENDING_SAVES: list[PendingSave] = []
 
 
 def submit_save(work: Callable[[], None]) -> PendingSave:
-    """Run ``work`` in the background, after all saves that are pending."""
+    """Run ``work``, which writes a checkpoint, in the background thread after all pending saves; return the pending save."""
     pending = PendingSave(_SAVE_THREAD.submit(work))
     _PENDING_SAVES.append(pending)
     return pending
 
 
 def finish_pending_saves() -> None:
-    """Wait for all saves in the background. Warn of failed ones that no caller waited for."""
+    """Wait for all background saves of this process, and warn of failed ones that no caller waited for."""
     while _PENDING_SAVES:
         pending = _PENDING_SAVES.pop(0)
         error = pending._future.exception()
@@ -71,8 +71,8 @@ class Staging:
         self.buffers: dict[Any, torch.Tensor] = {}
         self.pending_copies: list[torch.Event] = []
 
-    def copies(self, shards: Mapping[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:
-        """Return row-major copies on the CPU, complete after :meth:`wait`. They overwrite the copies of the last call."""
+    def start_copies(self, shards: Mapping[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:
+        """Start copying shards to reused row-major CPU memory; the copies are complete after :meth:`wait`."""
         self.buffers = {
             key: self._get_or_allocate(self.buffers.get(key), shard).copy_(shard, non_blocking=True)
             for key, shard in shards.items()
@@ -86,11 +86,12 @@ class Staging:
 
     @staticmethod
     def _get_or_allocate(buffer: torch.Tensor | None, shard: torch.Tensor) -> torch.Tensor:
+        """Return ``buffer`` if it has the shape and dtype of ``shard``, else new CPU memory, pinned for a CUDA shard."""
         if buffer is not None and buffer.shape == shard.shape and buffer.dtype == shard.dtype:
             return buffer
         return torch.empty(shard.shape, dtype=shard.dtype, pin_memory=shard.device.type == "cuda", device="cpu")
 
     def wait(self) -> None:
-        """Wait until the copies are complete."""
+        """Wait until the copies that :meth:`start_copies` started are complete."""
         while self.pending_copies:
             self.pending_copies.pop().synchronize()

@@ -38,7 +38,7 @@ class Stream:
 
 
 def append_tensor(file: BinaryIO, tensor: torch.Tensor) -> Stream:
-    """Save a tensor at the end of a file that is open for reading and writing, so that its data is aligned."""
+    """Append a tensor to an open file as an aligned ``torch.save`` stream, and return the positions of stream and data."""
     start = -(-file.seek(0, os.SEEK_END) // _ALIGNMENT) * _ALIGNMENT
     file.truncate(start)
     file.seek(start)
@@ -51,7 +51,7 @@ def append_tensor(file: BinaryIO, tensor: torch.Tensor) -> Stream:
 
 
 class FileWindow(io.RawIOBase):
-    """Part of a file, as a file."""
+    """Seekable read-only file object of ``length`` bytes of another file, beginning at byte ``start``."""
 
     def __init__(self, file: BinaryIO, start: int, length: int) -> None:
         self._file, self.start, self._length, self.position = file, start, length, 0
@@ -63,6 +63,7 @@ class FileWindow(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Set the read position relative to the window's start, present position or end, and return it."""
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self.position, os.SEEK_END: self._length}[whence]
         self.position = max(0, base + offset)
         return self.position
@@ -71,6 +72,7 @@ class FileWindow(io.RawIOBase):
         return self.position
 
     def readinto(self, buffer: Any) -> int:
+        """Read bytes of the window from its position into ``buffer``, and return how many were read."""
         self._file.seek(self.start + self.position)
         data = self._file.read(max(0, min(len(buffer), self._length - self.position)))
         buffer[: len(data)] = data
@@ -79,8 +81,7 @@ class FileWindow(io.RawIOBase):
 
 
 def find_record(window: FileWindow, key: str, file: object) -> int:
-    """Return the position of the bytes of storage ``key`` in a ``torch.save`` stream, which is a zip archive of uncompressed
-    records.
+    """Return the byte position of the data of storage ``key`` in a ``torch.save`` stream, an uncompressed zip archive.
 
     Args:
         file: path of the file, for errors.
@@ -152,7 +153,7 @@ class CheckpointFiles:
         self._open.clear()
 
     def read_box(self, out: torch.Tensor, box: CommonBox) -> None:
-        """Fill the box in ``out``, which is contiguous and on the CPU.
+        """Read the part of a stored block that ``box`` covers from its file into ``out``, a contiguous CPU tensor.
 
         Raises:
             CheckpointError: the file ends too early.
@@ -181,7 +182,7 @@ class CheckpointFiles:
             mapped.madvise(mmap.MADV_DONTNEED, page, source + length - page)
 
     def mapped_box(self, dtype: torch.dtype, box: CommonBox) -> torch.Tensor | None:
-        """Return the box as a view of mapped memory, which is not written to: nothing is copied, and pages are read once.
+        """Return the part of a stored block that ``box`` covers as a view of the memory-mapped file, without a copy.
 
         None if its elements are not aligned in the file.
         """
@@ -195,7 +196,7 @@ class CheckpointFiles:
         return row.as_strided(box.size, [step // width for step in stride])
 
     def _read_exactly(self, handle: int, memory: memoryview, at: int, file: str) -> None:
-        """Fill the memory from a file; raise if the file ends before."""
+        """Fill ``memory`` with the bytes of a file from byte ``at``; raise if the file ends before."""
         while memory:
             got = os.preadv(handle, [memory], at)
             if got == 0:
@@ -224,10 +225,10 @@ class RemoteCheckpointFiles(CheckpointFiles):
     """Files of a checkpoint on remote storage: one request for each box, from its first byte to its last."""
 
     def mapped_box(self, dtype: torch.dtype, box: CommonBox) -> None:
-        """Return None: remote data is always copied."""
+        """Return None, which makes the caller copy: remote files cannot be mapped."""
 
     def read_box(self, out: torch.Tensor, box: CommonBox) -> None:
-        """Read the part of a stored block that a box covers into ``out``, in one read of its byte range."""
+        """Read the part of a stored block that ``box`` covers from remote storage into ``out``, by one request."""
         width, path = out.element_size(), self.folder / box.block.file
         (source, theirs, length), (begin, ours) = box.file_range(width), box.memory_range(out)
         assert isinstance(path, RemotePath)
@@ -240,7 +241,7 @@ class RemoteCheckpointFiles(CheckpointFiles):
 
 
 def write_box(block: torch.Tensor, file: BinaryIO, at: int, shape: Sequence[int], start: Sequence[int]) -> None:
-    """Write a block to its position in a tensor of ``shape`` that is stored row-major from byte ``at`` of ``file``.
+    """Write one block of a tensor of ``shape`` to its position in ``file``, which has the tensor row-major from byte ``at``.
 
     Args:
         block: contiguous, on the CPU.
@@ -269,7 +270,7 @@ def write_box(block: torch.Tensor, file: BinaryIO, at: int, shape: Sequence[int]
 
 
 def _contiguous_runs(size: Sequence[int], source: Sequence[int], target: Sequence[int], width: int) -> tuple[int, int]:
-    """Return how many outer dims to iterate over, and the bytes that are contiguous in both memories for each index of them."""
+    """Return the number of outer dims to iterate over, and the bytes per iteration that are contiguous in both memories."""
     dim, run = len(size), width
     while dim and (size[dim - 1] == 1 or source[dim - 1] == target[dim - 1] == run):
         dim -= 1
@@ -278,6 +279,7 @@ def _contiguous_runs(size: Sequence[int], source: Sequence[int], target: Sequenc
 
 
 def _run_starts(size: Sequence[int], stride: Sequence[int]) -> list[int]:
+    """Return the byte offset of each contiguous run, for all indices of the outer dims in row-major order."""
     starts = np.zeros(1, dtype=np.int64)
     for count, step in zip(size, stride, strict=False):
         starts = (starts[:, None] + np.arange(count, dtype=np.int64) * step).reshape(-1)

@@ -42,7 +42,7 @@ class RankGroup:
             self._check_call(what, separate_group)
 
     def _check_call(self, what: str, separate_group: bool) -> None:
-        """Log the call, so that a rank that makes another one is found, and take a gloo group to send messages over."""
+        """Log the call for divergence detection, and choose the gloo group that carries the messages."""
         try:
             log_event(self.world_ranks, f"{what}{' in the background' if separate_group else ''}")
             if separate_group or "gloo" not in str(dist.get_backend_config(self.group)):
@@ -61,7 +61,7 @@ class RankGroup:
         return self.rank == 0
 
     def run_on_all(self, what: str, each: Callable[[], T], then: Callable[[list[T]], R], left: str = "nothing was changed") -> R:
-        """Call ``each()`` on every rank, then ``then(results)`` on the first rank. All ranks return its result.
+        """Call ``each()`` on every rank, then ``then(results)`` on the first rank; return its result on all ranks.
 
         Args:
             left: state of the folder, for the error, if the first rank is lost, perhaps inside of ``then``.
@@ -72,7 +72,7 @@ class RankGroup:
             CheckpointError: on all ranks, with the same text, if any call raised or a rank was lost.
             DivergenceError: ranks make different calls. An error that a rank raised before this call is reported too.
         """
-        own = _call_caught(each)
+        own = _call_and_catch(each)
         report = own[0], None if own[1] is None else _error_text(own[1])
         if self.is_coordinator:
             outcome, reached = self._collect_and_decide(report, then)
@@ -90,7 +90,7 @@ class RankGroup:
         return value
 
     def run_if_same(self, what: str, each: Callable[[], StateParts], then: Callable[[], R]) -> R:
-        """Call ``then()`` on the first rank if ``each()`` is equal on every rank. All ranks return its result.
+        """Call ``then()`` on the first rank if ``each()`` is equal on every rank, and return its result on all ranks.
 
         Cost: a message of a hash from every rank to the first one, and one back. If ranks differ, two more with their parts.
 
@@ -111,6 +111,7 @@ class RankGroup:
         if other:
 
             def raise_difference(parts: list[StateParts]) -> None:
+                """Raise a CheckpointError about the difference between the state of rank 0 and of rank ``other``."""
                 text = describe_difference(parts[0], parts[other], other)
                 raise CheckpointError(
                     f"the state of rank {other} differs from that of rank 0: {text}; "
@@ -121,7 +122,7 @@ class RankGroup:
         return cast(R, result)
 
     def _collect_and_decide(self, report: Any, then: Callable[[list[Any]], Any]) -> tuple[Any, BaseException | None]:
-        """Collect the reports of all ranks on rank 0, decide the outcome there, and send it to all."""
+        """Receive the reports of all ranks on rank 0, decide the common outcome by ``then``, and send it to all."""
         gathered, lost = [report], []
         for rank in range(1, self.size):
             try:
@@ -140,7 +141,7 @@ class RankGroup:
         return outcome, lost[0][1] if lost else None
 
     def _report_and_receive(self, report: Any, left: str) -> tuple[Any, BaseException | None]:
-        """Send this rank's report to rank 0, and return the outcome that it decides."""
+        """Send this rank's report to rank 0, and return the outcome that rank 0 sends back."""
         try:
             _send_message(report, self.world_ranks[0], self.group)
             return _receive_message(self.world_ranks[0], self.group), None
@@ -148,7 +149,7 @@ class RankGroup:
             return (None, self._diagnose_loss([0], left)), error
 
     def _diagnose_loss(self, ranks: list[int], left: str) -> Diagnosis:
-        """Return why messages with these ranks failed."""
+        """Return the watchdog's diagnosis why messages with these ranks failed, with ``left``, the state of the folder."""
         verdict = diagnose_lost_ranks([self.world_ranks[rank] for rank in ranks])
         if verdict is None:
             return {"kind": "lost", "words": f"{format_ranks(ranks)} {'was' if len(ranks) == 1 else 'were'} lost; {left}"}
@@ -156,7 +157,7 @@ class RankGroup:
 
 
 def describe_difference(first: StateParts, others: StateParts, rank: int) -> str:
-    """Return the difference between the parts of rank 0 and of another ``rank`` as text. They are not equal.
+    """Return text about the difference between the unequal state parts of rank 0 and of another ``rank``.
 
     >>> describe_difference([("w", "float32[3]"), ("n", "1")], [("w", "float32[3]"), ("n", "2")], 3)
     "'n' is 2 there, 1 on rank 0"
@@ -191,6 +192,7 @@ _GROUPS: dict[Any, Any] = {}
 
 
 def _get_or_make_gloo_group(group: Any, separate_group: bool) -> Any:
+    """Return the cached gloo group over the ranks of ``group``, or create it, separate for background threads."""
     cached = _GROUPS.get((group, separate_group))
     if cached is None:
         ranks = dist.get_process_group_ranks(group)
@@ -199,7 +201,7 @@ def _get_or_make_gloo_group(group: Any, separate_group: bool) -> Any:
 
 
 def _send_message(value: Any, to: int, group: Any) -> None:
-    """Send a pickled value: a first message with its length, and a second one if it is long."""
+    """Send a pickled value to a rank: one message with its length and first bytes, and a second one if it is long."""
     data = pickle.dumps(value)
     first = len(data).to_bytes(8, "little") + data[:_INLINE_BYTES]
     dist.send(_to_byte_tensor(first.ljust(8 + _INLINE_BYTES)), to, group, _MESSAGE_TAG)
@@ -208,7 +210,7 @@ def _send_message(value: Any, to: int, group: Any) -> None:
 
 
 def _receive_message(source: int, group: Any) -> Any:
-    """Receive a pickled value: a first message with its length, and a second one if it is long."""
+    """Receive a value that :func:`_send_message` sent, and unpickle it."""
     first = torch.empty(8 + _INLINE_BYTES, dtype=torch.uint8, device="cpu")
     dist.recv(first, source, group, _MESSAGE_TAG)
     received = first.numpy().tobytes()
@@ -224,7 +226,8 @@ def _to_byte_tensor(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def _call_caught(fn: Callable[[], T]) -> tuple[T | None, BaseException | None]:
+def _call_and_catch(fn: Callable[[], T]) -> tuple[T | None, BaseException | None]:
+    """Call ``fn()``, and return ``(result, None)`` or ``(None, exception)``."""
     try:
         return fn(), None
     except BaseException as error:
@@ -232,19 +235,19 @@ def _call_caught(fn: Callable[[], T]) -> tuple[T | None, BaseException | None]:
 
 
 def _decide_outcome(gathered: list[Any], then: Callable[[list[Any]], Any]) -> tuple[Any, str | None]:
-    """Return the result of ``then`` on all reports, or None and the first problem that a rank reports."""
+    """Return ``(then(values), None)``, or ``(None, error text)`` if a rank reports an error or ``then`` raises."""
     failed = [(rank, problem_text) for rank, (_, problem_text) in enumerate(gathered) if problem_text is not None]
     if failed:
         rank, problem_text = failed[0]
         all_equal = all(other == problem_text for _, other in failed) and len(failed) == len(gathered)
         suffix = "" if all_equal else f" (rank {rank}{f' and {len(failed) - 1} more' if len(failed) > 1 else ''})"
         return None, problem_text + suffix
-    value, problem = _call_caught(lambda: then([value for value, _ in gathered]))
+    value, problem = _call_and_catch(lambda: then([value for value, _ in gathered]))
     return value, None if problem is None else _error_text(problem)
 
 
 def _error_text(error: BaseException) -> str:
-    """Return the text of an error that ranks exchange."""
+    """Return the text about an exception that is sent to the other ranks."""
     if isinstance(error, CheckpointError):
         return str(error)
     if isinstance(error, OSError) and error.strerror:

@@ -18,7 +18,7 @@ from ..base.torch_internals import StorageInfo as _StorageInfo
 from ..base.torch_internals import flatten_state_dict
 from ..errors import CheckpointError
 from .block_io import FileWindow, Stream, find_record
-from .files import StoragePath, check_name, damage_error, file_size, open_for_reading, open_for_writing, read_file
+from .files import StoragePath, check_file_name, damage_error, file_size, open_for_reading, open_for_writing, read_file
 from .manifest import Manifest, StoredBlock, StoredTensor, check_entries
 from .tree import Stored, encode_tree, has_tensors, parse_dtype
 
@@ -30,7 +30,7 @@ _MAX_DESCRIPTION_BYTES = 1 << 20  # maximum bytes of the description of one tens
 def encode_metadata(
     values: Any, entries: Mapping[str, StoredTensor], streams: Mapping[tuple[str, tuple[int, ...]], Stream], file: StoragePath
 ) -> bytes:
-    """Return the content of a ``.metadata`` file. Plain values are written to ``file``, as streams.
+    """Return the pickled ``.metadata`` of a checkpoint for torch's DCP, and write the plain values to ``file``.
 
     Args:
         values: tree of the state. Only the positions of its tensors matter.
@@ -85,7 +85,7 @@ class _RecordUnpickler(pickle.Unpickler):
     """Unpickler of records, dtypes and builtin containers, and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the record type of a known name; raise for any other, so that the metadata runs no code."""
+        """Return an inert record type for a known DCP class name; raise for any other, so that no code runs."""
         record = _RECORDS.get((module, name))
         if record is not None:
             return record
@@ -104,7 +104,7 @@ class _RecordUnpickler(pickle.Unpickler):
 
 
 def read_dcp_manifest(folder: StoragePath) -> Manifest:
-    """Return the manifest of a checkpoint that ``torch.distributed.checkpoint`` wrote; it has no digests.
+    """Read the ``.metadata`` of a checkpoint of ``torch.distributed.checkpoint``, and return it as a manifest without digests.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or has more than tensors and plain data.
@@ -112,7 +112,7 @@ def read_dcp_manifest(folder: StoragePath) -> Manifest:
     content = _RecordUnpickler(io.BytesIO(read_file(folder / METADATA_NAME))).load()
     described, stored, paths = content.state_dict_metadata, content.storage_data, content.planner_data or {}
     locations = {(index.fqn, _offset_of(index)): info for index, info in stored.items()}
-    names = {check_name(info.relative_path, folder / METADATA_NAME) for info in locations.values()}
+    names = {check_file_name(info.relative_path, folder / METADATA_NAME) for info in locations.values()}
     files = {name: file_size(folder / name) for name in names}
     entries: dict[str, StoredTensor] = {}
     tree: dict[Any, Any] = {}  # indices of lists are int keys of dicts here, until all items are known
@@ -138,7 +138,7 @@ def _offset_of(index: Any) -> tuple[int, ...] | None:
 
 
 def _read_entry(folder: StoragePath, name: str, description: Any, locations: Mapping[Any, Any]) -> StoredTensor:
-    """Return the entry of one tensor of a torch.distributed.checkpoint, with the place of each chunk in its file."""
+    """Return the manifest entry of one tensor of a DCP checkpoint, with the file position of each of its chunks."""
     dtype = str(description.properties.state[0]).removeprefix("torch.")
     blocks = []
     for chunk in description.chunks:
@@ -155,7 +155,7 @@ def _read_entry(folder: StoragePath, name: str, description: Any, locations: Map
 def _locate_tensor(
     file: BinaryIO, path: StoragePath, info: Any, shape: tuple[int, ...], width: int, name: str
 ) -> tuple[int, tuple[int, ...]]:
-    """Return the position of a stream's tensor in ``file``, and its strides. Errors name ``path``."""
+    """Return the byte position in ``file`` of the tensor data of a ``torch.save`` stream, and the tensor's strides."""
     if getattr(info, "transform_descriptors", None):
         raise CheckpointError(
             f"{name!r} in {path} is stored with the transforms {info.transform_descriptors}, but only plain streams can be read; "
@@ -176,7 +176,7 @@ def _locate_tensor(
 
 
 class _SavedTensor:
-    """Tensor as its pickle describes it."""
+    """Description of a pickled tensor: its storage key, storage offset, shape and strides, without data."""
 
     def __init__(self, key: str, start: int, shape: Any, stride: Any, *rest: Any) -> None:
         self.key, self.start, self.shape, self.stride = key, start, tuple(shape), tuple(stride)
@@ -186,10 +186,10 @@ class _SavedTensor:
 
 
 class _TensorUnpickler(pickle.Unpickler):
-    """Unpickler of the description of one tensor."""
+    """Unpickler that reads the description of one tensor, and neither its data nor any other object."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return stand-ins for the names of torch's tensor pickles; raise for any other."""
+        """Return a stand-in for each name that occurs in torch's tensor pickles; raise for any other."""
         match module, name:
             case "torch._utils", "_rebuild_tensor_v2" | "_rebuild_tensor_v3":
                 return _SavedTensor
@@ -208,7 +208,7 @@ class _TensorUnpickler(pickle.Unpickler):
 
 
 def _read_value(folder: StoragePath, name: str, info: Any) -> Any:
-    """Read a stored Python value; raise if it is damaged, or holds tensors."""
+    """Return a plain Python value that a DCP checkpoint stores; raise if it is damaged or has tensors in it."""
     path = folder / info.relative_path
     try:
         with open_for_reading(path) as file:
@@ -227,6 +227,7 @@ def _read_value(folder: StoragePath, name: str, info: Any) -> Any:
 
 # --- the tree of the state -------------------------------------------------------------------------------------------------
 def _restore_lists(tree: Any) -> Any:
+    """Return the tree with each dict that has only int keys replaced by a list, and all other keys as strings."""
     if isinstance(tree, dict) and tree and all(type(key) is int for key in tree):
         return [_restore_lists(tree[key]) for key in sorted(tree)]
     return {str(key): _restore_lists(item) for key, item in tree.items()} if isinstance(tree, dict) else tree

@@ -29,7 +29,7 @@ _CHUNK_WORDS = 1 << 16  # words at a time, so that their 64-bit conversion stays
 
 
 def block_digest(block: torch.Tensor, offset: Sequence[int]) -> int:
-    """Return the digest of a block that starts at ``offset`` in its tensor; 0 for an empty block.
+    """Return the 64-bit digest of a block that starts at ``offset`` in its tensor; 0 for an empty block.
 
     Args:
         block: values on the CPU, of any strides and dtype.
@@ -67,7 +67,7 @@ def _weighted_sum(words: NDArray[np.generic], outer: Words, inner: Words) -> int
 
 
 def _to_words(block: torch.Tensor) -> tuple[NDArray[np.generic], int]:
-    """Return the data as unsigned words of at most 32 bits, and the number of words per element.
+    """Return the data of a tensor as a flat array of unsigned words of at most 32 bits, and the words per element.
 
     Words of 64 bits would not do: two changes of a top bit could cancel, whatever the factors.
     """
@@ -78,7 +78,7 @@ def _to_words(block: torch.Tensor) -> tuple[NDArray[np.generic], int]:
 
 
 def _position_factors(dim: int, start: int, count: int) -> Words:
-    """Return odd pseudo-random numbers for the positions ``start ..`` along a tensor dim."""
+    """Return odd pseudo-random factors for the positions ``start .. start + count`` along a tensor dim."""
     first, last = start // _CHUNK_WORDS, -(-(start + count) // _CHUNK_WORDS)
     inner = _odd_random(2 * dim, 0, _CHUNK_WORDS)
     outer = _odd_random(2 * dim + 1, first, last)
@@ -91,9 +91,8 @@ def _position_factors(dim: int, start: int, count: int) -> Words:
 
 @memoize(64)
 def _odd_random(stream: int, start: int, stop: int) -> Words:
-    """Return splitmix64 of ``start .. stop``, made odd (Steele and others, "Fast splittable pseudorandom number generators",
-    2014).
-    """
+    """Return odd pseudo-random numbers for the counters ``start .. stop``: splitmix64 with its lowest bit set (Steele et al.
+    2014)."""
     golden = 0x9E3779B97F4A7C15
     with np.errstate(over="ignore"):
         x = np.arange(start, stop, dtype=np.uint64) * np.uint64(golden) + np.uint64((stream + 1) * 0xD1B54A32D192ED03 & MASK)

@@ -68,31 +68,32 @@ class RemotePath:
         self.fs.rm(self.path, recursive=True)
 
     def size(self) -> int:
+        """Return the size of the remote file in bytes; raise a CheckpointError if it is missing."""
         try:
             return int(self.fs.info(self.path)["size"])
         except FileNotFoundError:
             raise _missing_error(self) from None
 
     def read(self, start: int | None = None, end: int | None = None) -> bytes:
-        """Return its content, or a range of its bytes."""
+        """Return the content of the remote file, or its bytes from ``start`` to ``end``."""
         try:
             return bytes(self.fs.cat_file(self.path, start=start, end=end))
         except FileNotFoundError:
             raise _missing_error(self) from None
 
     def open_for_reading(self) -> BinaryIO:
-        """Open it for reading small parts, such as descriptions of tensors."""
+        """Open the remote file for reading small parts, such as descriptions of tensors."""
         try:
             return cast(BinaryIO, self.fs.open(self.path, "rb", block_size=1 << 16))
         except FileNotFoundError:
             raise _missing_error(self) from None
 
     def write(self, content: bytes) -> None:
-        """Replace its content atomically."""
+        """Replace the content of the remote file atomically."""
         self.fs.pipe_file(self.path, content)
 
     def upload(self, file: str) -> None:
-        """Upload a local file."""
+        """Upload the local file ``file`` to this remote path."""
         self.fs.put_file(file, self.path)
 
 
@@ -100,7 +101,7 @@ StoragePath: TypeAlias = Path | RemotePath
 
 
 def damage_error(problem: str) -> CheckpointError:
-    """Return the error for a damaged or missing file, which ``problem`` names, with the remedy."""
+    """Return the CheckpointError for a damaged or missing file: the ``problem``, and how to remedy it."""
     return CheckpointError(f"{problem}; restore the file, or load another checkpoint")
 
 
@@ -109,7 +110,7 @@ def _missing_error(place: StoragePath) -> CheckpointError:
 
 
 def parse_path(path: str | os.PathLike[str]) -> StoragePath:
-    """Return a local path, or the remote path of an address with a protocol (``s3://bucket/run``).
+    """Return a local path, or a RemotePath for an address with a protocol (``s3://bucket/run``).
 
     Raises:
         CheckpointError: the package that fsspec needs for that protocol is not installed, or the protocol is unknown.
@@ -128,7 +129,7 @@ def parse_path(path: str | os.PathLike[str]) -> StoragePath:
 
 # --- files, local or remote ------------------------------------------------------------------------------------------------
 def open_regular(path: Path, links: bool = False) -> int:
-    """Return a file descriptor to read a regular file. Anything else (a FIFO, a device, a folder) is not opened.
+    """Open a regular file for reading, and return its descriptor; raise for a FIFO, device or folder without opening it.
 
     Args:
         links: follow a symbolic link.
@@ -153,12 +154,12 @@ def open_regular(path: Path, links: bool = False) -> int:
 
 
 def open_for_reading(path: StoragePath, links: bool = False) -> BinaryIO:
-    """Open a regular file for reading parts of it; see :func:`open_regular`."""
+    """Open a regular or remote file for reading parts of it; see :func:`open_regular`."""
     return path.open_for_reading() if isinstance(path, RemotePath) else open(open_regular(path, links), "rb")
 
 
 def read_file(path: StoragePath, links: bool = False) -> bytes:
-    """Return the content of a regular file; see :func:`open_regular`."""
+    """Return the content of a regular or remote file; see :func:`open_regular`."""
     if isinstance(path, RemotePath):
         return path.read()
     with open_for_reading(path, links) as file:
@@ -166,7 +167,7 @@ def read_file(path: StoragePath, links: bool = False) -> bytes:
 
 
 def file_size(path: StoragePath, links: bool = False) -> int:
-    """Return the bytes of a regular file; see :func:`open_regular`."""
+    """Return the size of a regular or remote file in bytes; see :func:`open_regular`."""
     if isinstance(path, RemotePath):
         return path.size()
     handle = open_regular(path, links)
@@ -177,12 +178,12 @@ def file_size(path: StoragePath, links: bool = False) -> int:
 
 
 def path_exists(path: StoragePath) -> bool:
-    """Return True if anything exists at ``path``, also a link to nothing."""
+    """Return True if anything exists at ``path``, also a symbolic link to nothing."""
     return path.exists() if isinstance(path, RemotePath) else os.path.lexists(path)
 
 
-def check_name(name: Any, said_by: StoragePath) -> str:
-    """Return ``name``, by which ``said_by`` refers to a file in its own folder.
+def check_file_name(name: Any, referrer: StoragePath) -> str:
+    """Return ``name`` if it names a file in the folder of ``referrer``, the file that has the name; raise for other paths.
 
     Raises:
         CheckpointError: the name leads to another folder.
@@ -190,13 +191,13 @@ def check_name(name: Any, said_by: StoragePath) -> str:
     plain = isinstance(name, str) and name not in ("", ".", "..") and not {"/", "\\", "\0"}.intersection(name)
     if not plain:
         raise CheckpointError(
-            f"{said_by} refers to {name!r}, which is outside of its folder, so it is not read; save the checkpoint again"
+            f"{referrer} refers to {name!r}, which is outside of its folder, so it is not read; save the checkpoint again"
         )
     return name
 
 
-def strict_json(text: bytes | str, numbers: bool = True) -> Any:
-    """Parse JSON in which no key appears twice.
+def parse_strict_json(text: bytes | str, numbers: bool = True) -> Any:
+    """Return parsed JSON; raise if a key appears twice in one dict.
 
     Args:
         numbers: also accept NaN and infinities, which Python writes but JSON does not have.
@@ -205,23 +206,25 @@ def strict_json(text: bytes | str, numbers: bool = True) -> Any:
         ValueError, RecursionError: the text is not such JSON.
     """
 
-    def unique_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        """Return the pairs of a JSON object as a dict; raise if a key appears twice."""
         result = dict(pairs)
         if len(result) < len(pairs):
             raise ValueError("a key appears twice")
         return result
 
-    def constant(name: str) -> float:
+    def parse_constant(name: str) -> float:
+        """Return the float that NaN, Infinity or -Infinity names; raise if ``numbers`` is False."""
         if not numbers:
             raise ValueError(f"{name} is not JSON")
         return float(name)
 
-    return json.loads(text, object_pairs_hook=unique_dict, parse_constant=constant)
+    return json.loads(text, object_pairs_hook=reject_duplicate_keys, parse_constant=parse_constant)
 
 
 @contextlib.contextmanager
 def open_for_writing(path: StoragePath) -> Iterator[BinaryIO]:
-    """Open a new file for writing and reading. It is on disk at the end of the block."""
+    """Open a new local or remote file for writing and reading; it is durable (synced or uploaded) at the end of the block."""
     if isinstance(path, RemotePath):
         with tempfile.NamedTemporaryFile() as temporary:
             yield cast(BinaryIO, temporary)
@@ -235,7 +238,7 @@ def open_for_writing(path: StoragePath) -> Iterator[BinaryIO]:
 
 
 def replace_file(path: StoragePath, content: bytes) -> None:
-    """Replace the content of ``path`` atomically: write a temporary file, sync it to disk, rename it."""
+    """Replace the content of ``path`` atomically: write a temporary file, sync it to disk, rename it; remotely, one upload."""
     if isinstance(path, RemotePath):
         path.write(content)
         return
@@ -250,7 +253,7 @@ def replace_file(path: StoragePath, content: bytes) -> None:
 
 
 def sync_folder(folder: StoragePath) -> None:
-    """Sync the file names in ``folder`` to disk."""
+    """Sync a local folder's file names to disk, so that a rename in it survives a crash."""
     if isinstance(folder, RemotePath):
         return
     handle = os.open(folder, os.O_RDONLY)

@@ -22,13 +22,13 @@ from ..redistribute import redistribute_local
 from ..tensor.dtensor import DTensor, wrap
 from ..tensor.local_tensors import local_tensors_of
 from ..tensor.views.lazy_view import LazyView
-from .local_blocks import LocalBlock, StackedLayout, members_here, stack_of
+from .local_blocks import LocalBlock, StackedLayout, find_stack, local_members
 from .tree import Stored
 
 
 @dataclass(eq=False, slots=True)
 class Target(Stored):
-    """Tensor to be filled.
+    """Requested tensor that a load fills; in a tree it takes the place of the tensor.
 
     Attributes:
         like: a layout, the layout of the stack that the tensor is a flattened view of, or the shape of a plain tensor.
@@ -48,10 +48,10 @@ class Target(Stored):
 
     @staticmethod
     def of(name: str, tensor: torch.Tensor) -> Target:
-        """Return the target for ``tensor``. A tensor on ``meta`` only describes what is requested."""
+        """Return the load target for the requested ``tensor``; one on ``meta`` only describes the tensor to be made."""
         if isinstance(tensor, DTensor):
             device = torch.device(tensor._layout.mesh.device_type) if tensor.is_meta else tensor.device
-            if (stack := stack_of(tensor)) is not None:
+            if (stack := find_stack(tensor)) is not None:
                 return Target(name, stack[1], tensor.dtype, device, stack[0], tensor)
             return Target(name, tensor._layout, tensor.dtype, device, tensor)
         device = torch.device("cpu") if tensor.is_meta else tensor.device
@@ -72,16 +72,16 @@ class Target(Stored):
             return {None: torch.empty(self.shape, dtype=dtype, device="cpu")}
         layout = self.layout.reduced()
         coordinates = layout.mesh.coordinates
-        return {m: torch.empty(layout.local_shape(coordinates[m]), dtype=dtype, device="cpu") for m in members_here(layout)}
+        return {m: torch.empty(layout.local_shape(coordinates[m]), dtype=dtype, device="cpu") for m in local_members(layout)}
 
     def block_buffer(self, buffers: dict[int | None, torch.Tensor], held: LocalBlock) -> torch.Tensor:
-        """Return the memory of one block among the buffers."""
+        """Return the part of ``buffers`` that receives the block ``held``: the member's buffer, or one part of its stack."""
         own = buffers[held.member]
         return own.select(self.like.dim, held.part) if isinstance(self.like, StackedLayout) and held.part is not None else own
 
     @property
     def problem(self) -> str | None:
-        """Return why the requested tensor cannot be filled, or None."""
+        """Return the reason why the requested tensor cannot be filled, such as overlapping elements; None if it can."""
         x = self.requested
         if x is None:
             return None
@@ -92,7 +92,7 @@ class Target(Stored):
         return None
 
     def write_values(self, read: dict[int | None, torch.Tensor]) -> None:
-        """Write the values into the memory of the requested tensor, or make a new tensor."""
+        """Copy the read values into the requested tensor's memory, or make a new tensor; set ``result`` to it."""
         value = self.assemble_result(read, self.device)
         if self.requested is None or self.requested.is_meta:
             self.result = value.flatten(self.like.dim, self.like.dim + 1) if isinstance(self.like, StackedLayout) else value
@@ -110,7 +110,7 @@ class Target(Stored):
             torch.autograd.graph.increment_version(self.requested)
 
     def assemble_result(self, read: dict[int | None, torch.Tensor], device: torch.device) -> Any:
-        """Return the read values as a tensor like the requested one. A partial tensor gets its addends without communication."""
+        """Return the read values as a tensor in the requested layout; a partial one gets its addends without communication."""
         if self.layout is None:
             return read[None].to(device)
         layout, reduced = self.layout.replace(dtype=self.dtype), self.layout.reduced().replace(dtype=self.dtype)
@@ -124,7 +124,7 @@ class Target(Stored):
 
 
 def _with_layout_strides(shard: torch.Tensor, layout: Layout, member: int | None, device: torch.device) -> torch.Tensor:
-    """Return a shard that was read, on ``device``, with the strides of the member's local tensor."""
+    """Return a shard that was read, on ``device``, with the strides that the layout gives the member's local tensor."""
     stride = layout.local_stride(layout.mesh.coordinates[member or 0])
     if shard.stride() == stride or shard.numel() < 2:
         return shard.to(device)
@@ -132,7 +132,7 @@ def _with_layout_strides(shard: torch.Tensor, layout: Layout, member: int | None
 
 
 def _has_internal_overlap(x: torch.Tensor) -> bool:
-    """Return True if two elements may share memory. They cannot if each stride is larger than the reach of all smaller ones."""
+    """Return True if two elements of ``x`` may share memory: a stride does not exceed the reach of all smaller ones."""
     reach = 0
     for step, count in sorted((step, count) for count, step in zip(x.shape, x.stride(), strict=True) if count > 1):
         if step <= reach and x.numel():
@@ -142,7 +142,7 @@ def _has_internal_overlap(x: torch.Tensor) -> bool:
 
 
 def describe_tensor(like: Layout | StackedLayout | tuple[int, ...], dtype: torch.dtype) -> str:
-    """Return dtype, shape and placements of a tensor as text."""
+    """Return text with the dtype, shape and placements of a tensor, to compare across ranks."""
     if isinstance(like, StackedLayout):
         return f"{like.parts} parts along dim {like.dim} of {describe_tensor(like.layout, dtype)}"
     if isinstance(like, Layout):
@@ -156,7 +156,7 @@ _MAX_ELEMENT_BYTES = 16  # bytes of the largest element
 
 
 class _MemorySpan(NamedTuple):
-    """Memory of a local tensor of a target: its address space, first byte and end."""
+    """Address range of one local tensor of a target: its address space, first byte and end."""
 
     space: tuple[object, ...]
     begin: int
@@ -166,7 +166,7 @@ class _MemorySpan(NamedTuple):
 
 
 def check_shared_memory(targets: Iterable[Target], read: Read) -> None:
-    """Check that all targets that share memory get their own values, whichever is written last.
+    """Raise if targets that share memory were read with different values, so that the last write would win.
 
     Args:
         read: name -> values that were read for the local tensors.
@@ -186,8 +186,8 @@ def check_shared_memory(targets: Iterable[Target], read: Read) -> None:
             )
 
 
-def finish_targets(targets: Iterable[Target], read: dict[str, dict[int | None, torch.Tensor]]) -> None:
-    """Assign all values. Names of one meta tensor get one new tensor."""
+def write_all_targets(targets: Iterable[Target], read: dict[str, dict[int | None, torch.Tensor]]) -> None:
+    """Write the read values into all targets; targets of one tied meta tensor get one new tensor."""
     first_targets: dict[object, Target] = {}
     for target in targets:
         first = first_targets.setdefault(_meta_identity(target), target)
@@ -199,6 +199,7 @@ def finish_targets(targets: Iterable[Target], read: dict[str, dict[int | None, t
 
 
 def _meta_identity(target: Target) -> object:
+    """Return a key that is equal for targets of one tied meta tensor; the target itself if it is not on meta."""
     x = target.requested
     if x is None or not x.is_meta:
         return target
@@ -206,14 +207,14 @@ def _meta_identity(target: Target) -> object:
 
 
 def _memory_position(shard: torch.Tensor) -> tuple[tuple[object, ...], int]:
-    """Return the address space of a local tensor and its first byte in it. On meta every storage is an address space."""
+    """Return the address space of a local tensor and its first byte in it; each meta storage is its own space."""
     if shard.is_meta:
         return ("meta", shard.untyped_storage()._cdata), int(shard.storage_offset()) * shard.element_size()
     return (shard.device,), shard.data_ptr()
 
 
 def _overlapping_spans(targets: Iterable[Target]) -> Iterator[list[_MemorySpan]]:
-    """Yield groups of spans that overlap others."""
+    """Yield groups of local tensors of the targets that overlap in memory."""
     spans: dict[tuple[object, ...], list[_MemorySpan]] = {}
     for target in targets:
         for number, shard in enumerate(local_tensors_of(target.requested) if target.requested is not None else ()):
@@ -233,7 +234,7 @@ def _overlapping_spans(targets: Iterable[Target]) -> Iterator[list[_MemorySpan]]
 
 
 def _have_consistent_values(group: list[_MemorySpan], values: list[torch.Tensor]) -> bool:
-    """Return True if all values can be read back from a copy of the memory after they were written to it."""
+    """Return True if, after all values were written to a copy of the shared memory, each can be read back."""
     start = group[0].begin // _MAX_ELEMENT_BYTES * _MAX_ELEMENT_BYTES
     memory = torch.zeros(
         math.ceil((max(span.end for span in group) - start) / _MAX_ELEMENT_BYTES) * _MAX_ELEMENT_BYTES,

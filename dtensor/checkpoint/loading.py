@@ -20,8 +20,8 @@ from .block_io import CheckpointFiles, CommonBox, RemoteCheckpointFiles
 from .coordinator import RankGroup, StateParts
 from .digest import MASK, block_digest
 from .files import RemotePath, StoragePath, damage_error, parse_path, path_exists
-from .load_targets import Target, check_shared_memory, finish_targets
-from .local_blocks import LocalBlock, blocks_here
+from .load_targets import Target, check_shared_memory, write_all_targets
+from .local_blocks import LocalBlock, iter_local_blocks
 from .manifest import MANIFEST_NAME, Manifest, StoredBlock, StoredTensor, check_files, read_manifest
 from .manifest_transforms import Arrange, arrange_manifest, rename_manifest
 from .state_matching import MatchResult, assign_values, match_trees
@@ -121,10 +121,11 @@ def load(
 def _fill_state(
     state: Any, folder: StoragePath, manifest: Manifest, ranks: RankGroup, what: str, strict: bool, convert: bool
 ) -> Loaded:
-    """Compare the requests of all ranks, read and verify the values, and change the state."""
+    """Match the state with the manifest on all ranks, read and verify the values, and write them into the state."""
     results: list[tuple[Expanded, MatchResult]] = []
 
     def match_state() -> StateParts:
+        """Match the state with the manifest, keep the match in ``results``, and return what must be equal on all ranks."""
         expanded = expand_state(state, manifest.tensors)
         results.append((expanded, match_trees(expanded, manifest, strict, convert)))
         return results[0][1].parts
@@ -139,13 +140,13 @@ def _fill_state(
             lambda sums: _verify_digests(sums, manifest, folder),
         )
         bytes_read = files.bytes_read
-    finish_targets(match.targets.values(), buffers)
+    write_all_targets(match.targets.values(), buffers)
     assign_values(state, match.tree, expanded.installs)
     return Loaded(match.missing, match.unexpected, bytes_read)
 
 
 def find_manifest(folder: StoragePath) -> Manifest:
-    """Return the manifest of a checkpoint of this library, of torch, or of a model in the Hugging Face layout.
+    """Read the manifest of a checkpoint of this library or of torch's DCP, or of a model in the Hugging Face layout.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
@@ -209,13 +210,13 @@ def read_tree(path: str | os.PathLike[str]) -> Any:
 def _read_targets(
     targets: Mapping[str, Target], manifest: Manifest, files: CheckpointFiles, buffers: Buffers, ranks: RankGroup
 ) -> Sums:
-    """Read this rank's blocks of all targets from the files into ``buffers``, and return the digests of what was read."""
+    """Read this rank's blocks of all targets into ``buffers``; return digests of the parts of incompletely read blocks."""
     check_files(manifest, files.folder)
     sums: Sums = {}
-    for name, held in blocks_here({name: target.like for name, target in targets.items()}, ranks.rank, ranks.participants):
+    for name, held in iter_local_blocks({name: target.like for name, target in targets.items()}, ranks.rank, ranks.participants):
         target, entry = targets[name], manifest.tensors[name]
         own, known = target.allocate_buffers(entry.torch_dtype), dict[Any, LocalBlock]()
-        for local_block in sorted(held, key=lambda local_block: not local_block.answers):
+        for local_block in sorted(held, key=lambda local_block: not local_block.is_primary):
             first = known.setdefault((local_block.offset, local_block.shape), local_block)
             block = target.block_buffer(own, local_block)
             if first is not local_block:  # in one process replicas are read once and copied
@@ -234,6 +235,7 @@ def _read_targets(
 
 
 def _common_boxes(local_block: LocalBlock, entry: StoredTensor) -> Iterator[CommonBox]:
+    """Yield the intersections of a local block with the stored blocks of its tensor."""
     for number, block in enumerate(entry.blocks):
         start = tuple(max(a, b) for a, b in zip(local_block.offset, block.offset, strict=True))
         ends = zip(local_block.offset, local_block.shape, block.offset, block.shape, strict=True)
@@ -246,7 +248,7 @@ def _common_boxes(local_block: LocalBlock, entry: StoredTensor) -> Iterator[Comm
 def _map_block(
     target: Target, local_block: LocalBlock, boxes: list[CommonBox], entry: StoredTensor, files: CheckpointFiles
 ) -> torch.Tensor | None:
-    """Return a block as a view of mapped memory. None unless it is one stored block, to be copied into a requested tensor."""
+    """Return a local block as a view of the mapped file; None unless it is one stored block, to be copied to a given tensor."""
     if (
         target.requested is None
         or target.requested.is_meta
@@ -259,7 +261,7 @@ def _map_block(
 
 
 def _read_block(out: torch.Tensor, boxes: list[CommonBox], name: str, files: CheckpointFiles) -> None:
-    """Read one block from all stored blocks that intersect it."""
+    """Read a local block into ``out`` from all stored blocks that intersect it; raise if they do not cover it."""
     dense = out if out.is_contiguous() else out.new_empty(out.shape)
     for box in boxes:
         files.read_box(dense, box)
@@ -273,7 +275,7 @@ def _read_block(out: torch.Tensor, boxes: list[CommonBox], name: str, files: Che
 def _add_digests(
     read: torch.Tensor, local_block: LocalBlock, boxes: list[CommonBox], name: str, files: CheckpointFiles, sums: Sums
 ) -> None:
-    """Verify stored blocks that were read completely. Of others, add the digest of the read part, once for all replicas."""
+    """Verify stored blocks that were read completely; of others add the digest of the read part to ``sums``."""
     for box in boxes:
         if box.block.digest is None:
             continue
@@ -282,12 +284,12 @@ def _add_digests(
         if box.size == box.block.shape:
             if part_digest != box.block.digest:
                 raise _corrupted_error(name, files.folder, box.block)
-        elif local_block.answers:
+        elif local_block.is_primary:
             sums[name, box.number] = (sums.get((name, box.number), 0) + part_digest) & MASK
 
 
 def _verify_digests(sums: list[Sums], manifest: Manifest, folder: StoragePath) -> None:
-    """Raise if the digests of the parts that all ranks read do not add up to that of a stored block."""
+    """Raise if the digests of the parts that all ranks read do not add up to the digest of a stored block."""
     total = Counter[tuple[str, int]]()
     for rank_sums in sums:
         total.update(rank_sums)
@@ -298,6 +300,7 @@ def _verify_digests(sums: list[Sums], manifest: Manifest, folder: StoragePath) -
 
 
 def _corrupted_error(name: str, folder: StoragePath, block: StoredBlock) -> CheckpointError:
+    """Return the CheckpointError for a stored block that does not match its digest."""
     return damage_error(
         f"{name!r} is corrupted: its block at {block.offset} in {folder / block.file} does not match its checksum"
     )

@@ -23,18 +23,18 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class LocalBlock:
-    """A block of a tensor that this process holds.
+    """Block of a tensor that this process has: its rank, offset and shape, and whether it is the replica that is written.
 
     Attributes:
         member: the position in the mesh of the rank that holds it; None for a plain tensor.
-        answers: of all replicas, this one is written.
+        is_primary: True for the one replica of the block that is written, and that adds its digest in a load.
         part: the index along the stacked dim of the local tensor, if that has one (:class:`StackedLayout`).
     """
 
     member: int | None
     offset: Offset
     shape: Shape
-    answers: bool
+    is_primary: bool
     part: int | None = None
 
 
@@ -61,30 +61,30 @@ class StackedLayout:
         return (*shape[:dim], shape[dim] * shape[dim + 1], *shape[dim + 2 :])
 
     def blocks(self, offset: Offset, shape: Shape) -> Iterator[tuple[Offset, Shape]]:
-        """Yield the offset and the shape, in the tensor, of each part of a block of the stack."""
+        """Yield offset and shape, in the flattened tensor, of each part of one block of the stack."""
         dim, inside = self.dim, self.layout.shape[self.dim + 1]
         for part in range(self.parts):
             start = part * inside + offset[dim + 1]
             yield (*offset[:dim], start, *offset[dim + 2 :]), (*shape[:dim], *shape[dim + 1 :])
 
 
-def stack_of(x: Any) -> tuple[DTensor, StackedLayout] | None:
-    """Return the stack that ``x`` is a view of, and its stacked layout; None if ``x`` is no view of a stack."""
+def find_stack(x: Any) -> tuple[DTensor, StackedLayout] | None:
+    """Return the stack of which ``x`` is a flattened view, and its stacked layout; None if ``x`` is no such view."""
     flattened = find_flattened_dim(x)
     if flattened is None or len(flattened[1]) != 2 or flattened[2][0] is not None or type(stack := x._origin.base) is not DTensor:
         return None
     return stack, StackedLayout(stack._layout, flattened[0])
 
 
-def members_here(layout: Layout) -> list[int]:
-    """Return the members with local tensors in this process."""
+def local_members(layout: Layout) -> list[int]:
+    """Return the mesh members (positions of ranks in the mesh) that have local tensors in this process."""
     return list(communicator_of(layout.mesh).held)
 
 
-def blocks_here(
+def iter_local_blocks(
     tensors: Mapping[str, Any], rank: int, among: Collection[int] | None = None
 ) -> Iterator[tuple[str, list[LocalBlock]]]:
-    """Yield for each name the blocks of its tensor that this process holds.
+    """Yield each tensor's name with the blocks of it in this process, one replica of each block marked as primary.
 
     Args:
         tensors: name -> tensor, or layout (:class:`StackedLayout` too), or plain shape. The ranks with replicas take turns in
@@ -97,7 +97,7 @@ def blocks_here(
     """
     bytes_by_rank: dict[int, int] = {}
     for name, tensor in tensors.items():
-        view_of_stack = stack_of(tensor)
+        view_of_stack = find_stack(tensor)
         stacked = tensor if isinstance(tensor, StackedLayout) else None if view_of_stack is None else view_of_stack[1]
         layout = tensor._layout if isinstance(tensor, DTensor) else tensor
         if stacked is not None:
@@ -106,7 +106,7 @@ def blocks_here(
             shape = _plain_shape(name, tensor)
             yield name, [LocalBlock(None, (0,) * len(shape), shape, rank == 0)] if 0 not in shape else []
             continue
-        members, held_blocks = members_here(layout), []
+        members, held_blocks = local_members(layout), []
         for (offset, shape), holders in distinct_blocks(layout).items():
             ranks = layout.mesh.ranks
             if among is not None:
@@ -140,10 +140,10 @@ def _plain_shape(name: str, tensor: Any) -> Shape:
 
 
 def block_tensor(tensor: Any, held: LocalBlock) -> torch.Tensor:
-    """Return the block itself, which is in this process: a region of a local tensor, or a plain tensor."""
+    """Return the values of a local block: a local tensor, the selected part of a stacked one, or a plain tensor."""
     if held.member is None:
         return tensor
-    view_of_stack = stack_of(tensor)
+    view_of_stack = find_stack(tensor)
     x = tensor if view_of_stack is None else view_of_stack[0]
     local: torch.Tensor = communicator_of(x._layout.mesh).shards_by_member(x._local)[held.member]
     return local if view_of_stack is None or held.part is None else local.select(view_of_stack[1].dim, held.part)

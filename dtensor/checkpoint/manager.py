@@ -67,6 +67,7 @@ class Manager:
         async_op: bool = True,
         process_group: Any = None,
     ) -> None:
+        """Check the options; nothing is read or locked before the first save or resume."""
         if every < 1 or keep < 1 or best not in ("min", "max", None):
             raise CheckpointError(
                 f"every= and keep= must be at least 1, and best= 'min', 'max' or None; got every={every}, "
@@ -86,6 +87,7 @@ class Manager:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        """Wait for the background save and release the lock; drop the save's error if the block raised one itself."""
         try:
             self.wait()
         except CheckpointError:
@@ -101,11 +103,11 @@ class Manager:
 
     # --- saving ------------------------------------------------------------------------------------------------------------
     def due(self, step: int) -> bool:
-        """Return True if a checkpoint is due after ``step`` steps."""
+        """Return True if :meth:`save` saves after ``step`` steps without ``force``: every ``every`` steps."""
         return step > 0 and step % self.every == 0
 
     def save(self, step: int, state: Any, *, metric: Any = None, force: bool = False) -> bool:
-        """Save ``state`` as that after ``step`` steps, if a checkpoint is due. Return True if it is saved, or being saved.
+        """Save ``state`` in the folder of ``step`` if a checkpoint is due; return True if it is saved, or being saved.
 
         All ranks call it, with the same step and metric.
 
@@ -144,7 +146,7 @@ class Manager:
             pending.wait()
 
     def _check_folder(self, step: int) -> None:
-        """Check on the first rank that no other process writes here, and that no later checkpoint exists."""
+        """Lock the folder at the first save, and raise if another process has it or a later checkpoint exists."""
         if not self.owns_folder:
             message = f"another process saves into {self.path}: end it, or save into another folder"
             self._lock.enter_context(lock_folder(self.path, message))
@@ -157,7 +159,7 @@ class Manager:
             )
 
     def _remove_old(self, step: int, metric: float | None) -> None:
-        """Remove checkpoints that are not kept, on the first rank."""
+        """Remove checkpoints that are neither among the last ``keep`` nor the best, and those after ``step``."""
         self._metrics[step] = metric
         steps = [other for other in self.steps() if other <= step]
         kept_steps = {*steps[-self.keep :], self._find_best(steps)}
@@ -176,6 +178,7 @@ class Manager:
         return self._find_best(self.steps())
 
     def _find_best(self, steps: list[int]) -> int | None:
+        """Return the step with the best metric among ``steps``, the latest of equal ones; None if none has a metric."""
         if self.best is None:
             return None
         sign = 1 if self.best == "min" else -1
@@ -195,6 +198,7 @@ class Manager:
         return self.path / f"step-{step:09d}"
 
     def _list_folders(self) -> Iterator[tuple[int, StoragePath]]:
+        """Return the (step, folder) pairs of all folders of checkpoints, complete or not, by step."""
         names = [place.name for place in self.path.iterdir()] if self.path.is_dir() else []
         found = {int(match[1]): self.path / name for name in names if (match := _FOLDER_NAME.fullmatch(name))}
         return iter(sorted(found.items()))
@@ -230,7 +234,7 @@ class Manager:
         return chosen
 
     def _find_last_complete(self, requested: int | None) -> tuple[int | None, list[str], list[int]]:
-        """Return the step to resume (None if there is no checkpoint), the problems of later ones, and all steps."""
+        """Return the step to resume from or None, the problems of damaged later checkpoints, and all complete steps."""
         steps, damaged = self.steps(), []
         if requested is not None and requested not in steps:
             raise CheckpointError(f"there is no complete checkpoint of step {requested}; complete steps: {steps}")
@@ -247,7 +251,7 @@ class Manager:
 
 
 def _remove_checkpoint(folder: StoragePath) -> None:
-    """Remove a checkpoint, manifest first. If this is interrupted, the rest is no checkpoint and the next save removes it."""
+    """Remove a checkpoint's folder, manifest first: if this is interrupted, the rest is no checkpoint."""
     with contextlib.suppress(FileNotFoundError):
         (folder / MANIFEST_NAME).unlink()
     if isinstance(folder, RemotePath):

@@ -16,7 +16,17 @@ import torch
 
 from ..base.memory_order import contiguous_stride
 from ..errors import CheckpointError
-from .files import StoragePath, check_name, damage_error, file_size, path_exists, read_file, replace_file, sha256, strict_json
+from .files import (
+    StoragePath,
+    check_file_name,
+    damage_error,
+    file_size,
+    parse_strict_json,
+    path_exists,
+    read_file,
+    replace_file,
+    sha256,
+)
 from .tree import Stored, decode_tree, parse_dtype
 
 MANIFEST_NAME = "manifest.json"
@@ -25,7 +35,7 @@ _FORMAT = "dtensor checkpoint 1"
 
 @dataclass(frozen=True, slots=True)
 class StoredBlock:
-    """Stored block of a tensor.
+    """Stored block of a tensor: its place in the tensor, and its place in a file.
 
     Attributes:
         offset, shape: position in the tensor.
@@ -58,7 +68,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Contents of a checkpoint.
+    """Contents of a checkpoint: its tensors with their blocks, the tree of plain values, and the files.
 
     Attributes:
         tensors: name -> stored tensor.
@@ -78,7 +88,7 @@ class Manifest:
     notes: Any = None
 
     def nested(self) -> Any:
-        """Return the tree of the state, with a ``Stored`` in place of each tensor."""
+        """Return the decoded tree of the state, with a ``Stored`` (a tensor's name) in place of each tensor."""
         return decode_tree(self.tree, {name: Stored(name) for name in self.tensors})
 
     def write(self, folder: StoragePath) -> None:
@@ -90,13 +100,13 @@ class Manifest:
 
 
 def read_manifest(folder: StoragePath) -> Manifest:
-    """Return the manifest in ``folder``.
+    """Read the manifest of this library's checkpoint in ``folder``, and check its checksum, entries and files.
 
     Raises:
         CheckpointError: it is damaged, of another format, or a file is missing or has another size.
     """
     path = folder / MANIFEST_NAME
-    outer = strict_json(read_file(path))
+    outer = parse_strict_json(read_file(path))
     body = outer["body"]
     if outer["format"] != _FORMAT:
         raise CheckpointError(
@@ -104,7 +114,7 @@ def read_manifest(folder: StoragePath) -> Manifest:
         )
     if outer["sha256"] != sha256(body.encode()):
         raise damage_error(f"{path} is damaged: it does not match its checksum")
-    manifest = _parse_manifest(strict_json(body), path)
+    manifest = _parse_manifest(parse_strict_json(body), path)
     check_entries(manifest, path)
     _check_dcp_metadata(manifest, folder)
     check_files(manifest, folder)
@@ -112,7 +122,7 @@ def read_manifest(folder: StoragePath) -> Manifest:
 
 
 def check_files(manifest: Manifest, folder: StoragePath) -> None:
-    """Check that every file exists and has its size.
+    """Check that every file of the manifest exists in ``folder`` and has the recorded size.
 
     Raises:
         CheckpointError: a file is missing or has another size.
@@ -125,7 +135,7 @@ def check_files(manifest: Manifest, folder: StoragePath) -> None:
 
 
 def _check_dcp_metadata(manifest: Manifest, folder: StoragePath) -> None:
-    """Raise if the metadata of torch.distributed.checkpoint is of another save than the manifest."""
+    """Raise if another program has replaced ``.metadata`` (torch's DCP) since the manifest was written."""
     path = folder / ".metadata"
     if manifest.beside and path_exists(path) and sha256(read_file(path)) not in manifest.beside:
         raise CheckpointError(
@@ -135,7 +145,7 @@ def _check_dcp_metadata(manifest: Manifest, folder: StoragePath) -> None:
 
 
 def _parse_manifest(data: Any, path: StoragePath) -> Manifest:
-    """Return the manifest that decoded JSON describes."""
+    """Return the Manifest that decoded JSON describes; entries are not validated yet."""
     tensors = {}
     for name, entry in data["tensors"].items():
         blocks = []
@@ -144,7 +154,7 @@ def _parse_manifest(data: Any, path: StoragePath) -> Manifest:
             arguments: list[Any] = [tuple(value) if isinstance(value, list) else value for value in values]
             blocks.append(StoredBlock(*arguments))
         tensors[name] = StoredTensor(tuple(entry["shape"]), entry["dtype"], tuple(blocks))
-    files = {check_name(name, path): _check_count(size) for name, size in data["files"].items()}
+    files = {check_file_name(name, path): _check_count(size) for name, size in data["files"].items()}
     return Manifest(tensors, data["tree"], files, tuple(data["beside"]), notes=data.get("notes"))
 
 
@@ -153,8 +163,7 @@ _MAX_COUNT = 2**63 - 1  # greatest count of elements and bytes in torch
 
 
 def check_entries(manifest: Manifest, path: StoragePath) -> None:
-    """Check that every entry is a possible tensor with blocks that tile it and are inside of the files, and that the tree names
-    no other.
+    """Check that each tensor's blocks tile it and are inside of their files, and that the tree names no other tensor.
 
     Raises:
         CheckpointError: an entry of ``path`` is not.
@@ -165,7 +174,7 @@ def check_entries(manifest: Manifest, path: StoragePath) -> None:
         except (TypeError, ValueError, KeyError) as error:
             raise damage_error(f"{path} is damaged: the entry of {name!r} is not valid ({error})") from error
         for block in entry.blocks:
-            check_name(block.file, path)
+            check_file_name(block.file, path)
     decode_tree(manifest.tree, dict.fromkeys(manifest.tensors))
 
 
@@ -190,6 +199,7 @@ def _check_entry(entry: StoredTensor, files: Mapping[str, int]) -> None:
 
 
 def _check_count(value: Any) -> int:
+    """Return ``value`` if it is an int from 0 to 2^64 - 1; raise a ValueError otherwise."""
     if type(value) is not int or not 0 <= value < 2**64:
         raise ValueError(f"{value!r} is not a count")
     return value

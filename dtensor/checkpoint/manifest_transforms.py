@@ -30,7 +30,7 @@ _aten = torch.ops.aten
 
 
 def arrange_manifest(manifest: Manifest, arrange: Arrange) -> Manifest:
-    """Return the manifest of the tensors that ``arrange`` returns, by name.
+    """Return the manifest of the tensors that the user's ``arrange`` makes from the stored ones, without reading data.
 
     Raises:
         CheckpointError: the checkpoint has more than a dict of tensors; ``arrange`` computes with values, or returns a tensor
@@ -56,12 +56,13 @@ def arrange_manifest(manifest: Manifest, arrange: Arrange) -> Manifest:
 
 
 class _StoredTensor(Tensor):
-    """Tensor without values that knows where its blocks are stored."""
+    """Tensor without values that has the stored blocks it consists of; view and concatenation operators transform them."""
 
     _blocks: Blocks
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch's stub
+        """Return stored tensors with the blocks that the operator gives; raise if it computes with values."""
         transform = _BLOCK_TRANSFORMS.get(func)
         if transform is None:
             raise CheckpointError(
@@ -83,6 +84,7 @@ class _StoredTensor(Tensor):
 
 
 def _make_stored(shape: Sequence[int], dtype: torch.dtype, blocks: Blocks) -> Tensor:
+    """Return a tensor without values that consists of these stored blocks."""
     result: Any = make_wrapper_subclass(_StoredTensor, tuple(shape), dtype=dtype, device="meta")
     result._blocks = blocks
     return result
@@ -97,8 +99,8 @@ def _block_stride(block: StoredBlock) -> tuple[int, ...]:
     return block.stride or contiguous_stride(block.shape)
 
 
-def _map_dims(blocks: Blocks, of: Callable[[tuple[int, ...], int], tuple[int, ...]]) -> Blocks:
-    """Return blocks with offsets, shapes and strides mapped by ``of``. Its second argument is the value for a new dim."""
+def _map_block_dims(blocks: Blocks, of: Callable[[tuple[int, ...], int], tuple[int, ...]]) -> Blocks:
+    """Return blocks with offset, shape and stride mapped by ``of(values, value for a new dim)``, without digests."""
     return tuple(
         replace(block, offset=of(block.offset, 0), shape=of(block.shape, 1), stride=of(_block_stride(block), 1), digest=None)
         for block in blocks
@@ -107,22 +109,23 @@ def _map_dims(blocks: Blocks, of: Callable[[tuple[int, ...], int], tuple[int, ..
 
 def _unsqueeze_blocks(x: Any, dim: int) -> Blocks:
     d = dim % (x.ndim + 1)
-    return _map_dims(x._blocks, lambda old, new: (*old[:d], new, *old[d:]))
+    return _map_block_dims(x._blocks, lambda old, new: (*old[:d], new, *old[d:]))
 
 
 def _permute_blocks(x: Any, dims: Sequence[int]) -> Blocks:
     order = [d % x.ndim for d in dims]
-    return _map_dims(x._blocks, lambda old, _: tuple(old[d] for d in order))
+    return _map_block_dims(x._blocks, lambda old, _: tuple(old[d] for d in order))
 
 
 def _transpose_blocks(x: Any, one: int = 0, other: int = 1) -> Blocks:
+    """Return the blocks of a stored tensor with two of its dims swapped."""
     order = list(range(x.ndim))
     order[one], order[other] = order[other], order[one]
     return _permute_blocks(x, order)
 
 
 def _concatenate_blocks(parts: Iterable[tuple[Blocks, int]], d: int) -> Blocks:
-    """Return the blocks of parts that are concatenated along dim ``d``. Each part has its length."""
+    """Return the blocks of stored parts, given with their lengths, that are concatenated along dim ``d``."""
     result: list[StoredBlock] = []
     start = 0
     for blocks, length in parts:
@@ -142,7 +145,7 @@ def _stack_blocks(parts: Sequence[Any], dim: int = 0) -> Blocks:
 
 
 def _slice_blocks(x: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Blocks:
-    """Return the blocks of a slice of a stored tensor, which refer to parts of the same files."""
+    """Return the blocks of a slice of a stored tensor along one dim; they refer to parts of the same files."""
     d = dim % x.ndim
     first, last, _ = slice(start, end).indices(x.shape[d])
     if step != 1:
@@ -161,11 +164,11 @@ def _slice_blocks(x: Any, dim: int = 0, start: int | None = None, end: int | Non
 
 def _select_blocks(x: Any, dim: int, index: int) -> Blocks:
     d, place = dim % x.ndim, index % x.shape[dim]
-    return _map_dims(_slice_blocks(x, d, place, place + 1), lambda old, _: (*old[:d], *old[d + 1 :]))
+    return _map_block_dims(_slice_blocks(x, d, place, place + 1), lambda old, _: (*old[:d], *old[d + 1 :]))
 
 
 def _reshape_blocks(x: Any, shape: Sequence[int]) -> Blocks:
-    """Return the blocks of a reshaped tensor; raise if it has several, or is not contiguous."""
+    """Return the block of a reshaped stored tensor; raise unless it has one block, stored row-major."""
     only = x._blocks[0] if len(x._blocks) == 1 else None
     if only is None or _block_stride(only) != contiguous_stride(only.shape):
         raise CheckpointError("tensors of a checkpoint must be reshaped before they are concatenated, sliced or transposed")
@@ -210,7 +213,7 @@ _BLOCK_TRANSFORMS: dict[Any, Callable[..., Any]] = {
 
 # --- other keys ------------------------------------------------------------------------------------------------------------
 def rename_manifest(manifest: Manifest, rename: Callable[[str], str] | Mapping[str, str]) -> Manifest:
-    """Return the manifest with other keys in its dicts. The names by which an optimizer's groups list parameters are keys too.
+    """Return the manifest with renamed keys in its dicts, and in the parameter lists of optimizer groups.
 
     Args:
         rename: a function of each key of each dict; or a mapping from keys, or from dotted names as in messages
@@ -225,25 +228,25 @@ def rename_manifest(manifest: Manifest, rename: Callable[[str], str] | Mapping[s
     matched_keys: set[str] = set()
     moved_values: dict[str, Any] = {}
 
-    def visit(tree: Any, old: TreePath, path: TreePath) -> Any:
-        """Return the tree with renamed keys, and store its tensors under their new names."""
+    def rename_tree(tree: Any, old: TreePath, path: TreePath) -> Any:
+        """Return the tree with renamed keys, and store its tensors' entries under their new names."""
         match tree:
             case Stored():
                 if name_of(path) in tensors:
-                    raise _collision(path)
+                    raise _name_collision_error(path)
                 tensors[name_of(path)] = manifest.tensors[tree.name]
                 return Stored(name_of(path))
             case dict():
-                return visit_dict(tree, old, path)
+                return rename_dict(tree, old, path)
             case torch.Size():
                 return tree
             case list() | tuple():
-                items = [visit(item, (*old, i), (*path, i)) for i, item in enumerate(tree)]
+                items = [rename_tree(item, (*old, i), (*path, i)) for i, item in enumerate(tree)]
                 return items if isinstance(tree, list) else tuple(items)
         return tree
 
-    def visit_dict(tree: dict[Any, Any], old: TreePath, path: TreePath) -> dict[Any, Any]:
-        """Rename the keys of one dict; items with a renamed dotted name are moved out of it."""
+    def rename_dict(tree: dict[Any, Any], old: TreePath, path: TreePath) -> dict[Any, Any]:
+        """Return a dict with renamed keys; move items with a renamed dotted name to ``moved_values``."""
         result: dict[Any, Any] = {}
         for key, item in tree.items():
             dotted, value = name_of((*old, key)), item
@@ -252,24 +255,24 @@ def rename_manifest(manifest: Manifest, rename: Callable[[str], str] | Mapping[s
             matched_keys.update(names.keys() & {dotted, key})
             if old and dotted in names:
                 if names[dotted] in moved_values:
-                    raise _collision((names[dotted],))
-                moved_values[names[dotted]] = visit(value, (*old, key), (names[dotted],))
+                    raise _name_collision_error((names[dotted],))
+                moved_values[names[dotted]] = rename_tree(value, (*old, key), (names[dotted],))
                 continue
             new_key = new(key) if isinstance(key, str) else key
             if new_key in result:
-                raise _collision((*path, new_key))
-            result[new_key] = visit(value, (*old, key), (*path, new_key))
+                raise _name_collision_error((*path, new_key))
+            result[new_key] = rename_tree(value, (*old, key), (*path, new_key))
             if isinstance(item, dict) and item and not result[new_key]:  # all its items moved to other names
                 del result[new_key]
         return result
 
-    tree = visit(manifest.nested(), (), ())
+    tree = rename_tree(manifest.nested(), (), ())
     for name, value in moved_values.items():
         if name in tree:
-            raise _collision((name,))
+            raise _name_collision_error((name,))
         tree[name] = value
     if names and not matched_keys:
-        raise _unmatched(names, tensors)
+        raise _no_match_error(names, tensors)
     return replace(manifest, tensors=tensors, tree=encode_tree(tree))
 
 
@@ -285,38 +288,38 @@ def nest_dotted_keys(stored: Any, requested: Any) -> Any:
     if not isinstance(stored, dict) or not isinstance(requested, Mapping):
         return stored
     for name in [key for key in stored if isinstance(key, str) and "." in key and key not in requested]:
-        path = _path_of(name, requested)
+        path = _find_path(name, requested)
         if path is not None:
-            _insert(stored, path, stored.pop(name))
+            _set_at_path(stored, path, stored.pop(name))
     return stored
 
 
-def _path_of(name: str, tree: Any) -> TreePath | None:
+def _find_path(name: str, tree: Any) -> TreePath | None:
     """Return the path of the value with this dotted name in ``tree``, or None if there is none."""
     if not isinstance(tree, (Mapping, list, tuple)):
         return None
     for key, item in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
         if str(key) == name:
             return (key,)
-        inner = _path_of(name.removeprefix(f"{key}."), item) if name.startswith(f"{key}.") else None
+        inner = _find_path(name.removeprefix(f"{key}."), item) if name.startswith(f"{key}.") else None
         if inner is not None:
             return (key, *inner)
     return None
 
 
-def _insert(tree: Any, path: TreePath, value: Any) -> None:
-    """Set a value at a path of nested dicts, and make the dicts that are missing; raise if the path is taken."""
+def _set_at_path(tree: Any, path: TreePath, value: Any) -> None:
+    """Set a value at a path of nested dicts, and make missing dicts; raise if the path has a value already."""
     for key in path[:-1]:
         tree = tree.setdefault(key, {}) if isinstance(tree, dict) else tree[key] if key < len(tree) else None
         if not isinstance(tree, (dict, list)):
-            raise _collision(path)
+            raise _name_collision_error(path)
     if not isinstance(tree, dict) or path[-1] in tree:
-        raise _collision(path)
+        raise _name_collision_error(path)
     tree[path[-1]] = value
 
 
-def _unmatched(names: Mapping[str, str], tensors: Mapping[str, StoredTensor]) -> CheckpointError:
-    """Return the error for a rename that matches no key."""
+def _no_match_error(names: Mapping[str, str], tensors: Mapping[str, StoredTensor]) -> CheckpointError:
+    """Return the error for a ``rename`` mapping of which no key is in the checkpoint."""
     have = ", ".join(repr(name) for name in [*tensors][:3])
     return CheckpointError(
         f"rename matches nothing: none of {sorted(names)[:3]} is a key of a dict in the checkpoint or a dotted name, "
@@ -324,5 +327,5 @@ def _unmatched(names: Mapping[str, str], tensors: Mapping[str, StoredTensor]) ->
     )
 
 
-def _collision(path: TreePath) -> CheckpointError:
+def _name_collision_error(path: TreePath) -> CheckpointError:
     return CheckpointError(f"rename gives two values of the checkpoint the name {name_of(path)!r}, or one inside of another")

@@ -56,7 +56,7 @@ def merge_rank_files(paths: Sequence[str | os.PathLike[str]], *, weights_only: b
 
 
 def _merge_tensor(name: str, rank_shards: list[RankShards]) -> torch.Tensor:
-    """Return the global tensor of which the files of the ranks have the shards."""
+    """Return the global tensor that is assembled from the ranks' shards of it; raise if a block is missing."""
     layout = rank_shards[0].layout
     if any(part.layout != layout for part in rank_shards):
         raise CheckpointError(

@@ -28,21 +28,21 @@ from .digest import MASK, block_digest
 from .files import (
     RemotePath,
     StoragePath,
-    check_name,
+    check_file_name,
     damage_error,
     file_size,
     open_for_reading,
     parse_path,
+    parse_strict_json,
     path_exists,
     read_file,
     replace_file,
     sha256,
-    strict_json,
     sync_folder,
 )
-from .local_blocks import LocalBlock, block_tensor, blocks_here
+from .local_blocks import LocalBlock, block_tensor, iter_local_blocks
 from .manifest import Manifest, StoredBlock, StoredTensor, check_entries
-from .saving import check_savable, reduce_partials, state_parts, to_row_major_cpu
+from .saving import check_savable, make_state_parts, reduce_partials, to_row_major_cpu
 from .stateful import expand_state
 from .tree import Stored, encode_tree, named_tensors
 from .two_phase_commit import write_and_commit
@@ -72,7 +72,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in _DTYPE_OF.items()}
 
 
 class HeaderEntry(NamedTuple):
-    """Entry of a tensor in a header: its first byte and its end, counted after the header."""
+    """Entry of a tensor in a safetensors header: first byte and end of its data (after the header), name, dtype and shape."""
 
     first: int
     last: int
@@ -81,14 +81,14 @@ class HeaderEntry(NamedTuple):
     shape: tuple[int, ...]
 
     def to_stored_tensor(self, file: str, start: int, found: int | None) -> StoredTensor:
-        """Return the stored tensor in a file with a header of ``start`` bytes, with its digest."""
+        """Return the manifest entry of this tensor, in a file with data from byte ``start`` on."""
         block = StoredBlock((0,) * len(self.shape), self.shape, file, start + self.first, found)
         return StoredTensor(self.shape, str(self.dtype).removeprefix("torch."), (block,) if self.last > self.first else ())
 
 
 # --- encode a header -------------------------------------------------------------------------------------------------------
 def encode_header(places: Sequence[HeaderEntry], digests: Mapping[str, int]) -> bytes:
-    """Return the header of a file with these tensors. Its length does not depend on the digests."""
+    """Return the bytes of a safetensors header for these tensors; its length does not depend on the digests."""
     entries = {p.name: {"dtype": DTYPE_NAMES[p.dtype], "shape": list(p.shape), "data_offsets": [p.first, p.last]} for p in places}
     own_digests = {place.name: digests.get(place.name, 0) for place in places}
     checksums = {
@@ -107,7 +107,7 @@ def _header_checksum(entries: Mapping[str, Any], digests: Mapping[str, int]) -> 
 
 # --- read a header ---------------------------------------------------------------------------------------------------------
 def read_header(path: StoragePath) -> tuple[dict[str, StoredTensor], int]:
-    """Return the tensors of one file by name, and the size of the file in bytes."""
+    """Read the header of one safetensors file; return its tensors by name, and the size of the file in bytes."""
     size = file_size(path, links=True)
     with open_for_reading(path, links=True) as file:
         length = int.from_bytes(file.read(8), "little")
@@ -117,10 +117,10 @@ def read_header(path: StoragePath) -> tuple[dict[str, StoredTensor], int]:
     try:
         if not text.startswith(b"{"):
             raise ValueError("it does not begin with a brace")
-        header = strict_json(text, numbers=False)
+        header = parse_strict_json(text, numbers=False)
         digests = _read_digests(header)
-        places = [_parse_place(name, description) for name, description in header.items() if name != "__metadata__"]
-        _check_places(places, size - 8 - length)
+        places = [_parse_header_entry(name, description) for name, description in header.items() if name != "__metadata__"]
+        _check_entries_fill_file(places, size - 8 - length)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise damage_error(
             f"{path} is damaged or truncated: its header cannot be read ({type(error).__name__}: {error})"
@@ -128,8 +128,8 @@ def read_header(path: StoragePath) -> tuple[dict[str, StoredTensor], int]:
     return {place.name: place.to_stored_tensor(path.name, 8 + length, digests.get(place.name)) for place in places}, size
 
 
-def _parse_place(name: str, description: Mapping[str, Any]) -> HeaderEntry:
-    """Return the entry of one tensor in a header; raise if its bytes do not fit its dtype and shape."""
+def _parse_header_entry(name: str, description: Mapping[str, Any]) -> HeaderEntry:
+    """Return the entry of one tensor in a safetensors header; raise if its bytes do not fit its dtype and shape."""
     dtype, shape, (first, last) = _DTYPE_OF[description["dtype"]], tuple(description["shape"]), description["data_offsets"]
     if len(description) != 3 or any(type(n) is not int or n < 0 for n in (*shape, first, last)):
         raise ValueError(f"the entry of {name!r} is {dict(description)}")
@@ -138,8 +138,8 @@ def _parse_place(name: str, description: Mapping[str, Any]) -> HeaderEntry:
     return HeaderEntry(first, last, name, dtype, shape)
 
 
-def _check_places(places: Iterable[HeaderEntry], size: int) -> None:
-    """Check that tensors are contiguous and fill the file."""
+def _check_entries_fill_file(places: Iterable[HeaderEntry], size: int) -> None:
+    """Raise if the data of the header's tensors has gaps or overlaps, or does not end where the file ends."""
     end = 0
     for place in sorted(places):
         if place.first != end:
@@ -156,7 +156,7 @@ def _read_digests(header: Mapping[str, Any]) -> dict[str, int]:
         raise TypeError("__metadata__ is not a map of strings")
     if _DIGESTS_KEY not in metadata:
         return {}
-    checksums = strict_json(metadata[_DIGESTS_KEY])
+    checksums = parse_strict_json(metadata[_DIGESTS_KEY])
     digests = {name: int(value, 16) for name, value in checksums["tensors"].items()}
     if checksums["header"] != _header_checksum({name: item for name, item in header.items() if name != "__metadata__"}, digests):
         raise ValueError(
@@ -172,17 +172,17 @@ INDEX_NAME, SINGLE_FILE_NAME = "model.safetensors.index.json", "model.safetensor
 
 # --- read a model ----------------------------------------------------------------------------------------------------------
 def is_safetensors_file(path: StoragePath) -> bool:
-    """Return True if ``path`` is a single file of this layout, not a folder."""
+    """Return True if ``path`` is a single ``.safetensors`` file, not a folder."""
     return path.suffix == ".safetensors" and not path.is_dir()
 
 
 def is_safetensors_model(path: StoragePath) -> bool:
-    """Return True if ``path`` is a model in this layout: a folder with an index or a single file, or such a file."""
+    """Return True if ``path`` is a ``.safetensors`` file, or a folder with an index or a single model file."""
     return is_safetensors_file(path) or path_exists(path / INDEX_NAME) or path_exists(path / SINGLE_FILE_NAME)
 
 
 def read_safetensors_manifest(path: StoragePath) -> Manifest:
-    """Return the manifest of the files, with checksums if this library wrote them.
+    """Return the manifest of a safetensors model, with digests if this library wrote the files.
 
     Raises:
         CheckpointError: a file is missing, truncated or damaged, or lacks a tensor of the index.
@@ -192,13 +192,13 @@ def read_safetensors_manifest(path: StoragePath) -> Manifest:
     if not path_exists(path / INDEX_NAME):
         return _make_manifest(path, {SINGLE_FILE_NAME: None})
     files: dict[str, set[str] | None] = {}
-    for name, file in strict_json(read_file(path / INDEX_NAME, links=True), numbers=False)["weight_map"].items():
-        files.setdefault(check_name(file, path / INDEX_NAME), set()).add(name)  # type: ignore[union-attr]  # a set, just made
+    for name, file in parse_strict_json(read_file(path / INDEX_NAME, links=True), numbers=False)["weight_map"].items():
+        files.setdefault(check_file_name(file, path / INDEX_NAME), set()).add(name)  # type: ignore[union-attr]  # a set, just made
     return _make_manifest(path, files)
 
 
 def _make_manifest(folder: StoragePath, files: Mapping[str, set[str] | None]) -> Manifest:
-    """Return a manifest of the tensors in safetensors files, by their headers."""
+    """Return the manifest of the tensors in these safetensors files, read from their headers."""
     tensors: dict[str, StoredTensor] = {}
     sizes = {}
     for file, expected in files.items():
@@ -217,7 +217,7 @@ def _make_manifest(folder: StoragePath, files: Mapping[str, set[str] | None]) ->
 # --- export a model --------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class _PlannedFile:
-    """File to be written: its tensors, and the bytes of its header and of the file."""
+    """Safetensors file to be written: its tensors, and the size of its header and of the file in bytes."""
 
     name: str
     places: tuple[HeaderEntry, ...]
@@ -261,7 +261,7 @@ def save_safetensors(
     try:
         tensors = check_savable(unique_tensors(state))
         files = _plan_files(tensors, max_shard_size)
-        parts = state_parts(tensors, max_shard_size=max_shard_size)
+        parts = make_state_parts(tensors, max_shard_size=max_shard_size)
     except Exception as error:  # raised on all ranks at their next exchange
         parts = error
     else:
@@ -280,7 +280,7 @@ def save_safetensors(
 
 
 def _allocate_files(folder: Path, files: list[_PlannedFile], token: str) -> None:
-    """Allocate temporary files of their full size, so that a full disk raises before any rank writes."""
+    """Create the temporary files of an export in their full size, so that a full disk raises before any rank writes."""
     if is_safetensors_model(folder):
         raise CheckpointError(f"{folder} has a model already; export into a new folder")
     for leftover in folder.glob(".model*.safetensors.*"):  # of a killed export
@@ -298,7 +298,7 @@ def _allocate_files(folder: Path, files: list[_PlannedFile], token: str) -> None
 
 
 def _temporary_paths(folder: Path, files: Iterable[_PlannedFile], token: str) -> list[Path]:
-    """Return the temporary paths of the files."""
+    """Return the path that each file has while it is written; it is hidden and contains the token of the save."""
     return [folder / f".{file.name}.{token}" for file in files]
 
 
@@ -308,8 +308,7 @@ def _remove_temporary(parts: Iterable[Path], ranks: RankGroup) -> None:
 
 
 def unique_tensors(state: Any) -> dict[str, torch.Tensor]:
-    """Return the tensors of ``state`` by dotted name. A parameter with several names in a module appears under its first name
-    only.
+    """Return the tensors of ``state`` by dotted name; a tied parameter of a module appears under its first name only.
 
     Raises:
         CheckpointError: ``state`` has other values than tensors.
@@ -338,7 +337,7 @@ def _leaf_names(tree: Any, path: tuple[str, ...] = ()) -> Iterable[str]:
 
 
 def _plan_files(tensors: Mapping[str, Any], max_bytes: int) -> list[_PlannedFile]:
-    """Assign tensors to files in order, as many to each as its size allows."""
+    """Assign tensors to safetensors files in order, each of at most ``max_bytes`` of data or one tensor."""
     groups: list[list[str]] = [[]]
     used = 0
     for name, x in tensors.items():
@@ -359,6 +358,7 @@ def _plan_files(tensors: Mapping[str, Any], max_bytes: int) -> list[_PlannedFile
 
 
 def _plan_file(file: str, tensors: Mapping[str, Any]) -> _PlannedFile:
+    """Return the planned file with these tensors one after the other behind its header."""
     places, at = [], 0
     for name, x in tensors.items():
         places.append(HeaderEntry(at, at + x.numel() * x.dtype.itemsize, name, x.dtype, tuple(x.shape)))
@@ -370,9 +370,9 @@ def _plan_file(file: str, tensors: Mapping[str, Any]) -> _PlannedFile:
 def _write_blocks(
     tensors: Mapping[str, Any], files: Iterable[_PlannedFile], parts: Iterable[Path], ranks: RankGroup
 ) -> dict[str, int]:
-    """Write this rank's blocks to their positions. Return their parts of the digests of their tensors."""
+    """Write this rank's blocks to their positions in the temporary files; return their digests, summed by tensor."""
     blocks: dict[str, list[LocalBlock]] = {
-        name: [h for h in held if h.answers] for name, held in blocks_here(tensors, ranks.rank, ranks.participants)
+        name: [h for h in held if h.is_primary] for name, held in iter_local_blocks(tensors, ranks.rank, ranks.participants)
     }
     sums: dict[str, int] = {}
     for file, part in zip(files, parts, strict=True):
@@ -389,7 +389,7 @@ def _write_blocks(
 
 
 def _publish_files(folder: Path, files: list[_PlannedFile], parts: list[Path], sums: list[dict[str, int]]) -> None:
-    """Write headers with the digests of all ranks, and rename the files. The index is last: it makes several files a model."""
+    """Write headers with the digests of all ranks, rename the files to their final names, and write the index last."""
     for file, part in zip(files, parts, strict=True):
         digests = {place.name: sum(each.get(place.name, 0) for each in sums) & MASK for place in file.places}
         with open(part, "r+b") as out:

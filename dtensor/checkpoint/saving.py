@@ -28,7 +28,7 @@ from .coordinator import NESTING_PART, RankGroup, StateParts
 from .digest import block_digest
 from .files import StoragePath, file_size, open_for_writing, parse_path, path_exists, read_file, replace_file, sha256, sync_folder
 from .load_targets import describe_tensor
-from .local_blocks import block_tensor, blocks_here
+from .local_blocks import block_tensor, iter_local_blocks
 from .manifest import MANIFEST_NAME, Manifest, StoredBlock, StoredTensor
 from .stateful import expand_state
 from .tree import encode_tree, has_tensors, iter_leaves, name_of, named_tensors
@@ -39,7 +39,7 @@ _DATA_FILE = re.compile(r"__\d+_\w+\.distcp")
 
 @dataclass(frozen=True, slots=True)
 class _SaveJob:
-    """Save that needs nothing more from the tensors of the state.
+    """Prepared save: this rank's blocks, copied if it runs in the background, and the description of the state.
 
     Attributes:
         encoded, values: the plain tree of the state as JSON, and with meta tensors.
@@ -56,7 +56,7 @@ class _SaveJob:
 
 @dataclass(frozen=True, slots=True)
 class SaveExtras:
-    """Additions to a save.
+    """Additions to a save: notes for the manifest, and callbacks on the first rank.
 
     Attributes:
         notes: plain values that the manifest has in addition to the state.
@@ -108,8 +108,8 @@ def save(state: Any, path: str | os.PathLike[str], *, async_op: bool = False, pr
 def start_save(
     state: Any, folder: StoragePath, ranks: RankGroup, staging: Staging | None, extras: SaveExtras = SaveExtras()
 ) -> PendingSave | None:
-    """Save as :func:`save` does; in the background if there is ``staging`` memory for this rank's blocks."""
-    job = _prepare_job(state, folder, ranks, staging, extras.notes)
+    """Save as :func:`save` does at once, or in the background if ``staging`` memory is given for this rank's blocks."""
+    job = _prepare_save(state, folder, ranks, staging, extras.notes)
     if staging is None:
         _run_job(job, folder, ranks, extras)
         return None
@@ -117,29 +117,31 @@ def start_save(
 
 
 # --- steps of a save -------------------------------------------------------------------------------------------------------
-def _prepare_job(state: Any, folder: StoragePath, ranks: RankGroup, staging: Staging | None, notes: Any) -> _SaveJob | Exception:
-    """Do everything that needs the tensors. An error is returned, and raised on all ranks at their next exchange."""
+def _prepare_save(state: Any, folder: StoragePath, ranks: RankGroup, staging: Staging | None, notes: Any) -> _SaveJob | Exception:
+    """Return the save job with this rank's blocks, or the error, which all ranks raise at their next exchange."""
     try:
         tree = expand_state(state).tree
         tensors = check_savable(named_tensors(tree))
         encoded = encode_tree(tree)
         entries = {name: StoredTensor(tuple(x.shape), str(x.dtype).removeprefix("torch."), ()) for name, x in tensors.items()}
-        parts = state_parts(tree, **{NESTING_PART: encoded, "notes beside it": notes})
+        parts = make_state_parts(tree, **{NESTING_PART: encoded, "notes beside it": notes})
     except Exception as error:  # also errors of the user's state_dict methods
         return error
     tensors = reduce_partials(tensors, parts, ranks, f"saving to {folder}")
     shards = {
         (name, held.offset): block_tensor(tensors[name], held).detach()
-        for name, blocks in blocks_here(tensors, ranks.rank, ranks.participants)
+        for name, blocks in iter_local_blocks(tensors, ranks.rank, ranks.participants)
         for held in blocks
-        if held.answers
+        if held.is_primary
     }
-    writes = staging.copies(shards) if staging is not None else {key: to_row_major_cpu(shard) for key, shard in shards.items()}
+    writes = (
+        staging.start_copies(shards) if staging is not None else {key: to_row_major_cpu(shard) for key, shard in shards.items()}
+    )
     return _SaveJob(encoded, _without_tensors(tree), entries, writes, parts)
 
 
 def check_savable(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors, detached. Raise a CheckpointError for one that cannot be saved."""
+    """Return the tensors, detached; raise a CheckpointError for a meta, sparse or quantized one."""
     for tensor in tensors.values():
         if tensor.is_meta or tensor.layout != torch.strided or tensor.is_quantized:
             raise CheckpointError(
@@ -149,8 +151,8 @@ def check_savable(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.detach() for name, tensor in tensors.items()}
 
 
-def state_parts(tree: Any, **beside: Any) -> StateParts:
-    """Return what must be equal on all ranks: each leaf of a state in order, and the values ``beside`` them."""
+def make_state_parts(tree: Any, **beside: Any) -> StateParts:
+    """Return (name, text) of all that must be equal on all ranks: each leaf of a state, and the values ``beside`` them."""
     parts = []
     for path, leaf in iter_leaves(tree):
         if isinstance(leaf, torch.Tensor):
@@ -162,7 +164,7 @@ def state_parts(tree: Any, **beside: Any) -> StateParts:
 
 
 def reduce_partials(tensors: dict[str, torch.Tensor], parts: StateParts, ranks: RankGroup, what: str) -> dict[str, Any]:
-    """Return the tensors with partial ones reduced, after a check that all ranks have come with the same tensors."""
+    """Return the tensors with partial ones reduced, after a check that all ranks save the same tensors."""
     partials = {name: x for name, x in tensors.items() if isinstance(x, DTensor) and x._layout.is_partial}
     if partials:
         ranks.run_if_same(what, lambda: parts, lambda: None)
@@ -170,14 +172,12 @@ def reduce_partials(tensors: dict[str, torch.Tensor], parts: StateParts, ranks: 
 
 
 def to_row_major_cpu(shard: torch.Tensor) -> torch.Tensor:
-    """Return the values on the CPU, as they are written."""
+    """Return a contiguous copy of the values on the CPU, or the tensor itself if it is that already."""
     return shard.cpu().resolve_conj().resolve_neg().contiguous()
 
 
 def _without_tensors(tree: Any) -> Any:
-    """Return the tree for torch's metadata: with meta tensors, which keep no memory alive, and lists for tuples, because it
-    does not look into tuples.
-    """
+    """Return the tree for torch's metadata: meta tensors for tensors, and lists for tuples that contain tensors."""
     match tree:
         case torch.Tensor():
             return torch.empty(tree.shape, dtype=tree.dtype, device="meta")
@@ -200,19 +200,20 @@ def _run_job(
     extras: SaveExtras,
     copied: Callable[[], None] = lambda: None,
 ) -> None:
-    """Write this rank's blocks, and commit the checkpoint on all ranks together, or discard its files."""
+    """Write this rank's blocks and commit the checkpoint on all ranks together; after an error remove this rank's files."""
 
     def files(token: str) -> tuple[StoragePath, StoragePath]:
         return folder / f"__{ranks.rank}_{token}.distcp", folder / f"__{ranks.rank}_{token}v.distcp"
 
     def remove_uncommitted(token: str) -> None:
+        """Remove this rank's data files of the save, unless the manifest in the folder refers to them."""
         if not _is_committed(folder, token):
             for file in files(token):
                 file.unlink(missing_ok=True)
 
     def write(token: str) -> list[tuple[str, StoredBlock, Stream]]:
         copied()
-        return _write_share(_checked_job(job), files(token)[0])
+        return _write_local_blocks(_checked_job(job), files(token)[0])
 
     write_and_commit(
         ranks,
@@ -228,13 +229,13 @@ def _run_job(
 
 
 def _checked_job(job: _SaveJob | Exception) -> _SaveJob:
-    """Return a job that was prepared without an error, as the ranks have agreed by now."""
+    """Return ``job``, which is no error here: the exchange before would have raised it on all ranks."""
     assert isinstance(job, _SaveJob)
     return job
 
 
-def _write_share(job: _SaveJob, file: StoragePath) -> list[tuple[str, StoredBlock, Stream]]:
-    """Write this rank's blocks and sync them to disk, while a thread computes their digests."""
+def _write_local_blocks(job: _SaveJob, file: StoragePath) -> list[tuple[str, StoredBlock, Stream]]:
+    """Write this rank's blocks to one file and sync it, while a thread computes their digests; return their positions."""
     if not job.writes:
         return []
     with ThreadPoolExecutor(1) as thread:
@@ -250,7 +251,7 @@ def _write_share(job: _SaveJob, file: StoragePath) -> list[tuple[str, StoredBloc
 def _commit_save(
     job: _SaveJob, folder: StoragePath, shares: list[list[tuple[str, StoredBlock, Stream]]], token: str, extras: SaveExtras
 ) -> None:
-    """Commit the written blocks as the checkpoint."""
+    """Write the manifest of the blocks of all ranks, which makes the checkpoint valid; then remove files of older saves."""
     from . import dcp_metadata as metadata  # imports torch.distributed.checkpoint, which takes a second
 
     written = [item for share in shares for item in share]
@@ -276,6 +277,7 @@ def _commit_save(
 
 
 def _is_committed(folder: StoragePath, token: str) -> bool:
+    """Return True if the manifest in the folder is that of the save with this token."""
     with contextlib.suppress(OSError, CheckpointError):
         return token.encode() in read_file(folder / MANIFEST_NAME)
     return False

@@ -13,7 +13,7 @@ from .coordinator import StateParts
 from .load_targets import Target, describe_tensor
 from .manifest import Manifest
 from .manifest_transforms import nest_dotted_keys
-from .stateful import Expanded, Install, check_groups
+from .stateful import Expanded, Install, check_param_groups
 from .tree import Stored, TreePath, has_tensors, map_leaves, name_of
 
 _MAX_LISTED = 6  # greatest number of keys in an error
@@ -21,7 +21,7 @@ _MAX_LISTED = 6  # greatest number of keys in an error
 
 @dataclass(slots=True)
 class MatchResult:
-    """Result of a match.
+    """Match of the requested state with a checkpoint: the targets to fill, missing and unexpected keys, and mismatches.
 
     Attributes:
         tree: the tree of the state, with targets for tensors and the plain values of the checkpoint.
@@ -40,13 +40,13 @@ class MatchResult:
 
     @property
     def parts(self) -> StateParts:
-        """Return what must be equal on all ranks that load together."""
+        """Return (name, text) of the requested tensors and missing keys, which must be equal on all ranks."""
         parts = [(name, describe_tensor(target.like, target.dtype)) for name, target in self.targets.items()]
         return parts + [(name, "not in the checkpoint") for name in self.missing]
 
 
 def match_trees(requested: Expanded, manifest: Manifest, strict: bool, convert: bool = False) -> MatchResult:
-    """Return every leaf of the state with its value in the checkpoint.
+    """Match the requested state with the stored tree; return the tree to install, its targets, and what does not match.
 
     Raises:
         CheckpointError: other shapes, dtypes or types; with ``strict`` missing or unexpected keys.
@@ -63,12 +63,12 @@ def match_trees(requested: Expanded, manifest: Manifest, strict: bool, convert: 
     for path in requested.installs:
         ours, theirs = _value_at(requested.tree, path), _value_at(stored, path)
         if all(isinstance(tree, Mapping) and "param_groups" in tree for tree in (ours, theirs)):
-            check_groups(ours, theirs, path)
+            check_param_groups(ours, theirs, path)
     return result
 
 
 def _match_value(requested: Any, stored: Any, path: TreePath, manifest: Manifest, result: MatchResult) -> Any:
-    """Match a requested value with the stored one; return it with targets of tensors, and record what does not match."""
+    """Return the value to install for ``requested``: a target, or the stored value; add mismatches to ``result``."""
     match requested, stored:
         case ((torch.Tensor() | Target()), Stored()):
             return _match_tensor(requested, stored.name, manifest, result)
@@ -87,7 +87,7 @@ def _match_value(requested: Any, stored: Any, path: TreePath, manifest: Manifest
 
 
 def _match_dicts(requested: Any, stored: Any, path: TreePath, manifest: Manifest, result: MatchResult) -> dict[Any, Any]:
-    """Match the items of two dicts by key, and record keys that only one of them has."""
+    """Match the items of two dicts by key; record keys that only one of them has in ``result``."""
     unmatched = {str(key): key for key in stored}  # in torch's checkpoints all keys are strings
     filled = {}
     for key, item in requested.items():
@@ -104,14 +104,12 @@ def _match_dicts(requested: Any, stored: Any, path: TreePath, manifest: Manifest
 
 
 def _is_structure(requested: Any, stored: Any) -> bool:
-    """Return True if the dicts are nesting, with string keys or tensors inside, which is matched key by key. Others are plain
-    values.
-    """
+    """Return True if two dicts are matched key by key: all keys are strings, or tensors are inside. Others are plain values."""
     return all(isinstance(key, str) for key in (*requested, *stored)) or has_tensors(requested) or has_tensors(stored)
 
 
 def _match_tensor(requested: Any, name: str, manifest: Manifest, result: MatchResult) -> Any:
-    """Return the target of a stored tensor; record it as wrong if shape or dtype do not fit."""
+    """Return the load target for the stored tensor ``name``; record a mismatch of shape or dtype in ``result``."""
     entry = manifest.tensors[name]
     target = requested if isinstance(requested, Target) else Target.of(name, requested)
     if target.shape != entry.shape:
@@ -133,14 +131,14 @@ def _is_convertible(a: torch.dtype, b: torch.dtype) -> bool:
 
 
 def _drop_targets(item: Any) -> Any:
-    """Return a missing item unchanged, without the targets that only describe tensors to be made."""
+    """Return a missing item without the targets in its dicts, which only describe tensors to be made."""
     if isinstance(item, dict):
         return {key: _drop_targets(value) for key, value in item.items() if not isinstance(value, Target)}
     return item
 
 
 def _leaf_names(tree: Any, path: TreePath) -> list[str]:
-    """Return the dotted names of the leaves of a tree."""
+    """Return the dotted names of the tensors and plain values below ``path``, for messages."""
     if isinstance(tree, Mapping) and tree:
         return [name for key, item in tree.items() for name in _leaf_names(item, (*path, key))]
     if isinstance(tree, (list, tuple)) and has_tensors(tree):
@@ -149,6 +147,7 @@ def _leaf_names(tree: Any, path: TreePath) -> list[str]:
 
 
 def _kind_text(tree: Any) -> str:
+    """Return the kind of a value for an error, such as "a tensor" or "a list of 3 with tensors"."""
     if isinstance(tree, (torch.Tensor, Stored)):
         return "a tensor"
     return f"a {type(tree).__name__}" + (f" of {len(tree)} with tensors" if has_tensors(tree) else "")
@@ -170,7 +169,7 @@ def _value_at(tree: Any, path: TreePath) -> Any:
 
 # --- assignment to the state -----------------------------------------------------------------------------------------------
 def assign_values(state: Any, filled: Any, installs: Mapping[TreePath, Install], path: TreePath = ()) -> Any:
-    """Assign ``filled`` to ``state``, and return the new value. Dicts and lists change in place, objects get their state."""
+    """Assign loaded values to ``state``, dicts and lists in place and objects by their installers; return the new value."""
     if path in installs:
         installs[path](_resolve_targets(filled))
         return state
@@ -201,5 +200,5 @@ def assign_values(state: Any, filled: Any, installs: Mapping[TreePath, Install],
 
 
 def _resolve_targets(tree: Any) -> Any:
-    """Return the tree with each target replaced by its result."""
+    """Return the tree with each load target replaced by its filled tensor."""
     return map_leaves(lambda leaf, _: leaf.result if isinstance(leaf, Target) else leaf, tree)

@@ -38,7 +38,7 @@ class Expanded:
 
 
 def expand_state(state: Any, stored: Mapping[str, StoredTensor] | None = None) -> Expanded:
-    """Return the plain tree of the state.
+    """Return the state with modules, optimizers and stateful objects replaced by their plain trees, and their installers.
 
     Args:
         stored: contents of the checkpoint, for a load. An optimizer that has made no step has no state yet, so the stored state
@@ -47,8 +47,8 @@ def expand_state(state: Any, stored: Mapping[str, StoredTensor] | None = None) -
     installs: dict[TreePath, Install] = {}
     names = _parameter_names(state)
 
-    def visit(value: Any, path: TreePath) -> Any:
-        """Return the state of a module, optimizer or stateful object, and note how to install it."""
+    def expand_object(value: Any, path: TreePath) -> Any:
+        """Return the state dict of a module, optimizer or stateful object, and register its installer; else the value."""
         match value:
             case nn.Module():
                 installs[path] = _module_installer(value)
@@ -63,18 +63,18 @@ def expand_state(state: Any, stored: Mapping[str, StoredTensor] | None = None) -
             return value.state_dict()
         return value
 
-    return Expanded(map_leaves(visit, state), installs)
+    return Expanded(map_leaves(expand_object, state), installs)
 
 
 # --- modules ---------------------------------------------------------------------------------------------------------------
 def _tied_names(module: nn.Module) -> list[list[str]]:
-    """Return the names of each parameter with several names."""
+    """Return the names of each tied parameter of a module, which is a parameter with several names."""
     names = group_by_key((id(parameter), name) for name, parameter in module.named_parameters(remove_duplicate=False))
     return [each for each in names.values() if len(each) > 1]
 
 
 def _module_tree(module: nn.Module, path: TreePath, stored: Mapping[str, StoredTensor] | None) -> dict[str, Any]:
-    """Return the state dict of a module. A load drops names of a tied parameter that the checkpoint has under another name."""
+    """Return the state dict of a module; for a load without those names of tied parameters that the checkpoint lacks."""
     tree = module.state_dict()
     for names in _tied_names(module) if stored is not None else ():
         missing = [name for name in names if name_of((*path, name)) not in stored]  # type: ignore[operator]  # not None
@@ -85,11 +85,11 @@ def _module_tree(module: nn.Module, path: TreePath, stored: Mapping[str, StoredT
 
 
 def _module_installer(module: nn.Module) -> Install:
-    """Return the function that sets loaded values on a module, with tied parameters tied again."""
+    """Return the function that installs loaded values in a module, with tied parameters tied again."""
     ties = _tied_names(module)
 
     def install(tree: dict[str, Any]) -> None:
-        """Set tensors on ``meta`` and extra states. Tensors with memory have their values already."""
+        """Load the tensors that replace ``meta`` tensors, and extra states; tensors with memory were filled in place."""
         before = module.state_dict()
         new = {key: value for key, value in tree.items() if not isinstance(value, torch.Tensor) or before[key].is_meta}
         if not new:
@@ -115,7 +115,7 @@ def _parameter_names(state: Any) -> dict[int, str]:
 
 
 def _parameter_keys(optimizer: Optimizer, names: Mapping[int, str]) -> list[Any]:
-    """Return the key of each parameter's state, in the optimizer's order: names, or positions if some parameter has no name."""
+    """Return the key of each parameter's optimizer state, in order: its name, or its position if some parameter has no name."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     keys = [names.get(id(p)) for p in parameters]
     return list(range(len(keys))) if None in keys else keys
@@ -124,7 +124,7 @@ def _parameter_keys(optimizer: Optimizer, names: Mapping[int, str]) -> list[Any]
 def _optimizer_tree(
     optimizer: Optimizer, names: Mapping[int, str], path: TreePath, stored: Mapping[str, StoredTensor] | None
 ) -> Any:
-    """Return the optimizer's state with parameters by name, and with targets for state that only the checkpoint has."""
+    """Return the optimizer's state dict with state by parameter name, and targets for state that only the checkpoint has."""
     tree, keys = optimizer.state_dict(), _parameter_keys(optimizer, names)
     state = {keys[k]: value for k, value in tree["state"].items()}
     if stored is not None:
@@ -138,7 +138,7 @@ def _optimizer_tree(
 
 
 def _stored_state_targets(parameter: Any, path: TreePath, stored: Mapping[str, StoredTensor]) -> dict[str, Target]:
-    """Return targets for the optimizer state of a parameter that the checkpoint holds."""
+    """Return load targets for the optimizer state of one parameter that the checkpoint has, in its layout."""
     prefix, targets = name_of(path) + ".", {}
     for name, entry in stored.items():
         if name.startswith(prefix):
@@ -150,10 +150,11 @@ def _stored_state_targets(parameter: Any, path: TreePath, stored: Mapping[str, S
 
 
 def _optimizer_installer(optimizer: Optimizer, names: Mapping[int, str]) -> Install:
-    """Return the function that loads state by name into the optimizer."""
+    """Return the function that loads a tree with state by parameter name into the optimizer."""
     keys = _parameter_keys(optimizer, names)  # computed before loading, which may replace parameters
 
     def install(tree: dict[str, Any]) -> None:
+        """Load the tree into the optimizer, with parameter names replaced by the optimizer's positions."""
         number = {key: k for k, key in enumerate(keys)}
         state = {number[key]: value for key, value in tree["state"].items()}
         groups = [{**group, "params": [number[key] for key in group["params"]]} for group in tree["param_groups"]]
@@ -162,8 +163,8 @@ def _optimizer_installer(optimizer: Optimizer, names: Mapping[int, str]) -> Inst
     return install
 
 
-def check_groups(requested: Any, found: Any, path: TreePath) -> None:
-    """Check that the parameter groups of an optimizer and of a checkpoint have the same parameters.
+def check_param_groups(requested: Any, found: Any, path: TreePath) -> None:
+    """Raise if the parameter groups of an optimizer and of a checkpoint do not have the same parameters in order.
 
     Raises:
         CheckpointError: they differ.

@@ -16,7 +16,7 @@ TreePath = tuple[Any, ...]
 
 
 class Stored:
-    """Position of the tensor ``name`` in a tree."""
+    """Placeholder in a tree for the stored tensor ``name``."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -47,7 +47,7 @@ def iter_leaves(tree: Any, path: TreePath = ()) -> Iterator[tuple[TreePath, Any]
 
 
 def map_leaves(fn: Callable[[Any, TreePath], Any], tree: Any, path: TreePath = ()) -> Any:
-    """Return the same dicts, lists and tuples with ``fn(leaf, path)`` for each leaf."""
+    """Return a tree of the same nesting with ``fn(leaf, path)`` in place of each leaf."""
     match tree:
         case torch.Size() | nn.Module():
             return fn(tree, path)
@@ -60,12 +60,12 @@ def map_leaves(fn: Callable[[Any, TreePath], Any], tree: Any, path: TreePath = (
 
 
 def has_tensors(tree: Any) -> bool:
-    """Return True if the tree has a tensor, or the position of one."""
+    """Return True if the tree contains a tensor, or a ``Stored`` placeholder of one."""
     return any(isinstance(leaf, (torch.Tensor, Stored)) for _, leaf in iter_leaves(tree))
 
 
 def named_tensors(tree: Any) -> dict[str, torch.Tensor]:
-    """Return all tensors by name.
+    """Return all tensors of a tree by dotted name, such as ``"net.0.weight"``.
 
     Raises:
         CheckpointError: two leaves have the same name, such as ``{"a": {"b": x}, "a.b": y}``.
@@ -85,7 +85,7 @@ _SCALAR_TYPES = (bool, int, float, str, type(None))
 
 
 def encode_tree(tree: Any, path: TreePath = ()) -> Any:
-    """Return ``tree`` as JSON data, with tensors as their names.
+    """Return ``tree`` as JSON-compatible data, with each tensor as its name.
 
     Raises:
         CheckpointError: a leaf that is neither a tensor nor plain data.
@@ -125,7 +125,7 @@ def encode_tree(tree: Any, path: TreePath = ()) -> Any:
 
 
 def decode_tree(data: Any, tensors: Mapping[str, Any]) -> Any:
-    """Return the tree that :func:`encode_tree` encoded, with ``tensors[name]`` for each tensor.
+    """Return the tree that :func:`encode_tree` encoded, with ``tensors[name]`` in place of each tensor.
 
     >>> decode_tree(encode_tree({"a": (1, 2.5, None), 3: torch.float16}), {})
     {'a': (1, 2.5, None), 3: torch.float16}

@@ -28,7 +28,7 @@ def write_and_commit(
     left: str,
     begin: Callable[[str], None] = lambda token: None,
 ) -> None:
-    """Call ``write`` on all ranks under the lock of ``folder``, then ``commit`` on the first rank.
+    """Call ``write`` on all ranks under the lock of ``folder``, then ``commit`` on the first rank; ``discard`` after an error.
 
     Args:
         what: the action, for errors.
@@ -43,6 +43,7 @@ def write_and_commit(
     """
 
     def checked_state() -> StateParts:
+        """Return this rank's state parts, or raise the error that preparing them gave."""
         if isinstance(state, Exception):
             raise state
         return state
@@ -50,6 +51,7 @@ def write_and_commit(
     with contextlib.ExitStack() as stack:
 
         def open_folder() -> str:
+            """Create and lock the folder on the first rank, call ``begin``, and return the token of this save."""
             folder.mkdir(parents=True, exist_ok=True)
             stack.enter_context(lock_folder(folder))
             token = uuid.uuid4().hex[:12]
@@ -59,6 +61,7 @@ def write_and_commit(
         token = ranks.run_if_same(what, checked_state, open_folder)
 
         def commit_shares(shares: list[tuple[str, T]]) -> None:
+            """Commit the results of all ranks; name a rank that writes to another folder in the error."""
             try:
                 commit([share for _, share in shares], token)
             except CheckpointError as error:
@@ -87,7 +90,7 @@ _LOCKED_MESSAGE = "another save into this folder is under way; save into another
 
 @contextlib.contextmanager
 def lock_folder(folder: StoragePath, otherwise: str = _LOCKED_MESSAGE) -> Iterator[None]:
-    """Lock the folder against other saves. The system releases the lock when this process ends, however it ends.
+    """Lock the folder against other saves inside of the context; the lock ends with this process, however it ends.
 
     Args:
         otherwise: error text if another process has the lock. Object stores have no locks, so nothing is locked there.

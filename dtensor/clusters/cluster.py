@@ -1,4 +1,4 @@
-"""Cluster descriptions, and degrees of parallelism on them."""
+"""Cluster description, and degrees of parallelism on it."""
 
 from __future__ import annotations
 
@@ -52,8 +52,7 @@ class Cluster:
 
 
 def cluster(device: Device, peak: float, memory: float, node: int, inside: float, between: float) -> Cluster:
-    """Return a cluster of nodes with ``node`` ranks. ``inside`` and ``between`` are bytes per second into a rank, inside of a
-    node and between nodes.
+    """Return a cluster of nodes with ``node`` ranks; ``inside`` and ``between`` nodes a rank receives these bytes per second.
 
     Args:
         device: the rates of matrix products and memory, as in ``dtensor.cost.device.DEVICES``.
@@ -103,7 +102,7 @@ class Degrees:
         return self.tp * self.cp * self.pp * self.dp
 
     def mesh(self, cluster: Cluster) -> DeviceMesh:
-        """Return a dry-run mesh of one rank."""
+        """Return the dry-run mesh, of one representative rank, with these degrees on the cluster."""
         return dry_run_of_profile(cluster.profile, (self.dp // self.ep, self.pp, self.ep, self.cp, self.tp), MESH_DIMS)
 
     def check(self, model: Transformer, sequence: int, batch: int) -> None:
@@ -112,7 +111,7 @@ class Degrees:
             raise PlanError("; ".join(problems))
 
     def iter_problems(self, model: Transformer, sequence: int, batch: int) -> Iterator[str]:
-        """Yield a text for everything that these degrees do not divide."""
+        """Yield a text for each size of the model, sequence or batch that these degrees do not divide."""
         chunks = self.tp * self.cp * (2 if self.cp > 1 else 1)  # with cp, a rank has an early and a late chunk of the sequence
         for name, count, size, what in (
             ("tp", self.tp, model.kv_heads, "heads of keys and values"),
@@ -131,7 +130,7 @@ class Degrees:
 
 
 def iter_degrees(model: Transformer, ranks: int, node: int, sequence: int, batch: int) -> Iterator[Degrees]:
-    """Yield powers of two along all dims but ``dp``, which gets the other ranks; ``tp`` within a node, ``ep`` for experts."""
+    """Yield possible degrees for ``ranks``: powers of two for all but ``dp``, ``tp`` within a node, ``ep`` for experts."""
     twos = [2**k for k in range(ranks.bit_length()) if ranks % 2**k == 0]
     for tp in (size for size in twos if size <= node):
         for cp in (size for size in twos if size == 1 or (size * tp * _MIN_POSITIONS <= sequence and size <= _MAX_RING)):

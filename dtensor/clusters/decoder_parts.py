@@ -53,17 +53,18 @@ class Attention(nn.Module):
         self.out = nn.Linear(model.hidden, model.hidden, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Return causal attention of the activations ``x`` with rotary positions, over this rank's heads."""
         query, key, value = (self.split_heads(each(x)) for each in (self.query, self.key, self.value))
         mixed = self.attend(_apply_rotary(query, cos, sin), _apply_rotary(key, cos, sin), value)
         output: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return output
 
     def split_heads(self, x: Tensor) -> Tensor:
-        """Reshape (batch, time, features) to (batch, head, time, features of a head)."""
+        """Return (batch, time, features) reshaped to (batch, head, time, features of a head)."""
         return x.unflatten(2, (-1, self.head_dim)).transpose(1, 2)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Run causal attention, over the ring of context-parallel ranks if there is one."""
+        """Return causal attention over the ring of context-parallel ranks, or local attention if there is none."""
         if self.ring is not None:
             return self.ring.attention(query, key, value, is_causal=True, enable_gqa=True)
         if query.is_meta:  # on meta tensors torch does not choose a fused kernel
@@ -89,6 +90,7 @@ class FeedForward(nn.Module):
         self.down = nn.Linear(model.ffn, model.hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the output of the feed-forward network for the activations ``x``."""
         inner = F.gelu(self.up(x)) if self.gate is None else F.silu(self.gate(x)) * self.up(x)
         output: Tensor = self.down(inner)
         return output
@@ -111,7 +113,7 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts(model, mesh)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Send tokens to the ranks of the experts that chose them and back, and add up the weighted outputs."""
+        """Send tokens to the ranks of the experts that chose them, and return the weighted sums of the outputs."""
         tokens = to_local_tensor(x).flatten(0, 1)
         scores = to_local_tensor(self.router(x)).flatten(0, 1).softmax(-1)
         count = scores.shape[1]
@@ -125,7 +127,7 @@ class MixtureOfExperts(nn.Module):
 
 
 class Experts(nn.Module):
-    """Matrices of all experts: columns sharded over the first mesh dim, experts over the second."""
+    """Weight matrices of all experts: columns sharded over the first mesh dim, experts over the second."""
 
     def __init__(self, model: Transformer, mesh: DeviceMesh) -> None:
         super().__init__()
@@ -139,7 +141,7 @@ class Experts(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Decoder layer. ``again`` is what backward recomputes, one of :data:`RECOMPUTATIONS`."""
+    """Decoder layer: attention and feed-forward halves. ``again`` is what backward recomputes (:data:`RECOMPUTATIONS`)."""
 
     def __init__(self, model: Transformer, mesh: DeviceMesh, sequence: int, again: str = "nothing") -> None:
         super().__init__()
@@ -158,19 +160,19 @@ class DecoderLayer(nn.Module):
         self.last.watch_modules(self.attention.out, getattr(self.mixing, "down", None))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Run the layer, inside of a checkpoint if backward recomputes all of it."""
+        """Return the layer's output, computed inside of a checkpoint if backward recomputes all of it."""
         if self.again == "everything":
             output: Tensor = checkpoint(self.run_layer, x, cos, sin, use_reentrant=False)
             return output
         return self.run_layer(x, cos, sin)
 
     def run_layer(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Add attention and mixing to the residual stream."""
+        """Return ``x`` with the outputs of the attention and feed-forward halves added."""
         x = x + self.run_half(lambda x: to_local_tensor(self.attention(self.attention_norm(x), cos, sin)), x)
         return x + self.run_half(lambda x: to_local_tensor(self.mixing(self.mixing_norm(x))), x)
 
     def run_half(self, fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """Run half of the layer, under selective checkpointing if backward recomputes elementwise operators."""
+        """Return the output of half the layer, run with selective checkpointing if backward recomputes elementwise operators."""
         if self.again != "elementwise":
             return fn(x)
         output: Tensor = checkpoint(
@@ -180,12 +182,13 @@ class DecoderLayer(nn.Module):
 
 
 class _LastProduct:
-    """Checkpoint policy for half a layer: save all products but the last, on which nothing in the half depends."""
+    """Checkpoint policy for half a layer: save the results of all products but the last, which nothing in the half needs."""
 
     def __init__(self) -> None:
         self.running = False
 
     def watch_modules(self, *modules: nn.Module | None) -> None:
+        """Register hooks that note when one of these modules, which compute the last product, is running."""
         for module in modules:
             if module is not None:
                 module.register_forward_pre_hook(lambda *_: setattr(self, "running", True))
@@ -197,7 +200,7 @@ class _LastProduct:
 
 
 class EmbeddingPart(nn.Module):
-    """First part: the embedding."""
+    """First part of a model: the token embedding."""
 
     def __init__(self, model: Transformer, mesh: DeviceMesh) -> None:
         super().__init__()
@@ -210,7 +213,7 @@ class EmbeddingPart(nn.Module):
 
 
 class LossPart(nn.Module):
-    """Last part: the head, and the loss of its sharded logits in float32."""
+    """Last part of a model: the head, and the loss of its sharded logits in float32."""
 
     def __init__(self, model: Transformer, mesh: DeviceMesh) -> None:
         super().__init__()

@@ -52,7 +52,7 @@ class Work:
     nbytes: Sums = field(default_factory=lambda: Sums(float))
 
     def add_scaled(self, other: Work, times: float = 1) -> Work:
-        """Return the sum of this work and ``times`` the other."""
+        """Return the sum of this work and ``times`` the work ``other``."""
         total = Work(self.seconds.copy(), self.nbytes.copy())
         for totals, counts in ((total.seconds, other.seconds), (total.nbytes, other.nbytes)):
             for kind, count in counts.items():
@@ -62,7 +62,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class DryStep:
-    """Result of a step of one part, on one rank.
+    """Result of a dry step of one part: compute, communication and memory of one rank.
 
     Attributes:
         micro: forward and backward of a micro batch.
@@ -82,8 +82,7 @@ class DryStep:
 
 
 def dry_step(part: str, model: Transformer, mesh: DeviceMesh, sequence: int, micro: int = 1, again: str = "nothing") -> DryStep:
-    """Run a step of "start" (the embedding), "layer" or "end" (the head and the loss), with micro batches of ``micro``
-    sequences.
+    """Measure a dry training step of one part ("start", "layer" or "end") with micro batches of ``micro`` sequences.
 
     Args:
         mesh: a dry run with dims :data:`MESH_DIMS`.
@@ -130,7 +129,7 @@ def dry_step(part: str, model: Transformer, mesh: DeviceMesh, sequence: int, mic
 def _make_dry_step(
     bytes_held: Sequence[int], positions: Sequence[int], micro: Work, once: Work, state: float, boundary: float
 ) -> DryStep:
-    """Return the result.
+    """Return the result of a dry step, with memory by kind from the bytes held at positions of the memory log.
 
     Args:
         positions: log positions at the beginning, after each forward and backward pass, and after the optimizer step.
@@ -146,7 +145,7 @@ def _make_dry_step(
 def _make_part(
     part: str, model: Transformer, mesh: DeviceMesh, sequence: int, micro: int, again: str
 ) -> tuple[Any, list[Tensor]]:
-    """Return a part and its inputs: the output of the part before it, and tokens or rotary tables."""
+    """Return the module of a part and example inputs: output of the part before it, and tokens or rotary tables."""
     tokens = torch.zeros(micro, sequence // mesh["cp"].size(), dtype=torch.int64)
     if part == "start":
         return EmbeddingPart(model, mesh), [tokens]
@@ -158,7 +157,7 @@ def _make_part(
 
 # --- observation ----------------------------------------------------------------------------------------------------------
 class _StepObserver:
-    """Observer of the work that runs while it listens, and of allocated memory."""
+    """Observer of a dry step: records collectives and operators as work, and the allocated memory."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.device, self.holdings = get_device(mesh), MemoryTracker()
@@ -177,7 +176,7 @@ class _StepObserver:
         self._work.seconds[dim] += collective_seconds(mesh, event.mesh_dims, event.kind, event.bytes)
 
     def take_work(self) -> Work:
-        """Return the work since the last call."""
+        """Return the compute and communication since the last call, and begin anew."""
         work, self._work = self._work, Work()
         calls = sorted((call for one in self.operators.operations for call in one.calls), key=lambda call: call.start)
         self.operators.operations.clear()
@@ -191,7 +190,7 @@ class _StepObserver:
         return work
 
     def _memory_stores(self, calls: Sequence[RecordedLocalCall]) -> set[int]:
-        """Return the numbers of the stores that are written to memory and read from it.
+        """Return the numbers of the tensors' storages that a compiled program would write to memory and read back.
 
         Compiled programs fuse elementwise operators. So a store does not count that only elementwise operators make and use,
         without a product or collective between them.
@@ -209,7 +208,7 @@ class _StepObserver:
         return stores
 
     def log_position(self) -> int:
-        """Return the present position in the memory log."""
+        """Return the present position in the memory log, to look up :meth:`bytes_over_time`."""
         return len(self.holdings.log)
 
     def bytes_over_time(self) -> list[int]:

@@ -36,12 +36,12 @@ class Transformer:
 
     @property
     def expert_parameters(self) -> int:
-        """Return the parameters of one feed-forward network."""
+        """Return the number of parameters of one feed-forward network."""
         return (3 if self.gated else 2) * self.hidden * self.ffn
 
     @property
     def attention_parameters(self) -> int:
-        """Return the parameters of one layer without its feed-forward networks: attention, norms and router."""
+        """Return the parameters of one layer outside of its feed-forward networks: attention, norms and router."""
         router = self.hidden * self.experts if self.experts > 1 else 0
         return 2 * self.hidden * (self.hidden + self.head_dim * self.kv_heads) + 2 * self.hidden + router
 

@@ -66,7 +66,7 @@ def estimate(
     chunks: int | None = None,
     again: str | None = None,
 ) -> Estimate:
-    """Return the estimate of one step.
+    """Return the estimated time, memory and traffic of one training step on the cluster with these degrees.
 
     Parameters are gathered and gradients are reduced once in a step, over ``dp`` and ``cp``. Parameters are bfloat16, with
     float32 state that is sharded over these dims. The step waits for exchanges over ``tp``, ``cp`` and ``ep``, as the dry run
@@ -102,7 +102,7 @@ DryRunOf = Callable[[str, str], DryStep]  # (part, what it recomputes) -> its dr
 
 @dataclass(frozen=True, slots=True)
 class _StepRequest:
-    """Arguments of an estimate."""
+    """Arguments of a step estimate."""
 
     model: Transformer
     cluster: Cluster
@@ -113,7 +113,7 @@ class _StepRequest:
     chunks: int | None = None
 
     def dry_runs_of(self, degrees: Degrees) -> DryRunOf:
-        """Return a function that returns the dry runs of the model's parts with other degrees."""
+        """Return a function from (part, recomputation) to the cached dry step of that part with these degrees."""
         return lambda part, again: _cached_dry_step(part, again, self.model, self.cluster, degrees, self.sequence, self.micro)
 
 
@@ -121,6 +121,7 @@ class _StepRequest:
 def _cached_dry_step(
     part: str, again: str, model: Transformer, cluster: Cluster, degrees: Degrees, sequence: int, micro: int
 ) -> DryStep:
+    """Return the dry step of a part of the model on the cluster, measured once for equal arguments."""
     return dry_step(part, model, degrees.mesh(cluster), sequence, micro, again)
 
 
@@ -134,7 +135,7 @@ def _estimate_least_recomputation(request: _StepRequest, parts: DryRunOf, kinds:
 
 
 def _compose_estimate(request: _StepRequest, parts: DryRunOf, again: str) -> Estimate:
-    """Compose the dry runs of the parts of a model into the time, memory and traffic of a training step."""
+    """Return the step estimate that the dry steps of the parts give under a pipeline schedule."""
     model, cluster, degrees = request.model, request.cluster, request.degrees
     pp, micros = degrees.pp, request.batch // degrees.dp // request.micro
     chunks = 1 if pp == 1 else request.chunks or max(1, model.layers // pp)
@@ -164,7 +165,7 @@ def _compose_estimate(request: _StepRequest, parts: DryRunOf, again: str) -> Est
 
 
 def _pipeline_message(cluster: Cluster, degrees: Degrees, nbytes: float) -> Work:
-    """Return the work of a message to the next stage."""
+    """Return the communication of sending ``nbytes`` of activations to the next pipeline stage."""
     profile = cluster.profile
     reach = degrees.tp * degrees.cp * degrees.ep * degrees.pp
     link = profile.link("nccl", between_hosts=reach > profile.ranks_per_host)
@@ -227,14 +228,15 @@ def _family_key(degrees: Degrees) -> tuple[int, ...]:
 
 
 def _cheapest_degrees(family: list[Degrees]) -> Degrees:
-    """Return the degrees with the cheapest dry run."""
+    """Return the degrees of a family with the fewest ``dp`` ranks, which have the cheapest dry run."""
     return min(family, key=lambda degrees: degrees.dp)
 
 
 def _without_data_parallel(parts: DryRunOf) -> DryRunOf:
-    """Return the dry runs without parts that are sharded over ``dp``. Parameters need half as many bytes as their gradients."""
+    """Return ``parts`` without the work and memory that depend on ``dp``, for a lower bound of the estimate."""
 
     def run_part(part: str, again: str) -> DryStep:
+        """Return the dry step of a part without work per step, optimizer state and peak memory."""
         step = parts(part, again)
         gradients = step.memory["gradients"]
         return replace(

@@ -31,7 +31,7 @@ MOST_RANKS = 64
 
 # --- arguments ---------------------------------------------------------------------------------------------------------
 def parse_mesh(text: str) -> Shape:
-    """Return the shape of a mesh from text such as ``"3x2"``.
+    """Return the mesh shape that text such as ``"3x2"`` gives.
 
     Raises:
         ArgumentError: ``text`` is not a shape, or has more ranks than one machine starts.
@@ -48,7 +48,7 @@ def parse_mesh(text: str) -> Shape:
 
 
 def parse_shape(text: str) -> Shape:
-    """Return the shape of a nearly square float32 matrix of ``"1MB"``, or the shape ``"1031x1021"``.
+    """Return the shape that ``"1031x1021"`` gives, or that of a nearly square float32 matrix of ``"1MB"``.
 
     Raises:
         ArgumentError: ``text`` is neither.
@@ -68,7 +68,7 @@ def parse_shape(text: str) -> Shape:
 
 
 def parse_pair(text: str, mesh: Shape, ndim: int) -> tuple[Placements, Placements]:
-    """Return source and target placements of ``"S0->S1,R"``. Mesh dims that are left out are replicated.
+    """Return the source and target placements that ``"S0->S1,R"`` gives; mesh dims left out are replicated.
 
     Raises:
         ArgumentError: ``text`` is not a pair, or does not fit the mesh or the tensor.
@@ -84,6 +84,7 @@ def parse_pair(text: str, mesh: Shape, ndim: int) -> tuple[Placements, Placement
 
 
 def _parse_placements(side: str, mesh: Shape, ndim: int) -> Placements:
+    """Return the placements that comma-separated words such as ``S1,R`` name, one per mesh dim, replicated where left out."""
     words = side.split(",")
     if len(words) > len(mesh):
         raise ArgumentError(f"{side!r} has {len(words)} placements for a mesh of {len(mesh)} mesh dims")
@@ -101,7 +102,7 @@ def _parse_placement(word: str, ndim: int) -> Placement:
 
 
 def default_pairs(mesh: Shape) -> list[str]:
-    """Return the default pairs: each kind of redistribution over one mesh dim, and over all."""
+    """Return the pairs to time by default, as text: each kind of redistribution over one mesh dim, and over all."""
     kinds = ("S0->R", "S0->S1", "P->R", "P->S0", "R->S0")
     everywhere = [",".join([a] * len(mesh)) + "->" + ",".join([b] * len(mesh)) for a, b in (kind.split("->") for kind in kinds)]
     return list(dict.fromkeys([*kinds, *everywhere]))
@@ -127,7 +128,7 @@ class RedistributionTiming:
 
 
 def time_redistributions(mesh_shape: Shape, shapes: Sequence[Shape], pairs: Sequence[str]) -> Iterator[RedistributionTiming]:
-    """Run on each rank: yield one row per pair and shape, after a comparison of the result with the expected shard."""
+    """Time redistributions on each rank: yield one row per pair and shape, after a check of the values."""
     mesh = DeviceMesh("cpu", torch.arange(math.prod(mesh_shape)).view(mesh_shape))
     for shape in shapes:
         for pair in pairs:
@@ -151,6 +152,7 @@ def time_redistributions(mesh_shape: Shape, shapes: Sequence[Shape], pairs: Sequ
 
 
 def _check_values(result: DTensor, expected: torch.Tensor, pair: str) -> None:
+    """Raise on all ranks if the redistributed values differ from the expected ones on some rank."""
     is_wrong: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(is_wrong, not torch.equal(result.full_tensor(), expected))
     if any(is_wrong):
@@ -185,7 +187,7 @@ OPERATORS: dict[str, Callable[[Tensor, Tensor, Tensor], object]] = {  # (x, y, w
 
 
 def time_operators(names: Sequence[str]) -> Iterator[OperatorTiming]:
-    """Run on each of two ranks: yield one row per operator, for shards of 8 x 8 numbers."""
+    """Time operators on each of two ranks, on local tensors and DTensors of 8 x 8 shards: yield one row per operator."""
     mesh = DeviceMesh("cpu", dist.get_world_size())
     torch.set_num_threads(1)
     local = [torch.randn(8, 8) for _ in range(3)]
@@ -206,7 +208,7 @@ def time_operators(names: Sequence[str]) -> Iterator[OperatorTiming]:
 
 # --- report -------------------------------------------------------------------------------------------------------------
 def table_rows(rows: Sequence[RedistributionTiming | OperatorTiming]) -> list[tuple[str, ...]]:
-    """Return the rows of a table, the head first."""
+    """Return timings as rows of a text table, the head first."""
     moved = [
         (
             row.name,
@@ -230,7 +232,7 @@ def table_rows(rows: Sequence[RedistributionTiming | OperatorTiming]) -> list[tu
 
 
 def draw_plot(rows: Sequence[RedistributionTiming | OperatorTiming], path: Path) -> None:
-    """Write a dot plot of measured times and the times they are compared with, the fastest on top."""
+    """Write a dot plot of measured times next to predicted or plain-torch times to ``path``, the fastest on top."""
     from matplotlib.figure import Figure  # optional: the extra plot
 
     if moved := [row for row in rows if isinstance(row, RedistributionTiming)]:

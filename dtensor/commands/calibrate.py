@@ -51,7 +51,7 @@ class CollectiveSample(NamedTuple):
 
 
 def fit_rate(samples: Sequence[CollectiveSample]) -> Rate:
-    """Return the rate with the least squares of relative errors. No constant is negative.
+    """Return the latency and rate that fit the samples with the least squares of relative errors; no constant is negative.
 
     >>> made = Rate(1e-4, 2e-5, 1e9)
     >>> found = fit_rate([CollectiveSample("exchange", n, b, made.seconds(n, b)) for n in (2, 4) for b in (1 << 10, 1 << 20)])
@@ -73,7 +73,7 @@ def fit_rate(samples: Sequence[CollectiveSample]) -> Rate:
 
 
 def measure_profile(device_type: str, seconds: float = 0.05) -> Profile:
-    """Return the constants of the world's backend, equal on all its ranks. All of them must call it.
+    """Measure and return the cost-model profile of the world's backend, equal on all ranks. All of them call it.
 
     Args:
         seconds: how long each of about fifty measurements lasts.
@@ -102,7 +102,7 @@ _MATRIX_SIDES = {"cpu": (128, 256, 512), "cuda": (1024, 4096, 8192)}
 
 
 def _measure_device(device_type: str, seconds: float) -> Device:
-    """Return the measured rates of this machine, with built-in rates of its kind of device for integers and 8-bit dtypes."""
+    """Return the measured compute rates of this machine, with built-in ones for integers and 8-bit dtypes."""
     name = "this CPU" if device_type == "cpu" else torch.cuda.get_device_name()
     built_in = DEVICES[DEFAULT_DEVICE[device_type] if device_type == "cpu" else nearest_device(name)]
     number = torch.ones((), device=device_type)
@@ -114,7 +114,7 @@ def _measure_device(device_type: str, seconds: float) -> Device:
 
 
 def _measure_matmul_rate(dtype: torch.dtype, device_type: str, seconds: float) -> float:
-    """Return the FLOPs per second of the fastest matrix size."""
+    """Return the FLOP per second of the fastest of several matrix sizes."""
     rates = []
     for side in _MATRIX_SIDES[device_type]:
         x = torch.ones(side, side, dtype=dtype, device=device_type)
@@ -142,7 +142,7 @@ def _measure_copy_rate(device_type: str, seconds: float) -> float:
 def _measure_collective(
     kind: str, group: Sequence[int], side: int, device_type: str, memory: float, seconds: float
 ) -> CollectiveSample | None:
-    """Return one measurement without the modeled time of its local part. None if this rank is not in ``group``'s measurement."""
+    """Measure one collective, without the modeled time of its copies; None on ranks outside of ``group``."""
     mesh = DeviceMesh(device_type, list(group))
     src, dst = (Layout.of(mesh, [placement], (side, side)) for placement in _PLACEMENT_PAIRS[kind])
     redistribution = redistribution_between(src, dst)
@@ -156,11 +156,10 @@ def _measure_collective(
 
 
 def median_of_slowest_rank(run: Callable[[], Any], seconds: float, device_type: str = "cpu", group: Sequence[int] = ()) -> float:
-    """Return the median over rounds of ``seconds`` of the time of one call, on the slowest rank of ``group``. () means all
-    ranks, or none for a rank outside of a group.
-    """
+    """Return the median over rounds of the seconds of one call of ``run``, on the slowest rank of ``group``."""
 
     def time_calls(count: int) -> float:
+        """Return the seconds per call of ``run`` on this rank, over ``count`` calls after a barrier."""
         dist.barrier()
         start = perf_counter()
         for _ in range(count):
@@ -169,19 +168,20 @@ def median_of_slowest_rank(run: Callable[[], Any], seconds: float, device_type: 
             torch.cuda.synchronize()
         return (perf_counter() - start) / count
 
-    def slowest_rank(value: float) -> float:
+    def max_over_ranks(value: float) -> float:
+        """Return the largest ``value`` over the ranks of the group, or over all ranks."""
         values: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(values, value)
         return max(values[rank] for rank in group or range(len(values)))
 
     time_calls(2)
-    count = int(max(1, min(10_000, seconds / max(1e-6, slowest_rank(time_calls(2))))))
-    return sorted(slowest_rank(time_calls(count)) for _ in range(5))[2]
+    count = int(max(1, min(10_000, seconds / max(1e-6, max_over_ranks(time_calls(2))))))
+    return sorted(max_over_ranks(time_calls(count)) for _ in range(5))[2]
 
 
 # --- processes ------------------------------------------------------------------------------------------------------------
 def run_calibration(ranks: int, device_type: str, path: Path | None, seconds: float) -> tuple[Path, Profile]:
-    """Measure and write the profile. Starts ``ranks`` processes, unless torchrun has.
+    """Measure the profile and write it to a file; starts ``ranks`` processes unless torchrun has.
 
     Returns:
         Path of the written profile (on each host, under torchrun), and the profile.
@@ -209,7 +209,7 @@ def run_calibration(ranks: int, device_type: str, path: Path | None, seconds: fl
 
 
 def _write_profile(path: Path, profile: Profile) -> None:
-    """Write the profile atomically."""
+    """Write the profile atomically to ``path``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
     temporary.write_text(profile.dumps())

@@ -25,7 +25,7 @@ _OPTIONAL = ("numpy", "scipy", "safetensors", "hypothesis", "transformers", "mat
 
 
 def report_lines() -> Iterator[str]:
-    """Yield lines about versions, backends and patches on torch."""
+    """Yield lines of text on versions, backends and patches on torch."""
     yield f"python {platform.python_version()} on {platform.system()} {platform.machine()}"
     yield f"dtensor {sys.modules['dtensor'].__version__}, torch {torch.__version__}"
     profile = "calibrated" if is_calibrated() else "built-in constants (dtensor calibrate measures this machine)"
@@ -41,7 +41,7 @@ def report_lines() -> Iterator[str]:
 
 
 def self_test(seconds: float = 60.0) -> str:
-    """Run collectives between two processes over gloo; return the problem, "" if there is none."""
+    """Test collectives between two processes over gloo; return the problem as text, "" if there is none."""
     if not _has_backend("gloo"):
         return "this torch has no gloo, so communication cannot be tested"
     try:
@@ -51,7 +51,7 @@ def self_test(seconds: float = 60.0) -> str:
 
 
 def _check_collectives() -> Iterator[str]:
-    """Run on each rank: check one collective of each kind, and raise if a result is wrong."""
+    """Run one collective of each kind on this rank, and raise if a result is wrong."""
     mesh = DeviceMesh("cpu", RANKS)
     x = DTensor.from_local(torch.arange(6.0).view(2, 3) + mesh.get_rank(), mesh, [Partial()], shape=(2, 3), stride=(3, 1))
     expected = 2 * torch.arange(6.0).view(2, 3) + 1
@@ -68,6 +68,7 @@ def _has_backend(backend: str) -> bool:
 
 
 def _package_version(name: str) -> str:
+    """Return the version of an installed package, or "(not installed)"."""
     try:
         return version(name)
     except PackageNotFoundError:

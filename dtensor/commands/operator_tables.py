@@ -88,7 +88,7 @@ _NAMES_PER_CELL = 30
 
 @dataclass(frozen=True, slots=True)
 class OperatorEntry:
-    """Cells of one operator; operators with equal cells share a line."""
+    """Table cells of one operator; operators with equal cells share a line."""
 
     how: str
     notation: str
@@ -99,13 +99,14 @@ class OperatorEntry:
 
     @property
     def cells(self) -> tuple[str, ...]:
+        """Return the texts of the table cells, with inputs and results of the notation in separate cells."""
         inputs, _, results = self.notation.partition(" -> ")
         notation = (f"`{inputs}`", f"`{results}`") if self.notation else ("", "")
         return (self.how, *notation, self.sharded, self.reduced, self.kernels, self.partials)
 
 
 def operator_tables() -> str:
-    """Return the tables: operators with a rule by family, decomposed operators, and those that all-gather their inputs."""
+    """Return Markdown tables: operators with a rule by family, decomposed ones, and those that all-gather their inputs."""
     aten_rules = [(name, rule) for name, rule in sorted(rules().items()) if name.startswith("aten::")]
     decomposed, gathered = operators_without_rule()
     parts = [
@@ -122,7 +123,7 @@ def operator_tables() -> str:
 
 
 def _by_family(aten_rules: Iterable[tuple[str, Rule]]) -> list[tuple[str, list[tuple[str, Rule]]]]:
-    """Return the rules of each family, families in the order of ``FAMILIES``."""
+    """Return the given aten rules by family, families in the order of ``FAMILIES``."""
     members: dict[str, list[tuple[str, Rule]]] = defaultdict(list)
     for name, rule in aten_rules:
         members[family_of(name) or "others"].append((name, rule))
@@ -137,7 +138,7 @@ def _family_section(family: str, members: Iterable[tuple[str, Rule]]) -> str:
 
 
 def _split_names(names: Sequence[str], size: int) -> Iterator[Sequence[str]]:
-    """Yield parts of at most ``size`` names."""
+    """Yield consecutive parts of ``names``, each of at most ``size`` names."""
     for start in range(0, len(names), size):
         yield names[start : start + size]
 
@@ -161,7 +162,7 @@ def _family_table(shared: Mapping[OperatorEntry, Sequence[str]]) -> str:
 
 
 def _names_table(names: Iterable[str]) -> str:
-    """Return a table of names, by their first letter."""
+    """Return a Markdown table of operator names, by their first letter."""
     lines = ["| | operators |", "|---|---|"]
     for letter, group in groupby(sorted(names, key=_first_letter), key=_first_letter):
         for part in _split_names(sorted(group), _NAMES_PER_CELL):
@@ -175,7 +176,7 @@ def _first_letter(name: str) -> str:
 
 # --- operators without a rule ---------------------------------------------------------------------------------------------
 def operators_without_rule() -> tuple[list[str], list[str]]:
-    """Return names of aten operators that have no rule and take tensors: (composite operators, others)."""
+    """Return the names of aten operators with tensors but no rule: (composite operators, others)."""
     decomposed: set[str] = set()
     gathered: set[str] = set()
     for schema in all_schemas():
@@ -203,7 +204,7 @@ def operators_without_rule() -> tuple[list[str], list[str]]:
 
 # --- one operator -----------------------------------------------------------------------------------------------------------
 def entry_of(name: str, rule: Rule) -> OperatorEntry:
-    """Return the entry of an operator: its rule applied to the sample with the most factors that may be sharded.
+    """Return the table entry of an operator: its rule applied to the sample with the most shardable factors.
 
     Samples are used only if their plans need no run.
     """
@@ -217,7 +218,7 @@ def entry_of(name: str, rule: Rule) -> OperatorEntry:
 
 
 def _query_sample(name: str, sample: Sample) -> RuleQuery | None:
-    """Return the query of the rule for a sample with replicated operands; None if the call cannot be made."""
+    """Return the rule query of a sample with replicated operands; None if the call cannot be made."""
     packet = name.replace("::", ".")
     args, kwargs = map_tensors(lambda x: scatter(x, get_or_make_mesh((2,)), [Replicate()]), sample.arguments)
     with torch.no_grad():
@@ -225,7 +226,7 @@ def _query_sample(name: str, sample: Sample) -> RuleQuery | None:
 
 
 def describe_rule(rule: Rule, factors: Factors, call: Call) -> OperatorEntry:
-    """Return the entry of a rule applied to a call."""
+    """Return the table entry that describes a rule applied to a call."""
     factors = rename_factors(factors)
     shapes = [tuple(layout.shape) for layout in call.operands]
     result_shapes = [meta.shape for meta in call.results if meta is not None]
@@ -260,7 +261,7 @@ def describe_rule(rule: Rule, factors: Factors, call: Call) -> OperatorEntry:
 
 
 def rename_factors(factors: Factors) -> Factors:
-    """Return the factors with single letters as names."""
+    """Return the factors of a rule renamed to single letters, for display."""
     names = dict.fromkeys(name for dims in (*factors.operands, *factors.results) for dim in dims for name in dim)
     taken = {name for name in names if name in string.ascii_lowercase}
     free = iter([letter for letter in string.ascii_lowercase if letter not in taken] + [f"a{i}" for i in range(100)])
@@ -270,6 +271,7 @@ def rename_factors(factors: Factors) -> Factors:
         return tuple(tuple(letters[name] for name in dim) for dim in dims)
 
     def rename_strategy(strategy: Strategy) -> Strategy:
+        """Return a strategy with its factors renamed to the single letters."""
         return replace(
             strategy,
             operands=tuple(map(rename_spec, strategy.operands)),
@@ -329,7 +331,7 @@ def _spec_text(spec: Spec) -> str:
 
 
 def _shorten_partials(passing: Sequence[str]) -> Iterator[str]:
-    """Yield strategies with one kind of placement as that kind (``sum avg``), then at most a dozen others."""
+    """Yield texts of partial strategies: those with one kind of placement as that kind, then at most a dozen others."""
     others = []
     for text in dict.fromkeys(passing):
         kinds = set(re.split(r"[,→]", text))

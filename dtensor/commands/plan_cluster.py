@@ -27,7 +27,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run_plan(model: str, options: argparse.Namespace) -> int:
-    """Print the table and return the exit status: 2 if no layout fits into memory."""
+    """Print the fastest layouts for the model, and return the exit status: 2 if no layout fits into memory."""
     cluster = CLUSTERS[options.cluster]
     try:
         with report_periodically(lambda: f"planning {model} on {options.ranks} ranks"):

@@ -80,7 +80,7 @@ def is_printing_rank() -> bool:
 
 @contextmanager
 def _process_group() -> Iterator[None]:
-    """Make sure that the processes of torchrun have a process group, also if the script destroyed its own."""
+    """Initialize the process group of torchrun inside of the context, and again if the script destroyed its own."""
     is_missing = not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1
     if is_missing:
         store, rank, size = next(rendezvous("env://"))  # the store still has the addresses of the first group: hence the prefix
@@ -116,7 +116,7 @@ def _print_report(report: Any) -> None:
 
 
 def _report_progress(activity: str) -> AbstractContextManager[None]:
-    """Report progress on one rank."""
+    """Report on stderr of one rank that ``activity`` goes on."""
     return report_periodically(lambda: activity) if is_printing_rank() else nullcontext()
 
 
@@ -129,11 +129,7 @@ def writable_path(text: str) -> Path:
 
 
 def existing_file(script: Path) -> Path:
-    """Return ``script``.
-
-    Raises:
-        ArgumentError: there is no such file.
-    """
+    """Return ``script``; raise an ArgumentError if there is no such file."""
     if not script.is_file():
         raise ArgumentError(f"there is no file {script}")
     return script

@@ -22,7 +22,7 @@ from ..errors import DTensorError
 def spawn_ranks(
     ranks: int, rows: Callable[..., Iterator[Any]], *args: Any, seconds: float = 600.0, device_type: str = "cpu"
 ) -> Iterator[Any]:
-    """Run ``rows(*args)`` on ``ranks`` processes and yield what rank 0 yields, as it arrives.
+    """Run ``rows(*args)`` on ``ranks`` new processes, and yield the rows of rank 0 as they arrive.
 
     Args:
         rows: a generator function of a module, so that processes can import it.

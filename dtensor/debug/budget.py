@@ -23,7 +23,7 @@ class Limits(NamedTuple):
 
     @property
     def with_operators(self) -> bool:
-        """True if operators must be recorded."""
+        """Return True if a limit needs operators to be recorded: FLOP or memory."""
         return self.flops is not None or self.memory is not None
 
 
@@ -67,7 +67,7 @@ def budget(
 
 
 def usage_of(record: RunRecorder) -> Limits:
-    """Return the values that a block needed; communication only if operators were not recorded."""
+    """Return the bytes, collectives, FLOP and peak memory of a recorded block, to compare with limits."""
     total, count = sum(movement.bytes for movement in record.movements), len(record.movements)
     if not record.with_operators:
         return Limits(total, count)
@@ -75,7 +75,7 @@ def usage_of(record: RunRecorder) -> Limits:
 
 
 def excess_message(record: RunRecorder, allowed: Limits) -> str:
-    """Return a message about the exceeded limits, with the lines of the program; "" if no limit was exceeded."""
+    """Return an error text about the limits that a recorded block exceeded, by line of the program; "" if none."""
     used = usage_of(record)
     exceeded = {name for name, limit in allowed._asdict().items() if limit is not None and getattr(used, name) > limit}
     if not exceeded:

@@ -20,7 +20,7 @@ from .memory_report import Memory, memory_of
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of the program: its collectives and operators, forward and backward. ``str`` gives the reasons."""
+    """Source line of a program with its collectives and operators, forward and backward. ``str`` gives the reasons."""
 
     place: SourceLine
     movements: tuple[RecordedCollective, ...]
@@ -28,12 +28,12 @@ class Line:
 
     @property
     def bytes(self) -> int:
-        """Bytes that one rank receives."""
+        """Return the bytes that one rank receives in the collectives of this line."""
         return sum(movement.bytes for movement in self.movements)
 
     @property
     def flops(self) -> int:
-        """FLOP of one rank: the most over ranks, for each operator."""
+        """Return the FLOP of one rank in this line: the most over ranks, for each operator."""
         return sum(operation.flops for operation in self.operations)
 
     def __str__(self) -> str:
@@ -45,7 +45,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """A module with its submodules: what it communicates and computes, forward and backward.
+    """Module of a program with its submodules: what it communicates and computes, forward and backward.
 
     ``name`` begins with the type of the outermost module: ``"MLP.up"``.
     """
@@ -86,7 +86,7 @@ class Explanation:
 
     @classmethod
     def from_record(cls, record: RunRecorder, result: Any = None) -> Explanation:
-        """Make an explanation from a recorded run."""
+        """Return the explanation of a recorded run."""
         collectives, exchanges = tuple(record.movements), record.get_exchange_count()
         if not record.with_operators:
             return cls(collectives, result, exchanges)
@@ -94,33 +94,34 @@ class Explanation:
 
     @property
     def bytes(self) -> int:
-        """Bytes that one rank receives: the largest over ranks, for each collective."""
+        """Return the bytes that one rank receives: the largest over ranks, for each collective."""
         return sum(movement.bytes for movement in self.movements)
 
     @property
     def seconds(self) -> float:
-        """Estimated time of the collectives, one after the other."""
+        """Return the estimated time of the collectives in seconds, one after the other."""
         return sum(movement.seconds for movement in self.movements)
 
     @property
     def lines(self) -> tuple[Line, ...]:
-        """Lines of the user's program, in order of first use."""
+        """Return the source lines of the user's program with their collectives and operators, in order of first use."""
         return group_by_line(self.movements, self.operations)
 
     @property
     def modules(self) -> tuple[Module, ...]:
-        """Modules, in order of first use. What runs outside of modules is in none."""
+        """Return the modules that ran, with what each communicates and computes, in order of first use."""
         ran = [*(one.module for one in self.operations), *(one.module for one in self.movements)]
         return tuple(map(self._report_of_module, dict.fromkeys(name for module in ran for name in _module_prefixes(module))))
 
     def _report_of_module(self, name: str) -> Module:
+        """Return the collectives, bytes and FLOP of a module, with those of its submodules."""
         collectives = [one for one in self.movements if name in _module_prefixes(one.module)]
         operations = [one for one in self.operations if name in _module_prefixes(one.module)]
         return Module(name, len(collectives), sum(one.bytes for one in collectives), sum(one.flops for one in operations))
 
     @property
     def summary(self) -> str:
-        """Number of collectives, bytes received, FLOP and peak memory of one rank, in one line."""
+        """Return one line of text: number of collectives, bytes received, FLOP and peak memory of one rank."""
         implicit = sum(movement.implicit for movement in self.movements)
         counts = collectives_text(len(self.movements)) + (f" ({implicit} implicit)" if implicit else "")
         moved = f"{counts}, {bytes_text(self.bytes)} received per rank, about {seconds_text(self.seconds)}"
@@ -131,12 +132,12 @@ class Explanation:
 
     @property
     def text_by_line(self) -> str:
-        """The summary, then each line that communicates or computes, with reasons."""
+        """Return the summary, then text for each source line that communicates or computes, with reasons."""
         return "\n".join([self.summary, *(str(line) for line in self.lines if line.movements or line.flops)])
 
     @property
     def module_table(self) -> list[tuple[str, ...]]:
-        """Rows of the table of modules, the head first; empty if no module ran."""
+        """Return the rows of the table of modules, the head first; [] if no module ran."""
         modules = [module for module in self.modules if module.collectives or module.flops]
         rows = [(module.name, f"{module.collectives}", bytes_text(module.bytes), flop_text(module.flops)) for module in modules]
         return [("module", "collectives", "received", "FLOP"), *rows] if rows else []
@@ -179,7 +180,7 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 
 
 def group_by_line(movements: Sequence[RecordedCollective], operations: Sequence[RecordedOperation] = ()) -> tuple[Line, ...]:
-    """Group collectives and operators by the user's line.
+    """Return the recorded collectives and operators, grouped by source line of the user's program.
 
     Lines that communicate come first, then lines that only compute, each in order of first use.
     """
@@ -192,18 +193,18 @@ def group_by_line(movements: Sequence[RecordedCollective], operations: Sequence[
 
 
 def _module_prefixes(module: str) -> tuple[str, ...]:
-    """Return the names of a module and of the modules that contain it, outermost first; () outside of modules."""
+    """Return the dotted names of a module and of the modules that contain it, outermost first; () for ""."""
     parts = module.split(".") if module else []
     return tuple(".".join(parts[:k]) for k in range(1, len(parts) + 1))
 
 
 def collectives_text(count: int | None) -> str:
-    """Return ``"1 collective"``, ``"2 collectives"``."""
+    """Return the count as text: ``"1 collective"``, ``"2 collectives"``."""
     return f"{count} collective{'' if count == 1 else 's'}"
 
 
 def _collective_texts(movements: Sequence[RecordedCollective]) -> Iterator[str]:
-    """Yield a text for each collective, with its reasons. Collectives that differ only in their module share a text."""
+    """Yield lines of text for each collective, with its reasons; equal ones of several modules share a text."""
     for (origin, collective, *details), same in group_by_key(
         ((*_text_parts(movement),), movement) for movement in movements
     ).items():
@@ -215,7 +216,7 @@ def _collective_texts(movements: Sequence[RecordedCollective]) -> Iterator[str]:
 
 
 def _text_parts(movement: RecordedCollective) -> Iterator[str]:
-    """Yield the origin of a collective, the collective, then the reasons."""
+    """Yield lines of text about one collective: what caused it, the collective itself, then the reasons."""
     yield movement.origin_text
     yield movement.collective_text
     if movement.cause is not None:

@@ -22,7 +22,7 @@ SHOWN_STRATEGIES = 3  # per mesh dim, besides the chosen one
 
 
 def reason_lines(cause: Cause, can_be_written: bool = True) -> list[str]:
-    """Return lines about one operator call: its redistributions, what to write instead, and the strategies by mesh dim.
+    """Return lines of text on why an operator call redistributed: what to write instead, and its strategies by cost.
 
     Args:
         can_be_written: True if the program writes the operands; it does not in a backward pass.
@@ -36,7 +36,7 @@ def reason_lines(cause: Cause, can_be_written: bool = True) -> list[str]:
 
 
 def _redistribution_lines(cause: Cause) -> Iterator[str]:
-    """Yield lines about the redistributions of one operator call, and about communication inside its kernel."""
+    """Yield lines of text on the redistributions of an operator call, and on communication inside its kernel."""
     for (name, index), plan in cause.plan.redistributions:
         if plan.communicates:
             operand = name if index is None else f"{name}[{index}]"
@@ -53,7 +53,7 @@ def _redistribution_lines(cause: Cause) -> Iterator[str]:
 
 
 def _considered_query(cause: Cause) -> list[RuleQuery]:
-    """Return the rule query of this call with its strategies, in a list of at most one.
+    """Return the rule query of the call with all its strategies, in a list; [] if the call made none.
 
     Planning has no side effects, so it runs again and records the query. For a list operator the query is that of the first
     element.
@@ -68,7 +68,7 @@ def _considered_query(cause: Cause) -> list[RuleQuery]:
 
 
 def _alternative_lines(cause: Cause, query: RuleQuery) -> Iterator[str]:
-    """Yield a line about an operand that avoids the redistribution if it is made with other placements."""
+    """Yield a line of text on which placements an operand would need so that no redistribution is necessary."""
     plans = [(slot, plan) for slot, plan in cause.plan.redistributions if plan.communicates]
     if len(plans) != 1 or len(cause.plan.redistributions) != 1:
         return
@@ -93,7 +93,7 @@ def _alternative_lines(cause: Cause, query: RuleQuery) -> Iterator[str]:
 
 
 def _strategy_lines(query: RuleQuery) -> Iterator[str]:
-    """Yield, for each mesh dim, the cheapest strategies of the call with their times, and mark the chosen one."""
+    """Yield, for each mesh dim, lines of text with the cheapest strategies and their estimated times."""
     assert query.chosen is not None
     for mesh_dim, chosen in enumerate(query.chosen.choice.strategies):
         priced = _strategies_by_cost(query, mesh_dim)

@@ -95,6 +95,7 @@ def save_html(x: Any, path: str | Path, title: str = "") -> Path:
 # --- jinja2 and pygments ------------------------------------------------------------------------------------------------
 @memoize(64)
 def _compile_template(source: str) -> Any:
+    """Return the compiled jinja2 template of ``source``, cached."""
     from jinja2 import Environment  # torch depends on it
 
     return Environment(autoescape=True, keep_trailing_newline=True).from_string(source)
@@ -105,7 +106,7 @@ def _render_template(source: str, **values: Any) -> str:
 
 
 def _as_markup(text: str) -> Any:
-    """Mark text as HTML that jinja2 inserts unchanged."""
+    """Return text marked as HTML, which jinja2 inserts without escaping."""
     from markupsafe import Markup  # jinja2 depends on it
 
     return Markup(text)
@@ -113,7 +114,7 @@ def _as_markup(text: str) -> Any:
 
 @memoize(16)
 def _code_style(style: str, within: str = "") -> str:
-    """Return the style sheet of colored code inside the element ``within``; "" without pygments."""
+    """Return the CSS of syntax-colored code inside the element ``within``; "" without pygments."""
     if importlib.util.find_spec("pygments") is None:
         return ""
     from pygments.formatters import HtmlFormatter
@@ -123,7 +124,7 @@ def _code_style(style: str, within: str = "") -> str:
 
 
 def _code_lines(file: str) -> list[Any]:
-    """Return the lines of a file, colored if pygments is installed."""
+    """Return the lines of a source file, as colored HTML if pygments is installed."""
     lines = linecache.getlines(file) if file else []
     if not lines or importlib.util.find_spec("pygments") is None:
         return [line.rstrip() for line in lines]
@@ -137,6 +138,7 @@ def _code_lines(file: str) -> list[Any]:
 
 # --- lines of the program -----------------------------------------------------------------------------------------------
 def _explanation_lines(x: Explanation) -> Iterator[CostlyLine]:
+    """Yield the source lines of an explanation with the bytes that they receive."""
     for line in x.lines:
         head, *details = str(line).splitlines()
         summary = head.removeprefix(f"{line.place.line}: ")
@@ -151,7 +153,7 @@ def _program_plan_lines(x: ProgramPlan) -> Iterator[CostlyLine]:
 
 
 def _listing_html(x: Any, lines: Iterable[CostlyLine], **more: Any) -> str:
-    """Return the first line of ``str(x)``, then file by file the program's lines near those that receive something."""
+    """Return HTML with the first line of ``str(x)`` and, by file, the source lines near those that receive bytes."""
     files = group_by_key((line.place.file, line) for line in lines if line.nbytes)
     largest = max((line.nbytes for of_file in files.values() for line in of_file), default=1)
     shown = [{"name": file, "rows": list(_listing_rows(file, of_file, largest))} for file, of_file in files.items()]
@@ -160,7 +162,7 @@ def _listing_html(x: Any, lines: Iterable[CostlyLine], **more: Any) -> str:
 
 
 def _listing_rows(file: str, lines: Sequence[CostlyLine], largest: int) -> Iterator[dict[str, Any]]:
-    """Yield the rows of one file's listing: its costly lines and those near them."""
+    """Yield the template rows of one file's listing: its costly source lines and the lines near them."""
     by_number = group_by_key((line.place.number, line) for line in lines)
     code = _code_lines(file)
     near = {number for at in by_number for number in range(max(at - _CONTEXT_LINES, 1), min(at + _CONTEXT_LINES, len(code)) + 1)}

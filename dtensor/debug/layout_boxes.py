@@ -36,7 +36,7 @@ TERMINAL_STYLES = (
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """Interval of one dim: its label and its number of elements."""
+    """Part of one dim that a row or column of boxes has: its label and its number of elements."""
 
     text: str
     size: int
@@ -44,7 +44,7 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """Box of a shard: the ranks that hold it, its description, and the index of its color."""
+    """Drawn box of one shard: the ranks that have it, its description, and the index of its color."""
 
     ranks: tuple[int, ...]
     about: str
@@ -88,13 +88,13 @@ def boxes_of(x: object) -> Boxes | None:
 
 
 def scale_lengths(intervals: Sequence[Interval], length: float, least: Sequence[float]) -> list[float]:
-    """Return lengths in proportion to sizes, each at least as long as its text."""
+    """Return the drawn length of each interval: in proportion to its size, and at least ``least``."""
     total = sum(interval.size for interval in intervals)
     return [max(minimum, length * interval.size / total) for interval, minimum in zip(intervals, least, strict=True)]
 
 
 def _boxes_of_layout(layout: Layout) -> Boxes:
-    """Return the shards of a tensor with the ranks that hold them. Empty shards are left out."""
+    """Return the boxes of a layout's shards, each with the ranks that have it; empty shards are left out."""
     dims = tuple(_dim_intervals(layout, d) for d in range(layout.ndim))
     count = math.prod(map(len, dims))
     if not count:
@@ -118,7 +118,7 @@ def _boxes_of_layout(layout: Layout) -> Boxes:
 
 
 def _boxes_of_mesh(mesh: DeviceMesh) -> Boxes:
-    """Return the ranks of a mesh by coordinate; for a submesh, the ranks of all submeshes along the other mesh dims."""
+    """Return a box with the ranks at each coordinate of a mesh; for a submesh those of all its sibling submeshes."""
     names = mesh.named(range(mesh.ndim))
     title = f"{mesh.device_type} mesh: " + ", ".join(f"{name}={size}" for name, size in zip(names, mesh.shape, strict=True))
     if mesh.size() > MAX_BOXES:
@@ -139,13 +139,14 @@ _MESH_REMARKS = {
 
 
 def _dim_intervals(layout: Layout, dim: int) -> list[tuple[int, int]]:
+    """Return the (start, end) of each non-empty shard along one tensor dim."""
     split = layout.splits[dim]
     pairs = [(0, layout.shape[dim])] if split is None else zip(split.offsets, split.sizes, strict=True)
     return [(begin, begin + size) for begin, size in pairs if size]
 
 
 def _make_panels(dims: Sequence[Sequence[Interval]], cells: dict[tuple[int, ...], Box]) -> Iterator[Panel]:
-    """Yield a panel of rows and columns for each index of the leading dims."""
+    """Yield a panel of boxes in rows and columns for each index of the leading dims."""
     single = Interval("", 1)
     rows, columns = dims[-2] if len(dims) > 1 else [single], dims[-1] if dims else [single]
     for before in itertools.product(*(range(len(dim)) for dim in dims[:-2])):
@@ -158,7 +159,7 @@ def _make_panels(dims: Sequence[Sequence[Interval]], cells: dict[tuple[int, ...]
 
 
 def _color_boxes(boxes: Sequence[Sequence[Box]]) -> tuple[tuple[Box, ...], ...]:
-    """Give boxes the color of their first rank, or the next one that no neighbor has."""
+    """Return the boxes with a color for each: that of its first rank, or the next one that no neighbor has."""
     colored: list[list[Box]] = []
     for i, line in enumerate(boxes):
         colored.append([])

@@ -18,14 +18,14 @@ _SHOWN_LINES = 5  # number of lines in ``str``
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Memory of a rank at one moment: seconds after the start, and bytes by kind."""
+    """Memory of one rank at one moment: seconds after the start, and bytes by kind."""
 
     seconds: float
     kinds: dict[str, int]
 
     @property
     def bytes(self) -> int:
-        """Bytes of all kinds."""
+        """Return the bytes of all kinds."""
         return sum(self.kinds.values())
 
 
@@ -60,12 +60,12 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        """The highest peak of all ranks, in bytes."""
+        """Return the highest peak of all ranks, in bytes."""
         return max(self.peaks.values())
 
     @property
     def kinds(self) -> dict[str, int]:
-        """Bytes by kind at the peak, on the first rank with the highest peak."""
+        """Return the bytes by kind at the peak, on the first rank with the highest peak."""
         return self.kinds_of[next(rank for rank, most in self.peaks.items() if most == self.peak)]
 
     def __str__(self) -> str:
@@ -106,7 +106,7 @@ def memory(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Memory:
 
 
 def memory_of(tracker: MemoryTracker, result: Any = None, gathered: bool = False) -> Memory:
-    """Return a report of the recorded memory. ``gathered``: include the ranks of all processes, which all call it."""
+    """Return the memory report of a recorded run. ``gathered``: include all processes, which all call it."""
     by_rank = {}
     for rank in tracker.current_ranks():
         peak, _, kinds = tracker.peak_of(rank)
@@ -119,7 +119,7 @@ def memory_of(tracker: MemoryTracker, result: Any = None, gathered: bool = False
 
 
 def lines_at_peak(tracker: MemoryTracker, rank: int) -> tuple[tuple[SourceLine, int], ...]:
-    """Return the lines that allocated the memory of a rank at its peak, most bytes first."""
+    """Return the source lines that allocated the memory held at the peak of a rank, with bytes, most first."""
     sizes: Counter[SourceLine] = Counter()
     for store, size in tracker.sizes_at(rank, tracker.peak_of(rank)[1]):
         if store.place.file:
@@ -128,7 +128,7 @@ def lines_at_peak(tracker: MemoryTracker, rank: int) -> tuple[tuple[SourceLine, 
 
 
 def _timeline_of(tracker: MemoryTracker, rank: int) -> tuple[Moment, ...]:
-    """Return the memory of one rank by kind, at each time at which it changes."""
+    """Return the memory of one rank by kind, at each moment at which it changes."""
     times: Sequence[int] = [when for when, _, _ in tracker.log]
     moments = []
     for count, sizes in tracker.sizes_over_time(rank):

@@ -23,7 +23,7 @@ Budget = Callable[..., AbstractContextManager[None]]
 
 
 class BudgetFile:
-    """The recorded budgets, and the comparison of the tests of this session with them.
+    """File of recorded budgets, with which the blocks of this test session are compared or from which it is written.
 
     Attributes:
         mode: ``"record"``, ``"compare"``, or None: do neither.
@@ -59,6 +59,7 @@ _BUDGETS = pytest.StashKey[BudgetFile]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option ``--dtensor-budgets`` and the setting ``dtensor_budgets_file`` to pytest."""
     group = parser.getgroup("dtensor")
     group.addoption(
         "--dtensor-budgets",
@@ -69,6 +70,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    """Read the budget file that the options of this session name; raise if workers would record into one file."""
     mode = config.getoption("--dtensor-budgets")
     if mode == "record" and hasattr(config, "workerinput"):
         raise pytest.UsageError("--dtensor-budgets=record writes one file: run it without -n")
@@ -80,6 +82,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Print the names of the recorded budgets that are larger than needed."""
     names = config.stash[_BUDGETS].larger_than_needed
     if names:
         terminalreporter.write_line(f"dtensor: {len(names)} budgets are larger than needed; record them anew: {', '.join(names)}")

@@ -38,7 +38,7 @@ def svg_of(boxes: Boxes) -> str:
 
 
 def _panel_elements(panel: Panel) -> tuple[str, float, float]:
-    """Return the elements of a panel, its width and its height, with the labels of rows and columns."""
+    """Return the SVG elements of a panel with its labels, and its width and height in pixels."""
     left = 4 + _LETTER_WIDTH * max(len(interval.text) for interval in panel.rows) + (4 if panel.rows[0].text else 0)
     top = (_LINE_HEIGHT if panel.title else 0.0) + (_LINE_HEIGHT if panel.columns[0].text else 0.0)
     least = [
@@ -68,6 +68,7 @@ def _panel_elements(panel: Panel) -> tuple[str, float, float]:
 
 
 def _box_element(box: Box, x: float, y: float, wide: float, high: float) -> str:
+    """Return the SVG element of one box: a colored rectangle with its ranks, and a tooltip."""
     place = f'x="{x:.1f}" y="{y:.1f}" width="{wide:.1f}" height="{high:.1f}"'
     return (
         f"<g><title>{escape(box.about)} on ranks {box.text}</title>"

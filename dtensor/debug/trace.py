@@ -59,7 +59,7 @@ def trace(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def save_trace(record: RunRecorder, began: int, path: str | os.PathLike[str]) -> None:
-    """Write what all ranks recorded since ``began``. All ranks call it, and rank 0 writes."""
+    """Gather the events of all ranks since ``began`` and write them on rank 0 as a trace file. All ranks call it."""
     events = list(events_of(record, began))
     gathered = gather_from_processes(record.tracker, (time.time_ns() - time.perf_counter_ns() + began, events))
     if len(gathered) == 1 or dist.get_rank() == 0:
@@ -74,7 +74,7 @@ def save_trace(record: RunRecorder, began: int, path: str | os.PathLike[str]) ->
 
 
 def events_of(record: RunRecorder, began: int) -> Iterator[TraceEvent]:
-    """Yield the events of this process's ranks; ``began``: the start, in nanoseconds of ``time.perf_counter_ns``."""
+    """Yield the trace events of this process's ranks; ``began``: the start, by ``time.perf_counter_ns``."""
     ranks = record.tracker.current_ranks()
     clock = _estimated_clock(record) if _is_dry_run(record) else _measured_clock(record, began)
     for rank in ranks:
@@ -97,7 +97,7 @@ def events_of(record: RunRecorder, began: int) -> Iterator[TraceEvent]:
 
 # --- when ---------------------------------------------------------------------------------------------------------------
 class _Clock(NamedTuple):
-    """Times of a run, in microseconds.
+    """Start and duration of each recorded call and collective in a trace, in microseconds.
 
     Attributes:
         spans: by ``id`` of a local call or a collective, its start and its duration.
@@ -109,7 +109,7 @@ class _Clock(NamedTuple):
 
 
 def _measured_clock(record: RunRecorder, began: int) -> _Clock:
-    """Return the measured times; ``began``: the start, in nanoseconds of ``time.perf_counter_ns``."""
+    """Return the measured times of calls and collectives, relative to ``began`` (``time.perf_counter_ns``)."""
     timed: list[tuple[Any, int, int]] = [(call, call.start, call.end) for item in record.operations for call in item.calls]
     timed += [(item, item.spans[0][0], item.spans[-1][1]) for item in record.movements if item.spans]
     spans = {id(item): ((start - began) / 1e3, (end - start) / 1e3) for item, start, end in timed}
@@ -117,7 +117,7 @@ def _measured_clock(record: RunRecorder, began: int) -> _Clock:
 
 
 def _estimated_clock(record: RunRecorder) -> _Clock:
-    """Return estimated times: calls and collectives run one after another, each for its estimated duration."""
+    """Return estimated times, as if calls and collectives ran one after another, each for its estimated duration."""
     ran: list[tuple[int, Any, float]] = [
         (call.start, call, one.estimated(call)) for one in record.operations for call in one.calls
     ]
@@ -154,7 +154,7 @@ def _span_event(rank: int, track: int, name: str, start: float, duration: float,
 def _collective_events(
     collective: RecordedCollective, group: tuple[int, ...], local_ranks: list[int], number: int, clock: _Clock
 ) -> Iterator[TraceEvent]:
-    """Yield a span for each rank of this process in the group, and arrows from the first rank of the group to the others."""
+    """Yield a trace span of a collective for each local rank of its group, and arrows between the ranks."""
     start, duration = clock.spans.get(id(collective), (0.0, 0.0))
     details = {
         "operator": collective.operator,
@@ -194,7 +194,7 @@ def _call_details(operation: RecordedOperation, call: RecordedLocalCall) -> dict
 
 
 def _memory_events(record: RunRecorder, rank: int, clock: _Clock) -> Iterator[TraceEvent]:
-    """Yield the memory of a rank by kind: changes of at least a 200th of the peak, the peak itself and the end."""
+    """Yield trace counters of a rank's memory by kind, at larger changes, at the peak and at the end."""
     log, (peak, _, _) = record.tracker.log, record.tracker.peak_of(rank)
     least, written = max(peak / _MEMORY_STEPS, 1), -peak
 

@@ -72,7 +72,7 @@ def _notebook_display() -> Any:
 
 # --- colored ------------------------------------------------------------------------------------------------------------
 def _print_boxes(boxes: Boxes, force: bool) -> None:
-    """Print the boxes to the terminal, colored by rich where it can."""
+    """Print boxes to the terminal, colored by rich if the terminal has colors."""
     from rich.console import Console  # optional
     from rich.text import Text
 
@@ -93,7 +93,7 @@ def _print_boxes(boxes: Boxes, force: bool) -> None:
 
 
 def _panel_lines(panel: Panel, styles: Sequence[str]) -> list[list[tuple[str, str]]]:
-    """Return pieces of text with their styles, line by line."""
+    """Return the lines of a panel to print, each a list of (text, rich style)."""
     left = max(len(row.text) for row in panel.rows) + 1
     least = [max(len(column.text), *(len(line[j].text) for line in panel.boxes)) + 2 for j, column in enumerate(panel.columns)]
     widths = list(map(round, scale_lengths(panel.columns, _PANEL_WIDTH, least)))
@@ -113,7 +113,7 @@ def _panel_lines(panel: Panel, styles: Sequence[str]) -> list[list[tuple[str, st
 
 # --- as text ------------------------------------------------------------------------------------------------------------
 def boxes_text(boxes: Boxes) -> str:
-    """Return a grid, or one line per shard for more than two dims."""
+    """Return boxes as plain text: a grid, or one line per shard for more than two dims."""
 
     def ranks_text(box: Box) -> str:
         return ", ".join(map(str, box.ranks)) + (" (partial)" if boxes.partial else "")

@@ -37,7 +37,7 @@ Placements = tuple[Placement, ...]
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """The result of :func:`auto_shard`: placements and predicted costs.
+    """Result of :func:`auto_shard`: placements of parameters, states and batch, their predicted costs, and the program plan.
 
     Attributes:
         mesh: the shape of the mesh.
@@ -113,7 +113,7 @@ class Sharding:
         return model
 
     def _place_states(self, optimizer: torch.optim.Optimizer, mesh: DeviceMesh, names: Mapping[Any, str]) -> None:
-        """Redistribute the states of an optimizer to the planned placements, and distribute plain ones."""
+        """Redistribute or distribute the states of an optimizer to the planned placements."""
         for p, state in optimizer.state.items():
             for key, x in state.items():
                 placements = self.placements.get(f"{names.get(p, '')}.{key}")
@@ -125,7 +125,7 @@ class Sharding:
 
 @dataclass(slots=True)
 class _RecordedStep:
-    """A recorded step: its graph, and the values of named tensors and of the batch. None stands for an unused tensor."""
+    """Recorded step: its graph, and the graph values of named tensors and of the batch; None for an unused tensor."""
 
     graph: Graph
     named: dict[str, int | None] = field(default_factory=dict)
@@ -182,7 +182,7 @@ def auto_shard(
 
 
 def _search(step: _RecordedStep, start: list[Option], memory: float, seconds: float) -> Sharding:
-    """Return the best sharding that is found; the mesh dims are optimized in both orders."""
+    """Return the cheapest sharding within ``memory`` that the planner finds; it tries both orders of the mesh dims."""
     graph, model = step.graph, MemoryModel(step.graph, memory)
     mesh, classes = graph.mesh, make_classes(graph, start)
     assert mesh is not None
@@ -206,7 +206,7 @@ def _search(step: _RecordedStep, start: list[Option], memory: float, seconds: fl
 
 
 def _record_step(model_or_step: Any, mesh: DeviceMesh, example: Any, loss: Any, optimizer_bytes: float) -> _RecordedStep:
-    """Record one step with replicated tensors on a dry run."""
+    """Record one step as a graph, on meta tensors that are replicated over a dry-run mesh."""
     model = model_or_step if isinstance(model_or_step, nn.Module) else None
     recorder = GraphRecorder(for_placement=True)
     objects = {"model": model} if model is not None else find_objects(model_or_step, example)
@@ -214,16 +214,17 @@ def _record_step(model_or_step: Any, mesh: DeviceMesh, example: Any, loss: Any, 
         inputs = tree_map(substitution.replace_tensor, example)
         args, kwargs = ((), inputs) if isinstance(example, Mapping) else (tuple(inputs), {})
 
-        def run() -> None:
+        def run_step() -> None:
+            """Run the user's step once; for a model, its forward and the backward of its loss."""
             result = model_or_step(*args, **kwargs)
             if model is not None:
                 _compute_loss(result, loss).backward()
 
         with implicit_replication():
             if substitution.optimizers:
-                run()  # the optimizers make their states
+                run_step()  # the optimizers make their states
             with recorder, OBSERVERS.entered(recorder):
-                run()
+                run_step()
         recorder.complete_graph()
         if recorder.graph.mesh is None:
             raise PlanError("auto_shard: the step uses no module that it refers to, is a method of, or gets as an argument")
@@ -237,13 +238,13 @@ def _record_step(model_or_step: Any, mesh: DeviceMesh, example: Any, loss: Any, 
 
 
 def _find_input(recorder: GraphRecorder, x: DTensor) -> int | None:
-    """Return the input value of a tensor, also if the step has written to it; None if the step has not used it."""
+    """Return the number of the graph input that a tensor was at first; None if the step has not used it as an input."""
     value = recorder.find_value(x)
     return None if value is None or recorder.graph.values[value.root].producer.kind != "input" else value.root
 
 
 def _compute_loss(result: Any, loss: Any) -> torch.Tensor:
-    """Return the loss of the model's result: by the user's function, its attribute ``loss``, or its mean."""
+    """Return the scalar loss of the model's result: by the user's function, its attribute ``loss``, or its mean."""
     if loss is not None:
         return loss(result)
     value = getattr(result, "loss", result)
@@ -255,7 +256,7 @@ def _compute_loss(result: Any, loss: Any) -> torch.Tensor:
 
 
 def _start_options(step: _RecordedStep, fixed: Mapping[str, AnyPlacements]) -> list[Option]:
-    """Return the recorded options, with the fixed placements of parameters and states."""
+    """Return one option per node to start the search from: the recorded ones, with the user's fixed placements."""
     graph, options = step.graph, recorded_options(step.graph)
     for name, placements in fixed.items():
         if name not in step.named:

@@ -28,8 +28,8 @@ class DisjointPartial(Partial):
     split: Split = UNSHARDED
 
 
-def disjoint_marks(layout: Layout) -> frozenset[tuple[int, DisjointPartial]]:
-    """Return the disjoint partial placements of a layout, with their mesh dims."""
+def disjoint_placements(layout: Layout) -> frozenset[tuple[int, DisjointPartial]]:
+    """Return the (mesh dim, placement) pairs of a layout's disjoint partial placements."""
     return frozenset((i, p) for i, p in enumerate(layout.placements) if type(p) is DisjointPartial)
 
 
@@ -40,24 +40,24 @@ def with_placement(layout: Layout, mesh_dim: int, placement: Placement) -> Layou
     return layout.replace(placements=placements)
 
 
-def without_marks(layout: Layout, mesh_dim: int | None = None) -> Layout:
-    """Return ``layout`` with ordinary partial placements in place of disjoint ones, on one mesh dim or on all."""
-    for i, _ in disjoint_marks(layout):
+def without_disjoint(layout: Layout, mesh_dim: int | None = None) -> Layout:
+    """Return ``layout`` with ``Partial("sum")`` for its disjoint partial placements, on one mesh dim or on all."""
+    for i, _ in disjoint_placements(layout):
         layout = with_placement(layout, i, Partial("sum")) if mesh_dim in (None, i) else layout
     return layout
 
 
 def mark_disjoint(layout: Layout, fact: DisjointSplit | None) -> Layout:
-    """Return ``layout`` with a disjoint partial placement, if it is ``Partial("sum")`` on the mesh dim of the fact."""
+    """Return ``layout`` with the split of ``fact`` as a disjoint partial placement, if it is ``Partial("sum")`` there."""
     if fact is None or len(fact.split.mesh_dims) > 1 or layout.partials[fact.split.mesh_dims[0]] != "sum":
         return layout
     return with_placement(layout, fact.split.mesh_dims[0], DisjointPartial(dim=fact.dim, split=fact.split))
 
 
-def mark_results(
+def mark_disjoint_results(
     results: Sequence[Layout | None], left: Sequence[DisjointResult], known: Sequence[DisjointSplit | None]
 ) -> tuple[Layout | None, ...]:
-    """Return the layouts of results, with the disjoint partial placements that a choice predicts.
+    """Return the layouts of a call's results, with the disjoint partial placements that the strategies predict.
 
     Args:
         results: the layouts.
@@ -74,7 +74,7 @@ def mark_results(
 
 
 def operand_facts(query: RuleQuery, operands: Sequence[Layout | None]) -> tuple[OperandFacts | None, ...]:
-    """Return the facts that the placements of a call's operands express; () if there are none."""
+    """Return the operand facts that disjoint partial placements of a call's operands express; () if there are none."""
     source = next((name for _, name in query.factors.groups.values()), None)
     facts: list[OperandFacts | None] = []
     numbers: dict[Split, int] = {}
@@ -88,7 +88,7 @@ def operand_facts(query: RuleQuery, operands: Sequence[Layout | None]) -> tuple[
 
 
 def list_strategies(query: RuleQuery, operands: Sequence[Layout | None]) -> tuple[BoundStrategy, ...]:
-    """Return all strategies that the rule has for operands with these layouts and facts."""
+    """Return all strategies that the rule has for operands with these layouts, and cache them in the query."""
     known = operand_facts(query, operands)
     key = "lines", known
     if key not in query.answers:

@@ -44,7 +44,7 @@ class Value:
 
 @dataclass(frozen=True, eq=False)
 class RuleQuery:
-    """A query to a rule: a call, and the choice in the recorded program. Equal calls share one query.
+    """Query of a call to its sharding rule, and the strategies that were chosen in the recorded program. Equal calls share it.
 
     Attributes:
         inplace_results: for each result that is written in place, by number, the operand that it is.
@@ -77,6 +77,7 @@ class RuleQueryRecorder:
         self.queries: list[RuleQuery] = []
 
     def __call__(self, rule: Rule, factors: Factors, call: Call, inplace_results: Mapping[int, int]) -> StrategySelection | None:
+        """Choose strategies as dispatch does, and append the query and the choice to ``queries``."""
         chosen = select_strategies(rule, factors, call, inplace_results)
         self.queries.append(RuleQuery(rule, factors, call, inplace_results, chosen))
         return chosen
@@ -84,7 +85,7 @@ class RuleQueryRecorder:
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """A node of the graph: it makes values from values.
+    """Node of a program graph: an operator call, an input or a redistribution, with the values that it uses and makes.
 
     Attributes:
         kind: one of
@@ -127,7 +128,7 @@ class Node:
 
 @dataclass(slots=True)
 class Graph:
-    """A recorded program.
+    """Program graph: the nodes in order, the values between them, and the collectives of the recorded run.
 
     ``collectives``: the collectives that the recorded run issued, each with the redistribution steps that it was issued for.
     """
@@ -143,7 +144,7 @@ class Graph:
         return counts.most_common(1)[0][0] if counts else None
 
     def find_users(self) -> list[list[tuple[Node, int]]]:
-        """Return, for each value, the nodes that use it and the index of the operand."""
+        """Return, for each value, the nodes that use it, each with the index of the operand."""
         users: list[list[tuple[Node, int]]] = [[] for _ in self.values]
         for node in self.nodes:
             for place, number in enumerate(node.operands):

@@ -32,7 +32,7 @@ from .graph import Graph, Kind, Node, RuleQuery, RuleQueryRecorder, Value
 
 
 def record_graph(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Graph]:
-    """Run ``step`` once, eagerly, and return its result and the graph of its calls."""
+    """Run ``step`` once, eagerly, and return its result and the program graph of its operator calls."""
     recorder = GraphRecorder()
     with recorder, OBSERVERS.entered(recorder), FRESH_CACHE.entered(recorder), listening(recorder.add_collective):
         result = step(*args, **kwargs)
@@ -65,7 +65,7 @@ class GraphRecorder(CallListener):
         self.graph.collectives.append((event, current_redistribution_steps()))
 
     def on_dtensor_call(self, call: OperatorCall) -> Any:
-        """Run a call and record it: with its choice of strategies, by its parts, or as fixed."""
+        """Run an operator call and add it to the graph: with a choice of strategies, as its parts, or fixed."""
         if call.bypasses_rules:
             return self._record_fixed(call)
         plan, query = self._get_or_make_plan(call)
@@ -92,7 +92,7 @@ class GraphRecorder(CallListener):
         return result
 
     def _get_or_make_plan(self, call: OperatorCall) -> tuple[CallPlan, RuleQuery | None]:
-        """Return the plan of a call, and the query to its rule; None unless there was one query. Equal calls share both."""
+        """Return the dispatch plan of a call, cached, and the one query that it made to a rule, else None."""
         operator, bound = call.operator, call.bound
         try:
             key = operator.func, nested_key(bound, _argument_key), tuple(facts_of_call(operator, bound).items())
@@ -108,7 +108,7 @@ class GraphRecorder(CallListener):
         return entry
 
     def _record_fixed(self, call: OperatorCall, plan: CallPlan | None = None) -> Any:
-        """Run a call without choices, and add it to the graph as a node with fixed layouts."""
+        """Run a call that has no choice of strategies, and add it to the graph with its present layouts."""
         operator, bound = call.operator, call.bound
         inputs = [x for _, x in iter_operand_slots(operator, bound)]
         operands = [self._get_or_add_value(x) for x in inputs]
@@ -126,7 +126,7 @@ class GraphRecorder(CallListener):
         return result
 
     def _add_results(self, node: Node, result: Any, base: Any = None) -> None:
-        """Add the values of a call's result. ``base``: the tensor that a view is a view of."""
+        """Add a value to the graph for each DTensor of a node's result; ``base``: the tensor that a view is of."""
         viewed = node.operands[0] if node.is_view and node.operands else None
         root, base = (None, None) if viewed is None else (self.graph.values[viewed].root, base)
         for place, x in enumerate(iter_tree_leaves(result)):
@@ -136,7 +136,7 @@ class GraphRecorder(CallListener):
                 value.keeps_layout = True
 
     def _add_node(self, kind: Kind, name: str) -> Node:
-        """Add a node to the graph, with its source line; a backward node has the line of its forward."""
+        """Add a node to the graph, with the user's source line; a backward node has the line of its forward node."""
         running = autograd_node()
         if running is None:
             place = source_line_of(find_user_frame(sys._getframe(1)))
@@ -151,12 +151,12 @@ class GraphRecorder(CallListener):
 
     # --- values --------------------------------------------------------------------------------------------------------
     def find_value(self, x: Any) -> Value | None:
-        """Return the last value of a tensor; None if no call has used it."""
+        """Return the graph value that a tensor is at present; None if no call has used it."""
         entry = self._tensors.get(id(x))
         return None if entry is None or entry[0]() is not x else self.graph.values[entry[2]]
 
     def _get_or_add_value(self, x: Any) -> int | None:
-        """Return the number of a tensor's present value; None for an object that is no DTensor."""
+        """Return the number of a tensor's present value, added if the tensor is new or was written; None if no DTensor."""
         if not isinstance(x, DTensor):
             return None
         entry = self._tensors.get(id(x))
@@ -173,7 +173,7 @@ class GraphRecorder(CallListener):
         return entry[2]
 
     def _add_value(self, x: DTensor, node: Node, place: int, root: int | None = None, base: Any = None) -> Value:
-        """Add the value that ``x`` is from now on. ``base``: the tensor that it views, and the owner of its version counter."""
+        """Add the graph value that ``x`` is from now on, made by ``node``. ``base``: the owner of its version counter."""
         number = len(self.graph.values)
         if node.kind in ("input", "written"):
             node.results = [number]
@@ -191,13 +191,13 @@ class GraphRecorder(CallListener):
         self._finalizers[value.number] = weakref.ref(x, lambda _: self._end_value(value))
 
     def _end_value(self, value: Value) -> None:
-        """Note that the tensor of a value is freed: neither the program nor autograd refers to it."""
+        """Record the last node at which the tensor of a value exists; called when the tensor is freed."""
         value.last_node = len(self.graph.nodes) - 1
         self._finalizers.pop(value.number, None)
 
     # --- observer of redistributions and reads (see tensor/observers.py) -------------------------------------------------
     def on_redistribution(self, x: Any, made: Any) -> None:
-        """Record an explicit redistribution.
+        """Add a node for an explicit redistribution of ``x`` to ``made``.
 
         Dispatch also redistributes the gradient of a redistributed operand back. That gradient stays the same value, and the plan
         chooses its layout.
@@ -211,7 +211,7 @@ class GraphRecorder(CallListener):
         self._add_results(node, made)
 
     def on_leaf_gradient(self, grad: Any, leaf: list[Layout]) -> None:
-        """Record that a gradient gets the layout of its leaf's gradients, whether or not this needs a redistribution."""
+        """Add a node for the gradient of a leaf, which gets the layout of the leaf's gradients."""
         operands = [self._get_or_add_value(grad)]
         target = grad._layout.replace(placements=leaf[0].reduced().placements)
         owner = self._find_leaf(leaf) if self.for_placement else None
@@ -223,25 +223,25 @@ class GraphRecorder(CallListener):
         node.results, value.layout = [value.number], target
 
     def _find_leaf(self, grad_layout: list[Layout]) -> int | None:
-        """Return the value of the leaf that has this list as its ``_grad_layout``."""
+        """Return the number of the leaf value that has this list as its ``_grad_layout``; None if there is none."""
         known = ((entry[0](), entry[2]) for entry in self._tensors.values())
         return next((number for x, number in known if x is not None and x.__dict__.get("_grad_layout") is grad_layout), None)
 
     def on_layout_read(self, x: Any) -> None:
-        """Record that the user reads the layout of a tensor, so its value keeps the layout."""
+        """Mark that the value of a tensor keeps its layout, because the user reads the layout."""
         number = None if self.for_placement else self._get_or_add_value(x)
         if number is not None:
             self.graph.values[number].keeps_layout = True
 
     def note_returned(self, x: Any) -> None:
-        """Record that the user gets a tensor, and may write to it."""
+        """Mark that the value of a tensor keeps its layout and may be written to, because the user gets it."""
         self.on_layout_read(x)
         value = self.graph.values[self._get_or_add_value(x) or 0]
         if value.root != value.number:
             self._write_nodes.setdefault(value.root, []).append(math.inf)
 
     def complete_graph(self) -> None:
-        """Complete the graph after the run. Tensors that are alive now outlive the program.
+        """Complete the graph after the run: make those views fixed that must alias their written base.
 
         A view that is alive when its memory is written to must alias its base. Such a view is a fixed call.
         """
@@ -262,12 +262,12 @@ class GraphRecorder(CallListener):
 
 
 def call_key(operator: OperatorSchema, bound: dict[str, Any]) -> tuple[object, ...]:
-    """Return a key that identifies a call in a program. It contains neither layouts nor numbers that may change."""
+    """Return a key that identifies a call when the program runs again, without layouts and without changing numbers."""
     return (operator.name, *(_static_key(bound.get(name), name in operator.scalars) for name in operator.names))
 
 
 def _static_key(value: Any, is_number: bool) -> object:
-    """Return what the calls of repeated layers have in common: shapes, dtypes and flags, but no numbers."""
+    """Return the part of a call key for one argument: shape and dtype of a tensor, "number" for a number, else the value."""
     if isinstance(value, torch.Tensor):
         return (str(value.dtype), *value.shape)
     if isinstance(value, (list, tuple)):
@@ -278,7 +278,7 @@ def _static_key(value: Any, is_number: bool) -> object:
 
 
 def _has_other_writes(plan: CallPlan, operator: OperatorSchema, query: RuleQuery) -> bool:
-    """Return True if a call writes to a tensor that is no result (running statistics, ``out=``), or redistributes its target."""
+    """Return True if a call writes to a tensor that is no result (such as ``out=``), or redistributes what it writes to."""
     returned = {name for name in operator.returns if name is not None}
     redistributes = any(not plan.operands[i].has_same_blocks(plan.call.operands[i]) for i in query.inplace_results.values())
     unreturned = operator.mutated - returned or set(_declared_writes(plan)) - returned
@@ -286,13 +286,13 @@ def _has_other_writes(plan: CallPlan, operator: OperatorSchema, query: RuleQuery
 
 
 def _declared_writes(plan: CallPlan) -> tuple[str, ...]:
-    """Return the arguments that the rule declares as written, although the schema does not."""
+    """Return the names of the arguments that the call's rule declares as written, although the schema does not."""
     rule = lookup(plan.call.func)
     return rule.writes(plan.call) if rule is not None and rule.writes is not None else ()
 
 
 def _argument_key(value: Any) -> Any:
-    """Return the key of an argument: the layout or metadata of a tensor; type and value of a number."""
+    """Return a hashable key of one argument: layout of a DTensor, metadata of a plain tensor, type and value of others."""
     if isinstance(value, torch.Tensor):
         return value._layout if isinstance(value, DTensor) else (tuple(value.shape), value.stride(), value.dtype)
     return type(value), value

@@ -30,13 +30,13 @@ CopyKey = tuple[int, CanonicalLayout]  # a redistributed copy: the number of the
 
 @memoize(1 << 16)
 def makes_copy(source: Layout, target: Layout) -> bool:
-    """Return True if a redistribution allocates memory, so it does not only take a local view."""
+    """Return True if this redistribution allocates memory; False if it only takes a local view."""
     return not all(isinstance(step, VIEWS) for step in plan_redistribution(source, target).steps)
 
 
 @dataclass(slots=True)
 class LiveRange:
-    """A range of nodes in which a copy is held. ``uses``: the nodes that use it, in order."""
+    """Range of nodes (start, end) in which a redistributed copy is held, and ``uses``, the nodes that use it."""
 
     uses: list[int]
     start: int
@@ -63,7 +63,7 @@ class MemoryUsage:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Gap:
-    """The nodes between two uses of a copy, in which it may be freed. ``after``: the number of the live range before."""
+    """Gap between two uses of a copy, in which it may be freed and made again. ``after``: the number of the live range before."""
 
     key: CopyKey
     after: int
@@ -103,23 +103,23 @@ class MemoryModel:
                 self.alias_last_nodes[base] = max(self.alias_last_nodes[base], self.alias_last_nodes[number])
 
     def aliased_value(self, number: int) -> int | None:
-        """Return the value that this one aliases if it is not redistributed; None if it has memory of its own."""
+        """Return the number of the value that this one aliases if neither is redistributed; None if it owns its memory."""
         place = self._aliased_operands[number]
         return None if place is None else self.graph.values[number].producer.operands[place]
 
     def count_bytes(self, number: int, layout: Layout) -> float:
-        """Return the bytes of a value on one rank, with the optimizer state of a parameter."""
+        """Return the bytes of a value on the rank with the most, and for a parameter those of its optimizer state."""
         factor = self.graph.values[number].producer.bytes_factor
         return layout.max_local_nbytes * (1.0 if factor is None else factor)
 
-    def last_use(self, node: Node, place: int, last_nodes: Sequence[int]) -> int:
-        """Return the last node at which the memory of an operand is held for ``node``: a result may alias it."""
+    def find_last_use(self, node: Node, place: int, last_nodes: Sequence[int]) -> int:
+        """Return the last node at which ``node`` needs its operand's memory, which a result may alias."""
         aliases = [last_nodes[n] for n in node.results if n is not None and self._aliased_operands[n] == place]
         return max([node.number, *aliases])
 
     # --- exact usage ---------------------------------------------------------------------------------------------------
     def compute_usage(self, options: Sequence[Option], without_plan: bool = False) -> MemoryUsage:
-        """Return the memory that a rank needs. Copies are freed and made again to stay within the limit, if that is possible.
+        """Return the peak memory of a rank under these options, with copies freed and made again to meet the limit.
 
         Args:
             options: one for each node.
@@ -159,13 +159,13 @@ class MemoryModel:
     def _find_uses(
         self, number: int, options: Sequence[Option], moves: dict[CanonicalLayout, Move], last_nodes: list[int]
     ) -> dict[CanonicalLayout, list[tuple[int, int]]]:
-        """Return the uses of each copy of a value as ``(node, last node)``. Uses without a copy extend ``last_nodes``."""
+        """Return, by layout of the copy, the (node, last node) uses of a value's copies; extend ``last_nodes`` otherwise."""
         found: dict[CanonicalLayout, list[tuple[int, int]]] = {}
         for node, place in self.objective.users[number]:
             layout = options[node.number].operands[place]
             if layout is None:
                 continue
-            key, end = canonical_layout(layout), self.last_use(node, place, last_nodes)
+            key, end = canonical_layout(layout), self.find_last_use(node, place, last_nodes)
             while key in moves:  # a copy that is made from another copy also uses that one
                 found.setdefault(key, []).append((node.number, end))
                 end = node.number if makes_copy(*moves[key]) else end
@@ -186,7 +186,7 @@ def _find_aliased_operand(graph: Graph, value: Value) -> int | None:
 
 
 def _make_live_ranges(uses: list[tuple[int, int]]) -> list[LiveRange]:
-    """Return the live ranges for uses in order. Uses that overlap or directly follow each other are in one range."""
+    """Return the live ranges of one copy from its (node, last node) uses; uses that touch share a range."""
     ranges: list[LiveRange] = []
     for start, end in uses:
         if ranges and start <= ranges[-1].end + 1:
@@ -198,7 +198,7 @@ def _make_live_ranges(uses: list[tuple[int, int]]) -> list[LiveRange]:
 
 
 def _join_ranges(ranges: list[LiveRange], freed_after: Sequence[int]) -> list[LiveRange]:
-    """Return live ranges, joined except behind those with the given numbers."""
+    """Return live ranges joined across gaps, except behind the ranges ``freed_after``, where the copy is freed."""
     joined = [ranges[0]]
     for i, one in enumerate(ranges[1:]):
         if i in freed_after:
@@ -209,13 +209,13 @@ def _join_ranges(ranges: list[LiveRange], freed_after: Sequence[int]) -> list[Li
 
 
 def _add_bytes(differences: Any, start: int, end: int, nbytes: float) -> None:
-    """Add bytes for a range of nodes to the differences of a memory profile."""
+    """Add ``nbytes`` for the nodes ``start .. end`` to a memory profile that is stored as differences."""
     differences[start] += nbytes
     differences[end + 1] -= nbytes
 
 
 def _choose_freed_gaps(profile: Any, gaps: list[_Gap], limit: float) -> list[_Gap]:
-    """Return the gaps in which copies are freed, so that the profile stays within the limit. Changes the profile.
+    """Choose gaps in which copies are freed until the memory profile, which changes, stays within the limit.
 
     At the highest peak, the gap with the least seconds per byte is freed. At the end, gaps that turn out to be unnecessary are
     held again, the most expensive ones first.

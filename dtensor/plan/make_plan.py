@@ -56,7 +56,7 @@ def plan(step: Callable[..., Any], *args: Any, memory: float | None = None, **kw
 def run_and_plan(
     step: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any], seconds: float = _MAX_SECONDS, memory: float = math.inf
 ) -> tuple[T, ProgramPlan]:
-    """Run ``step`` once, eagerly, and return its result and its plan. See :func:`make_plan` for ``seconds`` and ``memory``."""
+    """Run ``step`` once, eagerly, and return its result and its program plan. For the limits see :func:`make_plan`."""
     result, graph = record_graph(step, args, kwargs)
     mesh = graph.mesh
     if mesh is None:
@@ -65,7 +65,7 @@ def run_and_plan(
 
 
 def broadcast_result(mesh: DeviceMesh, compute: Callable[[], T]) -> T:
-    """Return one result on all ranks: the first rank of the mesh computes it. A solver with a time limit may differ elsewhere."""
+    """Compute a result on the first rank of the mesh and return it on all; a timed solver may differ between ranks."""
     if mesh.kind != "process_group":
         return compute()
     computed: T | PlanError | None = None
@@ -81,7 +81,7 @@ def broadcast_result(mesh: DeviceMesh, compute: Callable[[], T]) -> T:
 
 
 def make_plan(graph: Graph, seconds: float = _MAX_SECONDS, memory: float = math.inf) -> ProgramPlan:
-    """Return the plan of a recorded program. Its estimated time is at most that of the program, if that fits into ``memory``.
+    """Return the cheapest program plan found for a recorded graph within ``memory``; the eager choices if they are no slower.
 
     Args:
         graph: the recorded program.
@@ -107,7 +107,7 @@ def make_plan(graph: Graph, seconds: float = _MAX_SECONDS, memory: float = math.
 def choose_options(
     classes: NodeClasses, start: Sequence[Option], seconds: float, memory: MemoryModel, reverse: bool = False
 ) -> list[Option]:
-    """Return one option for each node: optimized for one mesh dim after the other, until no mesh dim improves.
+    """Return one option per node, optimized by the solver for one mesh dim after the other until none improves.
 
     Args:
         classes: the classes of the graph.
@@ -120,7 +120,8 @@ def choose_options(
     assert graph.mesh is not None
     penalty = 100 * objective.total_seconds(start) / memory.limit if is_bounded else 0.0
 
-    def cost_of(options: Sequence[Option]) -> float:
+    def compute_cost(options: Sequence[Option]) -> float:
+        """Return the seconds of the options, with a penalty for memory over the limit; note the critical node."""
         if not is_bounded:
             return objective.total_seconds(options)
         usage = memory.compute_usage(options)
@@ -128,7 +129,7 @@ def choose_options(
             memory.critical_nodes.append(usage.peak_node)
         return objective.total_seconds(options) + usage.seconds + penalty * max(0.0, usage.peak - memory.limit)
 
-    best, cost, end = list(start), cost_of(start), monotonic() + seconds
+    best, cost, end = list(start), compute_cost(start), monotonic() + seconds
     dims = [i for i, ranks in enumerate(graph.mesh.shape) if ranks > 1][:: -1 if reverse else 1]
     unimproved = 0  # mesh dims since the last improvement
     for mesh_dim in dims * _MAX_SWEEPS:
@@ -145,7 +146,7 @@ def choose_options(
             solution = problem.solve(min(rest, seconds / _MAX_SWEEPS))
             if solution is not None:
                 candidate = classes.per_node(solution)
-                candidate_cost = cost_of(candidate)
+                candidate_cost = compute_cost(candidate)
                 if candidate_cost < cost * (1 - 1e-6):
                     best, cost, unimproved = candidate, candidate_cost, 1
             if len(memory.critical_nodes) == critical_count:

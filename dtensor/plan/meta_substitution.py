@@ -22,7 +22,7 @@ from ..tensor.dtensor import DTensor
 
 
 class MetaSubstitution:
-    """A context manager that gives modules and optimizers meta DTensors.
+    """Context manager in which modules and optimizers have meta DTensors in place of their tensors.
 
     Args:
         mesh: the mesh of a dry run.
@@ -44,12 +44,12 @@ class MetaSubstitution:
 
     @property
     def tensors(self) -> list[DTensor]:
-        """The replacements."""
+        """Return all meta DTensors that replace a tensor."""
         return [replacement for _, replacement in self._replacements.values()]
 
     @property
     def states(self) -> dict[str, DTensor]:
-        """The tensors of the optimizers' states, by names of parameter and state, without 0-d tensors."""
+        """Return the tensors of the optimizers' states, as ``"parameter.state"`` -> tensor, without 0-d tensors."""
         names = {id(x): name for name, x in self.parameters.items()}
         states: dict[str, DTensor] = {}
         for optimizer in self.optimizers:
@@ -59,7 +59,7 @@ class MetaSubstitution:
         return states
 
     def replace_tensor(self, x: Any) -> Any:
-        """Return the replacement of a tensor; any other object as it is."""
+        """Return the meta DTensor that replaces a tensor, always the same one; any other object unchanged."""
         if not isinstance(x, torch.Tensor):
             return x
         if id(x) not in self._replacements:
@@ -79,7 +79,7 @@ class MetaSubstitution:
         self._restore.close()
 
     def _replace_in_module(self, prefix: str, module: nn.Module) -> None:
-        """Replace parameters and buffers of a module by substitutes, until the substitution ends."""
+        """Replace the parameters and buffers of a module by meta DTensors, until the context ends."""
         for path, part in module.named_modules(remove_duplicate=False):
             for own in (part._parameters, part._buffers):
                 before: dict[str, Any] = dict(own)
@@ -91,7 +91,7 @@ class MetaSubstitution:
                         self.parameters[f"{prefix}{path}{'.' if path else ''}{key}"] = own[key]
 
     def _replace_in_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Replace the parameters and states of an optimizer by substitutes, until the substitution ends."""
+        """Replace the parameters and states of an optimizer by meta DTensors, until the context ends."""
         state, groups = optimizer.state, [group["params"] for group in optimizer.param_groups]
         self._restore.callback(setattr, optimizer, "state", state)
         optimizer.state = defaultdict(
@@ -102,14 +102,14 @@ class MetaSubstitution:
             self._restore.callback(group.__setitem__, "params", params)
 
     def _replace_state(self, x: Any) -> Any:
-        """Return the replacement of a state. A 0-d tensor, such as a step counter, is copied, because the step increments it."""
+        """Return the meta DTensor for an optimizer state; a copy of a 0-d tensor, such as a step counter."""
         if not isinstance(x, torch.Tensor):
             return x
         return self.replace_tensor(x) if x.ndim else x.clone()
 
 
 def find_objects(step: Callable[..., Any], example: Iterable[Any]) -> dict[str, Any]:
-    """Return the objects that a function names, is bound to or gets as arguments, by name."""
+    """Return by name the objects that ``step`` can use: its globals and closure variables, its ``self``, and the arguments."""
     unwrapped = inspect.unwrap(step)
     bound = getattr(unwrapped, "__self__", None)
     objects: dict[str, Any] = {}

@@ -25,7 +25,7 @@ from ..redistribute import Step, estimate
 from ..rules.call import Call
 from ..rules.rule import Factors, Rule, Strategy
 from ..state.wrap import wrap_local
-from .disjoint_placements import disjoint_marks
+from .disjoint_placements import disjoint_placements
 from .graph import Node, RuleQuery
 
 NEGLIGIBLE_SECONDS = 1e-6  # a redistribution without communication takes less; it needs no variable in the solver
@@ -33,8 +33,8 @@ NEGLIGIBLE_SECONDS = 1e-6  # a redistribution without communication takes less; 
 
 @memoize(1 << 17)
 def redistribute_seconds(source: Layout, target: Layout) -> float:
-    """Return the seconds of a redistribution; infinity if ``target`` is disjoint partial and ``source`` is not."""
-    if disjoint_marks(target) - disjoint_marks(source):
+    """Return the estimated seconds of a redistribution; infinity if only ``target`` is disjoint partial."""
+    if disjoint_placements(target) - disjoint_placements(source):
         return math.inf
     if source.has_same_blocks(target):
         return 0.0
@@ -44,12 +44,12 @@ def redistribute_seconds(source: Layout, target: Layout) -> float:
 def work_seconds(
     node: Node, strategies: Sequence[Strategy], operands: Sequence[Layout | None], results: Sequence[Layout | None]
 ) -> float:
-    """Return the seconds of a call with one strategy per mesh dim: the collectives of its kernels and its local work."""
+    """Return the estimated seconds of a call under one strategy per mesh dim: kernel collectives plus local work."""
     return node_kernel_seconds(node, strategies) + node_local_seconds(node, strategies, operands, results)
 
 
 def node_kernel_seconds(node: Node, strategies: Sequence[Strategy]) -> float:
-    """Return the seconds of the collectives of a call's kernels."""
+    """Return the estimated seconds of the collectives in the kernels of a call's strategies."""
     assert node.query is not None
     call = node.query.call
     return sum(kernel_seconds_of(strategy, call, mesh_dim) for mesh_dim, strategy in enumerate(strategies))
@@ -58,7 +58,7 @@ def node_kernel_seconds(node: Node, strategies: Sequence[Strategy]) -> float:
 def node_local_seconds(
     node: Node, strategies: Sequence[Strategy], operands: Sequence[Layout | None], results: Sequence[Layout | None]
 ) -> float:
-    """Return the seconds of a call's local work."""
+    """Return the estimated seconds of a call's local computation, from its FLOP and bytes on one rank."""
     assert node.query is not None
     mesh, work = node.query.call.mesh, node.query.work
     if work.free:
@@ -72,7 +72,7 @@ def node_local_seconds(
 
 
 def recorded_collective_seconds(event: Event, steps: Sequence[Step], mesh: DeviceMesh) -> float:
-    """Return the seconds of an issued collective, and of the copies in the redistribution steps that it was issued for."""
+    """Return the estimated seconds of a recorded collective, with the copies of its redistribution steps."""
 
     def wire_seconds(kind: str, nbytes: int) -> float:
         return collective_seconds(event.mesh or mesh, event.mesh_dims, kind, nbytes)
@@ -82,7 +82,7 @@ def recorded_collective_seconds(event: Event, steps: Sequence[Step], mesh: Devic
 
 
 def kernel_bytes(query: RuleQuery, strategies: Sequence[Strategy], operands: Sequence[Layout | None]) -> int:
-    """Return the bytes that a rank receives in the collectives of a call's kernels.
+    """Return the bytes that a rank receives in the kernel collectives of a call, measured on a dry run of the call.
 
     They are measured by a dry run of the call. If that is impossible, because the call is random or needs values, the kernels
     estimate them.
@@ -113,7 +113,7 @@ def kernel_bytes(query: RuleQuery, strategies: Sequence[Strategy], operands: Seq
 
 
 def _make_meta_tensor(layout: Layout, dry: DeviceMesh) -> Any:
-    """Return a meta DTensor with this layout on the mesh ``dry``."""
+    """Return a meta DTensor on the mesh ``dry`` with the splits, partials, shape and strides of ``layout``."""
     target = Layout.from_splits(dry, layout.splits, layout.partials, layout.shape, layout.stride, layout.dtype)
     first = (0,) * dry.ndim
     local = torch.empty_strided(target.local_shape(first), target.local_stride(first), dtype=target.dtype, device="meta")
@@ -121,6 +121,6 @@ def _make_meta_tensor(layout: Layout, dry: DeviceMesh) -> Any:
 
 
 def _with_tensors(value: Any, places: Sequence[int], tensors: Sequence[Any]) -> Any:
-    """Return an argument with tensors in place of layouts. ``places``: the numbers of the operands in it."""
+    """Return a call's argument with tensors in place of its layouts; ``places``: the indices into ``tensors``."""
     numbers = iter(places)
     return map_leaves(lambda item: tensors[next(numbers)] if isinstance(item, Layout) else item, value)

@@ -14,13 +14,13 @@ Move = tuple[Layout, Layout]  # a redistribution: source and target
 
 
 class Objective:
-    """The costs of one graph. ``options`` arguments have one option for each node."""
+    """Estimated seconds and received bytes of a graph under ``options``, one for each node."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph, self.users = graph, graph.find_users()
 
     def list_moves(self, number: int, options: Sequence[Option]) -> list[Move]:
-        """Return the redistributions of one value. A copy that follows from another copy for free is made from that."""
+        """Return the redistributions (source, target) of one value that its users need, by the cheapest paths."""
         value = self.graph.values[number]
         source = options[value.producer.number].results[value.place]
         needed: dict[CanonicalLayout, Layout] = {}
@@ -33,16 +33,16 @@ class Objective:
         return _cheapest_moves(source, [layout for layout in needed.values() if not layout.has_same_blocks(source)])
 
     def list_all_moves(self, options: Sequence[Option]) -> dict[int, list[Move]]:
-        """Return the redistributions of each value that has some, by number."""
+        """Return the redistributions (source, target) of each value that has some, by number of the value."""
         moves_of = {number: self.list_moves(number, options) for number in range(len(self.graph.values))}
         return {number: moves for number, moves in moves_of.items() if moves}
 
     def total_seconds(self, options: Sequence[Option]) -> float:
-        """Return the seconds of the program."""
+        """Return the estimated seconds of the program under these options: calls and redistributions."""
         return sum(option.seconds for option in options) + sum(map(moves_seconds, self.list_all_moves(options).values()))
 
     def local_seconds(self, options: Sequence[Option]) -> float:
-        """Return the seconds of the work of a rank, with local redistributions and without communication."""
+        """Return the estimated seconds of the program without communication: local work and local redistributions."""
         pairs = zip(self.graph.nodes, options, strict=True)
         kernels = (node_kernel_seconds(node, option.strategies) for node, option in pairs if node.query is not None)
         all_moves = self.list_all_moves(options).values()
@@ -50,7 +50,7 @@ class Objective:
         return sum(option.seconds for option in options) - sum(kernels) + moves_seconds(local_moves)
 
     def received_bytes(self, options: Sequence[Option]) -> int:
-        """Return the bytes that a rank receives, in redistributions and in the collectives of kernels."""
+        """Return the bytes that one rank receives in the program: redistributions and kernel collectives."""
         return sum(map(moves_bytes, self.list_all_moves(options).values())) + sum(
             kernel_bytes(node.query, option.strategies, option.operands)
             for node, option in zip(self.graph.nodes, options, strict=True)
@@ -58,23 +58,23 @@ class Objective:
         )
 
     def seconds_around(self, node: Node, options: Sequence[Option]) -> float:
-        """Return the seconds that depend on a node's option: of the node, its operands and its results."""
+        """Return the estimated seconds of a node and of the redistributions of its operands and results."""
         numbers = {number for number in (*node.operands, *node.results) if number is not None}
         return options[node.number].seconds + sum(moves_seconds(self.list_moves(number, options)) for number in numbers)
 
 
 def moves_seconds(moves: Iterable[Move]) -> float:
-    """Return the seconds of redistributions, one after the other."""
+    """Return the estimated seconds of redistributions, one after the other."""
     return sum(redistribute_seconds(source, target) for source, target in moves)
 
 
 def moves_bytes(moves: Iterable[Move]) -> int:
-    """Return the bytes that a rank receives in redistributions."""
+    """Return the bytes that a rank receives in these redistributions."""
     return sum(plan_redistribution(source, target).bytes for source, target in moves)
 
 
 def _cheapest_moves(source: Layout, needed: list[Layout]) -> list[Move]:
-    """Return the cheapest redistributions to all needed layouts, directly or through one of them or the reduced value."""
+    """Return the cheapest redistributions from ``source`` to all needed layouts, directly or through one intermediate."""
     best = [(source, layout) for layout in needed]
     costly = [layout for layout in needed if redistribute_seconds(source, layout) >= NEGLIGIBLE_SECONDS]
     if len(costly) < 2:

@@ -26,7 +26,7 @@ _EXECUTED = ("call", "fixed", "parts")  # the kinds of nodes that the executor s
 def build_plan(
     graph: Graph, classes: NodeClasses, options: Sequence[Option], recorded: Sequence[Option], memory: MemoryModel
 ) -> ProgramPlan:
-    """Return the program plan for one option per node.
+    """Return the program plan that one option per node describes: planned calls, estimated costs and peak memory.
 
     Args:
         graph: the recorded program.
@@ -57,7 +57,7 @@ def build_plan(
 
 
 def eager_plan(plan: ProgramPlan, peak: int) -> ProgramPlan:
-    """Return the plan under which every call chooses for itself, as in the recorded program. ``peak``: its peak in bytes."""
+    """Return ``plan`` with no planned strategies, so that every call chooses its own; ``peak``: its peak memory in bytes."""
     unplanned: dict[str, Any] = {"rows": (), "operands": (), "drops": (), "moves": (), "runner_up": "", "extra": 0.0}
     calls = tuple(replace(call, kind="fixed" if call.kind == "call" else call.kind, **unplanned) for call in plan.calls)
     return replace(plan, calls=calls, seconds=plan.eager_seconds, nbytes=plan.eager_nbytes, peak_bytes=peak)
@@ -65,7 +65,7 @@ def eager_plan(plan: ProgramPlan, peak: int) -> ProgramPlan:
 
 @dataclass(slots=True)
 class _PlanBuilder:
-    """Builds the calls of a plan, node by node.
+    """Builder of the planned calls of a program, one node after the other.
 
     Attributes:
         moves: the redistributions of each value.
@@ -84,12 +84,13 @@ class _PlanBuilder:
     drops: dict[int, list[CopyKey]] = field(init=False)
 
     def __post_init__(self) -> None:
+        """Find the last executed call that uses each copy, after which the plan drops the copy."""
         uses = [(key, one.uses) for key, ranges in self.usage.live_ranges.items() for one in ranges]
         is_executed = [node.kind in _EXECUTED for node in self.graph.nodes]
         self.drops = group_by_key((max([n for n in numbers if is_executed[n]] or numbers), key) for key, numbers in uses)
 
     def build_call(self, node: Node) -> PlannedCall:
-        """Return the planned call of a node: its strategies, the redistributions of its operands, and the next best choice."""
+        """Return the planned call of a node: strategies, redistributions of its operands, and the runner-up."""
         option = self.options[node.number]
         operands = enumerate(zip(node.operands, option.operands, strict=True))
         paths = [[] if place in node.pinned else self._find_path(number, layout) for place, (number, layout) in operands]
@@ -110,7 +111,7 @@ class _PlanBuilder:
         )
 
     def _find_path(self, number: int | None, target: Layout | None) -> list[Layout]:
-        """Return the layouts that an operand is redistributed to, one after the other.
+        """Return the layouts to which an operand is redistributed in turn; [] if the plan leaves it as it is.
 
         A partial operand with the user's own reduction stays as it is, because a plan has no name for the reduction.
         """
@@ -122,7 +123,7 @@ class _PlanBuilder:
         return [target]
 
     def _list_new_moves(self, node: Node, place: int, path: list[Layout]) -> list[PlannedMove]:
-        """Return the redistributions for an operand that no earlier call has made."""
+        """Return the communicating redistributions for an operand that no earlier call of the plan has made."""
         number, planned = node.operands[place], []
         for source, target in self.moves.get(number, ()) if number is not None else ():
             key = number or 0, canonical_layout(target)
@@ -139,14 +140,14 @@ class _PlanBuilder:
         return planned
 
     def _list_drops(self, node: Node) -> Iterator[tuple[int, Spelled]]:
-        """Yield the copies of operands that are freed after this call: the index of the operand, and the placements."""
+        """Yield (index of the operand, placements) of the copies of operands that are freed after this call."""
         for number, key in self.drops.get(node.number, ()):
             self.copies.discard((number, key))
             target = next(target for _, target in self.moves[number] if canonical_layout(target) == key)
             yield node.operands.index(number), placement_texts(target.placements)
 
     def _find_runner_up(self, node: Node) -> tuple[str, float]:
-        """Return the next best strategies, all else as planned, and how many seconds longer they take; ("", 0.0) for none."""
+        """Return the second best strategies of a call and how many seconds longer they take; ("", 0.0) for none."""
         own = self.options[node.number]
         present, best = self.objective.seconds_around(node, self.options), ("", float("inf"))
         for options in self.alternatives:

@@ -32,7 +32,7 @@ from .program_plan import PlannedCall, ProgramPlan, Spelled, placements_of
 
 
 class PlanExecutor(CallListener):
-    """A dispatch mode under which operator calls follow a plan.
+    """Dispatch mode that runs operator calls by a program plan, until a call differs from the plan.
 
     Attributes:
         difference: the first call that differed from the recorded program; None as long as there is none.
@@ -57,14 +57,14 @@ class PlanExecutor(CallListener):
 
     @property
     def is_complete(self) -> bool:
-        """Whether the whole program has followed the plan."""
+        """Return True if every call so far has followed the plan, and the plan has no further call."""
         return self.difference is None and self._position == len(self._calls)
 
     def is_listening(self, call: OperatorCall) -> bool:
         return self.difference is None
 
     def on_dtensor_call(self, call: OperatorCall) -> Any:
-        """Run a call as the plan says: redistribute its operands, and force the planned strategies."""
+        """Redistribute the operands of a call as planned, and run it with the planned strategies."""
         planned = self._take_planned(call)
         if planned is None:
             return call.run()
@@ -79,7 +79,7 @@ class PlanExecutor(CallListener):
             return call.run_with_strategies(partial(_choose_planned, planned.rows))
 
     def _take_planned(self, call: OperatorCall) -> PlannedCall | None:
-        """Return the next planned call; None, and leave the plan, if the present call differs from it."""
+        """Return the next planned call; if the present call differs from it, abandon the plan and return None."""
         planned = self._calls[self._position] if self._position < len(self._calls) else None
         key = repr(call_key(call.operator, call.bound))
         if planned is None or planned.key != key:
@@ -91,7 +91,7 @@ class PlanExecutor(CallListener):
 
     # --- operands ------------------------------------------------------------------------------------------------------
     def _redistribute_operands(self, call: OperatorCall, planned: PlannedCall) -> None:
-        """Redistribute operands as planned, except those that are written to, and free the copies that the plan drops."""
+        """Replace the operands of a call by planned redistributed copies, and free copies that the plan drops."""
         operator, bound = call.operator, call.bound
         redistributed, dropped = [], []
         for place, ((name, index), x) in enumerate(iter_operand_slots(operator, bound)):
@@ -111,7 +111,7 @@ class PlanExecutor(CallListener):
         call.kwargs = {name: bound[name] for name in call.kwargs}
 
     def _get_or_make_copy(self, x: DTensor, path: Sequence[Spelled]) -> DTensor:
-        """Return ``x`` redistributed along a path of placements. Existing copies are reused."""
+        """Return ``x`` redistributed along a path of placements, from the last copy on it that exists."""
         copies = self._copies.get(id(x))
         if copies is None or not copies.is_valid_for(x):
             copies = self._copies[id(x)] = _Copies(x)
@@ -126,7 +126,7 @@ class PlanExecutor(CallListener):
 
 
 class _Copies:
-    """The redistributed copies of one value."""
+    """Cache of the redistributed copies of one tensor, by placements, for one state of its version counter."""
 
     __slots__ = ("by_placements", "tensor", "versions")
 
@@ -135,7 +135,7 @@ class _Copies:
         self.by_placements: dict[Spelled, DTensor] = {}
 
     def is_valid_for(self, x: DTensor) -> bool:
-        """Return True if the copies are of the present value of ``x``."""
+        """Return True if the copies are of ``x``, and ``x`` was not written to since."""
         return self.tensor() is x and is_unwritten(self.versions, versions_of(x))
 
 
@@ -149,7 +149,7 @@ def _runs_specially(call: OperatorCall) -> bool:
 def _choose_planned(
     texts: Sequence[str], rule: Rule, factors: Factors, call: Call, inplace_results: Mapping[int, int]
 ) -> StrategySelection | None:
-    """Return the choice of the planned strategies; the cheapest choice if the present layouts do not allow them."""
+    """Return the selection of the planned strategies; the cheapest selection if the present layouts do not allow them."""
     lines = strategies_by_text(bound_strategies_of(rule, factors, call).strategies)
     if all(text in lines for text in texts):
         chosen = realize_selection(

@@ -22,7 +22,7 @@ Spelled = tuple[str, ...]  # placements as text, one for each mesh dim
 
 @dataclass(frozen=True, slots=True)
 class PlannedMove:
-    """A planned redistribution: the value, its placements before and after, bytes that one rank receives, estimated seconds."""
+    """Planned redistribution: the value, placements before and after, bytes that one rank receives, estimated seconds."""
 
     what: str
     source: Spelled
@@ -68,7 +68,7 @@ class PlannedCall:
         return f"{self.name}{' (backward)' if self.backward else ''}{strategy}{moves}"
 
     def next_best(self, extras: Sequence[float]) -> str:
-        """Return a line about the next best strategy of calls that are otherwise equal; "" if there is none."""
+        """Return a line of text about the second best strategy and the seconds it adds; "" if there is none."""
         if not self.runner_up:
             return ""
         least, most = (f"{extra:+.0f}"[0] + seconds_text(abs(extra)) for extra in (min(extras), max(extras)))
@@ -84,18 +84,18 @@ class PlannedLine:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that one rank receives."""
+        """Return the bytes that one rank receives in the redistributions of this line."""
         return sum(move.nbytes for call in self.calls for move in call.moves)
 
     @property
     def head(self) -> str:
-        """The line, the number of redistributions and their bytes."""
+        """Return text with the source line, the number of its redistributions and their bytes."""
         count = sum(len(call.moves) for call in self.calls)
         return f"{self.place.line}: {count} redistribution{'' if count == 1 else 's'}, {bytes_text(self.nbytes)}"
 
     @property
     def details(self) -> list[str]:
-        """Lines about the calls."""
+        """Return lines of text about the calls of this source line; equal calls appear once, with their number."""
         lines = []
         for text, own in group_by_key(((str(call), call.runner_up), call) for call in self.calls).items():
             head, *moves = text[0].splitlines()
@@ -146,7 +146,7 @@ class ProgramPlan:
 
     @property
     def lines(self) -> tuple[PlannedLine, ...]:
-        """Lines of the program that redistribute something, in order of first use."""
+        """Return the source lines of the program that redistribute something, in order of first use."""
         calls_of = group_by_key((call.line, call) for call in self.calls if call.moves)
         return tuple(PlannedLine(_parse_place(line), tuple(calls)) for line, calls in calls_of.items())
 
@@ -185,7 +185,7 @@ class ProgramPlan:
 
 
 def _to_tuples(read: Any) -> Any:
-    """Convert the lists of parsed JSON to tuples."""
+    """Return parsed JSON with all lists, at any depth, as tuples."""
     if isinstance(read, dict):
         return {name: _to_tuples(value) for name, value in read.items()}
     return tuple(map(_to_tuples, read)) if isinstance(read, list) else read
@@ -193,7 +193,7 @@ def _to_tuples(read: Any) -> Any:
 
 # --- placements as text -------------------------------------------------------------------------------------------------
 def placement_texts(placements: Iterable[Placement]) -> Spelled:
-    """Return placements as text.
+    """Return each placement as text, such as ``"S(0)"``.
 
     >>> placement_texts((Shard(0, level=1), Partial(), Replicate()))
     ('S(0@1)', 'P(sum)', 'R')
@@ -202,7 +202,7 @@ def placement_texts(placements: Iterable[Placement]) -> Spelled:
 
 
 def placements_of(words: Sequence[str]) -> tuple[Placement, ...]:
-    """Return the placements that :func:`placement_texts` wrote.
+    """Return the placements that the texts of :func:`placement_texts` describe; raise for any other text.
 
     >>> placements_of(("S(1:3+2)", "R"))
     (Shard(dim=1, sizes=(3, 2)), Replicate())
@@ -217,7 +217,7 @@ _REDUCTION_NAME = re.compile(r"(?<![\w(])(?!R\b|S\(|by\b|owners\b)([A-Za-z]\w*)"
 
 
 def strategy_text(texts: str) -> str:
-    """Return strategies as text with the placements that users write.
+    """Return the text of strategies with partial placements as users write them: ``P(sum)`` for ``sum``.
 
     >>> strategy_text("R,S(0) -> sum & S(1),R -> S(1)")
     'R, S(0) -> P(sum) & S(1), R -> S(1)'

@@ -20,7 +20,7 @@ _MAX_CLASS_RATIO = 0.6  # classes per node; with more of them, each node is a cl
 
 @dataclass(slots=True)
 class NodeClass:
-    """Nodes that take the same option.
+    """Equivalence class of nodes, which take the same option: a representative node and how many there are.
 
     Attributes:
         node: one of the nodes; ``count``: how many there are.
@@ -36,7 +36,7 @@ class NodeClass:
 
 @dataclass(slots=True)
 class NodeClasses:
-    """The classes of a graph. A value stands for the same result of all nodes of a class.
+    """Equivalence classes of a graph's nodes. One value represents the same result of all nodes of a class.
 
     Attributes:
         class_of: for each node the number of its class.
@@ -51,23 +51,23 @@ class NodeClasses:
     users: list[list[tuple[int, int]]]
 
     def graph_value(self, value: int) -> int:
-        """Return the number of one of the graph's values that a value stands for."""
+        """Return the number of a graph value that the value ``value`` of the classes represents."""
         maker, place = self.makers[value]
         number = self.classes[maker].node.results[place]
         assert number is not None
         return number
 
     def per_class(self, choices: Sequence[Any]) -> list[Any]:
-        """Return one choice for each class from choices for nodes, which are equal in each class."""
+        """Return one choice for each class, from choices for each node that are equal within a class."""
         return [choices[own.node.number] for own in self.classes]
 
     def per_node(self, choices: Sequence[Any]) -> list[Any]:
-        """Return one choice for each node from choices for classes."""
+        """Return one choice for each node, from choices for each class."""
         return [choices[number] for number in self.class_of]
 
 
 def find_classes(graph: Graph, start: Sequence[Hashable]) -> NodeClasses:
-    """Return the classes of a graph.
+    """Return the equivalence classes of nodes with equal ``start`` colors and equivalent neighbors in the graph.
 
     Args:
         graph: the graph.
@@ -80,13 +80,13 @@ def find_classes(graph: Graph, start: Sequence[Hashable]) -> NodeClasses:
 
 
 def _number_colors(colors: Sequence[Hashable]) -> list[int]:
-    """Return colors as numbers, in order of first appearance."""
+    """Return ``colors`` as ints from 0, in order of first appearance."""
     numbers: dict[Any, int] = {}
     return [numbers.setdefault(color, len(numbers)) for color in colors]
 
 
 def _refine_colors(graph: Graph, colors: list[int]) -> list[int]:
-    """Refine the colors of nodes by those of their neighbors, until no class splits further."""
+    """Return node colors refined by the colors of neighbors, until no class of equal colors splits further."""
     users = graph.find_users()
     makers = [(value.producer.number, value.place) for value in graph.values]
     count = len(set(colors))

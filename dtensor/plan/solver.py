@@ -33,7 +33,7 @@ UsePattern = tuple[bool, Uses, Uses, Uses]  # at a node: whether the tensor exis
 
 @dataclass(slots=True)
 class LinearProgram:
-    """A linear program to be minimized. All variables are between 0 and 1.
+    """Mixed-integer linear program to be minimized. All variables are between 0 and 1.
 
     Attributes:
         costs: for each variable its coefficient in the objective.
@@ -46,6 +46,7 @@ class LinearProgram:
     rows: list[tuple[Terms, float, float]] = field(default_factory=list)
 
     def add_variable(self, cost: float = 0.0, is_integer: bool = False) -> int:
+        """Add a variable with this cost in the objective, and return its number."""
         self.costs.append(cost)
         if is_integer:
             self.integers.append(len(self.costs) - 1)
@@ -58,7 +59,7 @@ class LinearProgram:
         self.rows.append((terms, -math.inf, value))
 
     def solve(self, seconds: float, gap: float) -> list[float] | None:
-        """Return the values of the variables in the best solution that was found; None if there is none.
+        """Return the variables' values in the best solution that HiGHS finds in ``seconds``; None if it finds none.
 
         Args:
             seconds: time limit.
@@ -115,7 +116,7 @@ class PlanningProblem:
         self.moves = {value: self._add_moves(value, users) for value, users in enumerate(classes.users) if users}
 
     def _add_moves(self, value: int, users: Sequence[tuple[int, int]]) -> _ValueMoves:
-        """Add to the problem the redistributions of a value to the layouts that its users may need."""
+        """Add variables and constraints for the redistributions of a value to the layouts that its users may need."""
         needs = [self._group_by_layout(user, [option.operands[place] for option in self.options[user]]) for user, place in users]
         moves = _ValueMoves(self, self.sources[value], needs, self.classes.classes[self.classes.makers[value][0]].count)
         for (user, place), need in zip(users, needs, strict=True):
@@ -124,7 +125,7 @@ class PlanningProblem:
         return moves
 
     def _group_by_layout(self, own: int, layouts: Sequence[Layout | None]) -> dict[CanonicalLayout, LayoutVars]:
-        """Return the options of a class by layout. ``layouts``: the layout of each option."""
+        """Return ``layouts``, one per option of class ``own``, each distinct one with the variables of its options."""
         groups: dict[CanonicalLayout, LayoutVars] = {}
         for layout, variable in zip(layouts, self.option_vars[own], strict=True):
             assert layout is not None
@@ -132,7 +133,7 @@ class PlanningProblem:
         return groups
 
     def solve(self, seconds: float, gap: float = 5e-4) -> list[Option] | None:
-        """Return the option that each class takes; None if no solution was found in time."""
+        """Return the option that each class takes in the best solution; None if none was found in time."""
         values = self.program.solve(seconds, gap)
         if values is None:
             return None
@@ -143,7 +144,7 @@ class PlanningProblem:
 
 
 class _ValueMoves:
-    """The redistributions of one value of the classes, which stands for ``count`` values of the graph.
+    """Variables of the redistributions of one value of the classes, which represents ``count`` values of the graph.
 
     Attributes:
         targets: the layouts that are needed, and the replicated one.
@@ -165,7 +166,7 @@ class _ValueMoves:
         self.flows: dict[tuple[int, int], list[tuple[int, CanonicalLayout, int]]] = {}
 
     def _get_or_add_move(self, source: int, target: CanonicalLayout) -> int:
-        """Return the variable of a redistribution. All uses share it."""
+        """Return the variable of the redistribution from source ``source`` to ``target``, which all uses share."""
         key = source, target
         if key not in self._move_vars:
             layout, variables = self.sources[source]
@@ -175,7 +176,7 @@ class _ValueMoves:
         return self._move_vars[key]
 
     def add_use(self, use: tuple[int, int], need: dict[CanonicalLayout, LayoutVars], is_pinned: bool, is_only_use: bool) -> None:
-        """Add the flow of one use, from the layout that is made to the layout that is needed."""
+        """Add flow variables and constraints for one use: from each layout made to each layout that the use needs."""
         leaving: list[Terms] = [[] for _ in self.sources]
         flows = self.flows[use] = []
         for key, (target, needing) in need.items():
@@ -193,7 +194,7 @@ class _ValueMoves:
     def _add_flow(
         self, source: int, layout: Layout, key: CanonicalLayout, target: Layout, is_pinned: bool, is_only_use: bool
     ) -> int | None:
-        """Return the variable of a flow; None if the redistribution is impossible, or the operand is pinned."""
+        """Return the variable of the flow between two layouts; None if redistribution is impossible or not allowed."""
         seconds = redistribute_seconds(layout, target)
         if math.isinf(seconds) or (is_pinned and seconds):
             return None
@@ -207,13 +208,13 @@ class _ValueMoves:
 
 
 def _is_free_from(source: Layout, via: Layout, target: Layout) -> bool:
-    """Return True if ``target`` follows from ``via`` without communication, and ``via`` can be made."""
+    """Return True if ``target`` can be made from ``via`` without communication, and ``via`` from ``source``."""
     return redistribute_seconds(via, target) < NEGLIGIBLE_SECONDS and not math.isinf(redistribute_seconds(source, via))
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------------
 class _MemoryConstraints:
-    """Adds the memory constraints of all critical nodes to a problem. See [Note: Memory as cutting planes].
+    """Builder of the memory constraints of all critical nodes of a problem. See [Note: Memory as cutting planes].
 
     Args:
         problem: the problem.
@@ -232,7 +233,7 @@ class _MemoryConstraints:
             self.program.add_upper_bound([*row, (excess, -most)], 1.0)
 
     def _make_row(self, node: int) -> Terms:
-        """Return what is held at a node, relative to the limit."""
+        """Return the linear terms for the bytes that are held at a node, as fractions of the limit."""
         held: Terms = []
         for (value, pattern), count in _count_patterns(self.classes, self.memory, node).items():
             self._add_value(value, pattern, count / self.memory.limit, held)
@@ -241,7 +242,7 @@ class _MemoryConstraints:
         return held
 
     def _add_value(self, value: int, pattern: UsePattern, count: float, held: Terms) -> None:
-        """Add a value as it is made: while the tensor exists, or a view of it that is in use at the node."""
+        """Add the memory of a value as it is made to ``held``, if it or an alias in use exists at the node."""
         number = self.classes.graph_value(value)
         if self.memory.aliased_value(number) is not None:
             return
@@ -256,7 +257,7 @@ class _MemoryConstraints:
                 held += [(self._add_maximum(own), size)] if own else []
 
     def _add_copies(self, value: int, pattern: UsePattern, count: float, held: Terms) -> None:
-        """Add the redistributed copies of a value: in use at the node, or between two uses unless they are made again."""
+        """Add the memory of a value's copies at the node to ``held``, unless they are freed and made again."""
         moves = self.problem.moves[value]
         now, before, after = (self._flows_by_copy(value, uses) for uses in pattern[1:])
         for source, target in {**now, **{key: None for key in before if key in after}}:
@@ -274,7 +275,7 @@ class _MemoryConstraints:
                 self.program.add_upper_bound([*both, (present, -1.0), (repeat, -1.0)], 1.0)
 
     def _get_or_add_repeat(self, value: int, source: int, target: CanonicalLayout, pattern: UsePattern) -> int:
-        """Return the variable of a copy that is freed between these uses and made again."""
+        """Return the variable that is 1 if a copy is freed between these uses and made again."""
         key = value, source, target, pattern[2], pattern[3]
         if key not in self._repeats:
             moves = self.problem.moves[value]
@@ -290,7 +291,7 @@ class _MemoryConstraints:
         return group_by_key(((source, target), flow) for source, target, flow in self._flows_of(value, uses))
 
     def _add_maximum(self, variables: Sequence[int]) -> int:
-        """Return a variable that is at least each of these."""
+        """Return a variable that is at least each of ``variables``: the only one, or a new one with constraints."""
         if len(variables) == 1:
             return variables[0]
         maximum = self.program.add_variable()
@@ -306,7 +307,7 @@ def add_memory_constraints(problem: PlanningProblem, memory: MemoryModel, penalt
 
 
 def _count_patterns(classes: NodeClasses, memory: MemoryModel, node: int) -> Counter[tuple[int, UsePattern]]:
-    """Return how many values of the graph may be held at a node, by value of the classes and pattern of uses."""
+    """Return how many graph values may be held at a node, by value of the classes and pattern of uses around the node."""
     class_values = {maker: value for value, maker in enumerate(classes.makers)}
     counts: Counter[tuple[int, UsePattern]] = Counter()
     for value in memory.graph.values:
@@ -315,7 +316,7 @@ def _count_patterns(classes: NodeClasses, memory: MemoryModel, node: int) -> Cou
             continue
         sides: tuple[set[tuple[int, int]], ...] = (set(), set(), set())  # at the node, before it, after it
         for user, place in memory.objective.users[number]:
-            side = 2 if user.number > node else int(memory.last_use(user, place, memory.alias_last_nodes) < node)
+            side = 2 if user.number > node else int(memory.find_last_use(user, place, memory.alias_last_nodes) < node)
             sides[side].add((classes.class_of[user.number], place))
         exists = node <= memory.last_nodes[number]
         pattern: UsePattern = exists, frozenset(sides[0]), frozenset(sides[1]), frozenset(sides[2])

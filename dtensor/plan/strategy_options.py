@@ -16,13 +16,13 @@ from ..rules.call import Call
 from ..rules.rule import Strategy
 from .disjoint_placements import (
     DisjointPartial,
-    disjoint_marks,
+    disjoint_placements,
     list_strategies,
     mark_disjoint,
-    mark_results,
+    mark_disjoint_results,
     operand_facts,
     with_placement,
-    without_marks,
+    without_disjoint,
 )
 from .graph import Graph, Node, RuleQuery
 from .node_costs import work_seconds
@@ -34,7 +34,7 @@ CanonicalLayout = Layout  # equal for layouts that differ only in strides, and i
 @memoize(65536)
 def canonical_layout(layout: Layout) -> CanonicalLayout:
     """Return a layout that is equal for two layouts of one tensor if no redistribution is needed between them."""
-    marks = dict(disjoint_marks(layout))
+    marks = dict(disjoint_placements(layout))
     return Layout.from_splits(layout.mesh, layout.splits, layout.partials, layout.shape, None, layout.dtype, marks)
 
 
@@ -61,13 +61,13 @@ ValueLayouts = list[dict[CanonicalLayout, Layout]]  # for each value of the clas
 
 # --- the recorded program --------------------------------------------------------------------------------------------------
 def recorded_options(graph: Graph) -> list[Option]:
-    """Return the option that the recorded program took, for each node."""
+    """Return, for each node of the graph, the option that the recorded program took."""
     unread = _find_unread_views(graph)
     return [_recorded_option(graph, node, unread) for node in graph.nodes]
 
 
 def _find_unread_views(graph: Graph) -> frozenset[int]:
-    """Return the views that were never computed: the program read only parts of them, and found the parts in their bases."""
+    """Return the numbers of views that were never computed, because the program read only parts of their bases."""
     users, unread = graph.find_users(), set[int]()
     for value in reversed(graph.values):
         is_candidate = value.producer.is_view and not value.keeps_layout
@@ -90,7 +90,7 @@ def _reads_parts_of_base(graph: Graph, node: Node) -> bool:
 
 
 def _recorded_option(graph: Graph, node: Node, unread: frozenset[int]) -> Option:
-    """Return the option that the recorded run used for a node: strategies, layouts and cost."""
+    """Return the option that the recorded run took for a node: strategies, layouts and estimated seconds."""
     chosen = None if node.query is None else node.query.chosen
     results = tuple(None if number is None else graph.values[number].layout for number in node.results)
     if node.is_view and any(number in unread for number in (*node.operands, *node.results)):
@@ -106,12 +106,12 @@ def _recorded_option(graph: Graph, node: Node, unread: frozenset[int]) -> Option
     strategies, facts = chosen.choice.strategies, node.query.call.disjoint_splits
     if facts:
         operands = tuple(layout and mark_disjoint(layout, fact) for layout, fact in zip(operands, facts, strict=True))
-    results = mark_results(results, chosen.disjoint_results, facts)
+    results = mark_disjoint_results(results, chosen.disjoint_results, facts)
     return Option(strategies, operands, results, work_seconds(node, strategies, operands, results))
 
 
 def make_classes(graph: Graph, start: Sequence[Option]) -> NodeClasses:
-    """Return the classes of a graph with these options for its nodes."""
+    """Return the equivalence classes of a graph's nodes, where nodes of a class have equal options ``start``."""
     colors: list[Any] = []
     for node, option in zip(graph.nodes, start, strict=True):
         call: Any = id(node.query) if node.query is not None else (node.name, node.key)
@@ -124,7 +124,7 @@ def make_classes(graph: Graph, start: Sequence[Option]) -> NodeClasses:
 
 # --- options along one mesh dim --------------------------------------------------------------------------------------------
 def list_options(graph: Graph, classes: NodeClasses, state: Sequence[Option], mesh_dim: int) -> Options:
-    """Return, for each class, the options that differ from ``state`` on one mesh dim only, the present one first.
+    """Return, for each class, the options that change its present option ``state`` on one mesh dim, the present one first.
 
     A strategy with partial operands is an option only if an operand may be partial in this way. This depends on the options of
     the node that makes it, so the lists are made again until no value gets a new layout.
@@ -140,7 +140,7 @@ def list_options(graph: Graph, classes: NodeClasses, state: Sequence[Option], me
 
 
 def _list_class_options(graph: Graph, own: NodeClass, present: Option, mesh_dim: int, layouts: ValueLayouts) -> list[Option]:
-    """Return the options of a class of nodes that change one mesh dim, and add the layouts of their results."""
+    """Return the options of a class that change one mesh dim, and add the layouts of their results to ``layouts``."""
     options, node = [present], own.node
     if node.kind == "call":
         options += [option for option in _call_options(own, present, mesh_dim, layouts) if _is_allowed(graph, node, option)]
@@ -160,7 +160,7 @@ def _list_class_options(graph: Graph, own: NodeClass, present: Option, mesh_dim:
 
 
 def _call_options(own: NodeClass, present: Option, mesh_dim: int, layouts: ValueLayouts) -> Iterator[Option]:
-    """Yield the options of a call that change the strategy on one mesh dim."""
+    """Yield the options of an operator call with another strategy on one mesh dim."""
     query = own.node.query
     assert query is not None
     for operands in _operand_variants(query.call, own, present, mesh_dim, layouts):
@@ -182,10 +182,10 @@ def _call_options(own: NodeClass, present: Option, mesh_dim: int, layouts: Value
 def _operand_variants(
     call: Call, own: NodeClass, present: Option, mesh_dim: int, layouts: ValueLayouts
 ) -> Iterator[tuple[Layout, ...]]:
-    """Yield the present operand layouts, then variants that are disjoint partial on the mesh dim, if the operands may be."""
+    """Yield the present operand layouts, then variants in which operands are disjoint partial on the mesh dim."""
     taken = present.operands or (None,) * len(call.operands)
     operands = [recorded if layout is None else layout for layout, recorded in zip(taken, call.operands, strict=True)]
-    yield tuple(without_marks(layout, mesh_dim) for layout in operands)
+    yield tuple(without_disjoint(layout, mesh_dim) for layout in operands)
     incoming = [{layout.placements[mesh_dim] for value in feeds for layout in layouts[value].values()} for feeds in own.feeds]
     marks = [[placement for placement in each if isinstance(placement, DisjointPartial)] for each in incoming]
     for split in dict.fromkeys(mark.split for each in marks for mark in each):
@@ -197,20 +197,20 @@ def _operand_variants(
 
 
 def _make_option(node: Node, query: RuleQuery, strategies: tuple[Strategy, ...], sources: tuple[Layout, ...]) -> Option | None:
-    """Return the option with these strategies for operands in these layouts; None if the rule cannot run so."""
-    call = replace(query.call, operands=tuple(map(without_marks, sources)), operand_facts=operand_facts(query, sources))
+    """Return the option of a call with these strategies and operand layouts; None if the rule cannot run so."""
+    call = replace(query.call, operands=tuple(map(without_disjoint, sources)), operand_facts=operand_facts(query, sources))
     chosen = realize_selection(query.rule, strategies, query.factors, call, query.inplace_results)
     if chosen is None:
         return None
     layouts = [source if x.has_same_blocks(source) else x for source, x in zip(sources, chosen.operands, strict=True)]
     operands = tuple(None if n is None else x for n, x in zip(node.operands, layouts, strict=True))
-    marked = mark_results(chosen.results, chosen.disjoint_results, call.disjoint_splits)
+    marked = mark_disjoint_results(chosen.results, chosen.disjoint_results, call.disjoint_splits)
     results = tuple(None if n is None else x for n, x in zip(node.results, marked, strict=True))
     return Option(strategies, operands, results, work_seconds(node, strategies, operands, results))
 
 
 def _place_operand(layout: Layout, where: DimPlacement, mesh_dim: int) -> Layout:
-    """Return an operand's layout with a strategy's placement on one mesh dim. Disjoint partial is also ``Partial("sum")``."""
+    """Return an operand's layout with a strategy's placement on one mesh dim; disjoint partial satisfies ``P(sum)``."""
     present = layout.placements[mesh_dim]
     if layout.placement_along(mesh_dim) == where or (isinstance(present, DisjointPartial) and where == Partial("sum")):
         return layout
@@ -218,7 +218,7 @@ def _place_operand(layout: Layout, where: DimPlacement, mesh_dim: int) -> Layout
 
 
 def _input_options(present: Option, mesh_dim: int) -> Iterator[Option]:
-    """Yield the placements of an input on one mesh dim: replicated, or sharded evenly."""
+    """Yield the options of an input that ``auto_shard`` places: replicated or evenly sharded on one mesh dim."""
     layout = present.results[0]
     assert layout is not None
     ranks = layout.mesh.shape[mesh_dim]
@@ -228,13 +228,13 @@ def _input_options(present: Option, mesh_dim: int) -> Iterator[Option]:
 
 
 def _smallest_blocks(layout: Layout, mesh_dim: int) -> list[int]:
-    """Return the smallest shard size of each tensor dim under the other mesh dims."""
+    """Return for each tensor dim the smallest shard size that the other mesh dims leave of it."""
     other = replicated_along(layout, mesh_dim)
     return [size if split is None else min(split.sizes) for size, split in zip(other.shape, other.splits, strict=True)]
 
 
 def _gradient_options(own: NodeClass, present: Option, layouts: ValueLayouts) -> Iterator[Option]:
-    """Yield the options of a leaf's gradient: the layouts that the leaf may have."""
+    """Yield the options of a leaf's gradient, one for each layout that the leaf may have."""
     source = present.operands[0]
     assert source is not None
     for leaf in (layout for value in own.feeds[1] for layout in layouts[value].values()):
@@ -250,7 +250,7 @@ def _is_reachable(line: BoundStrategy, own: NodeClass, mesh_dim: int, layouts: V
 
 
 def _is_allowed(graph: Graph, node: Node, option: Option) -> bool:
-    """Return True if an option keeps the layouts of operands that are written in place, and of values that the user reads."""
+    """Return True if an option keeps the layouts of operands written in place, and of values whose layout the user reads."""
     for r, i in node.query.inplace_results.items() if node.query is not None else ():
         result, operand = option.results[r], option.operands[i]
         if result is not None and operand is not None and canonical_layout(result) != canonical_layout(operand):
@@ -258,13 +258,13 @@ def _is_allowed(graph: Graph, node: Node, option: Option) -> bool:
     for number, layout in zip(node.results, option.results, strict=True):
         if number is None or layout is None or not graph.values[number].keeps_layout:
             continue
-        if canonical_layout(without_marks(layout)) != canonical_layout(graph.values[number].layout):
+        if canonical_layout(without_disjoint(layout)) != canonical_layout(graph.values[number].layout):
             return False
     return True
 
 
 def _drop_duplicates(options: list[Option]) -> list[Option]:
-    """Return the cheapest of the options with the same layouts, the first one if several are."""
+    """Return options with distinct layouts: of those with the same layouts the cheapest."""
     best: dict[object, Option] = {}
     for option in options:
         key = tuple(None if x is None else canonical_layout(x) for x in (*option.operands, *option.results))
@@ -274,5 +274,5 @@ def _drop_duplicates(options: list[Option]) -> list[Option]:
 
 
 def replicated_along(layout: Layout, mesh_dim: int) -> Layout:
-    """Return ``layout`` replicated on one mesh dim."""
+    """Return ``layout`` with ``Replicate`` on one mesh dim."""
     return with_placement(layout, mesh_dim, Replicate())

@@ -1,4 +1,4 @@
-"""Blocks of a grid with their owners, and the layout that they form."""
+"""Block grid: the cells of a sharding spec with the places that have them, and the layout that they form."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Interval = tuple[int, int]
 
 
 class Cell(NamedTuple):
-    """Block of a grid: its offset, its shape, and the places that have it."""
+    """Block of a tensor's grid: its offset, its shape, and the places that have a replica of it."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -28,8 +28,7 @@ class Cell(NamedTuple):
 
 
 def merge_equal_slices(owners: Any) -> tuple[Any, list[list[int]]]:
-    """Merge adjacent slices of an array with equal owners. Return the merged array, and the number of slices in each group, per
-    dim.
+    """Merge adjacent equal slices of an array along each dim; return it, and how many slices each group has, per dim.
 
     >>> merged, counts = merge_equal_slices(np.array([[0, 0, 1], [0, 0, 1]]))
     >>> merged.tolist(), counts
@@ -52,7 +51,7 @@ def layout_of_cells(
     dtype: torch.dtype,
     what: str,
 ) -> Layout:
-    """Return the layout on ``mesh`` under which every rank has its cells.
+    """Return the layout on ``mesh`` in which every rank's shard is the box of its cells.
 
     Raises:
         PlacementError: there is none.
@@ -78,7 +77,7 @@ def layout_of_cells(
 
 
 def bounding_box(cells: Sequence[Cell]) -> tuple[Interval, ...] | None:
-    """Return the box that cells form, as (start, end) per dim, or None if they leave holes."""
+    """Return the box that cells fill completely, as (start, end) per dim, or None if they leave holes."""
     cells = [cell for cell in cells if 0 not in cell.shape] or list(cells[:1])
     if not cells:
         return None
@@ -90,7 +89,7 @@ def bounding_box(cells: Sequence[Cell]) -> tuple[Interval, ...] | None:
 
 
 def _find_split(mesh: DeviceMesh, intervals: Sequence[Interval], size: int) -> Split | bool | None:
-    """Return the split of a tensor dim that gives members these intervals, None if it is not split, False if there is none."""
+    """Return the split of a tensor dim that gives members these intervals, None if unsharded, False if there is none."""
     if all(interval == (0, size) for interval in intervals):
         return None
     groups = [[mesh.members_of((d,), member) for member in mesh.members] for d in range(mesh.ndim)]

@@ -38,8 +38,7 @@ class Composite:
         return tuple(dict.fromkeys(place for _, spec in self.specs for place in spec.places))
 
     def find(self, name: str) -> Spec | None:
-        """Return the spec of the parameter ``name``, or None. A spec for a submodule applies to everything below it. Exact
-        names win over globs.
+        """Return the spec for the parameter ``name`` by the best matching key, or None. A submodule's spec applies below it.
 
         >>> composite({"net*": "rank:0"}, net2=composite(weight=single_split(0, [0, 1]))).find("net2.weight")
         single_split(0, ['rank:0', 'rank:1'])
@@ -48,16 +47,16 @@ class Composite:
         return match[1] if match else None
 
     def names_parameter(self, name: str) -> bool:
-        """Return True if a spec names the parameter ``name`` itself, not a submodule that contains it."""
+        """Return True if the best matching key names the parameter itself, not a submodule that contains it."""
         match = self._find_best(tuple(name.split(".")))
         return match is not None and match[2]
 
     def matching_keys(self, name: str) -> set[str]:
-        """Return the keys that match the parameter ``name``."""
+        """Return the keys (globs of dotted paths) that match the parameter ``name`` or a module that contains it."""
         return {key for key, _ in self.specs if is_prefix_match(key.split("."), name.split("."))}
 
     def _find_best(self, path: tuple[str, ...]) -> tuple[int, Spec, bool] | None:
-        """Return the best match: its rank, its spec, and whether its key names the complete path. None if no key matches."""
+        """Return the best matching spec as (rank of the match, spec, whether its key names the full path), or None."""
         best: tuple[int, Spec, bool] | None = None
         for key, spec in self.specs:
             tokens = key.split(".") if key else []
@@ -70,17 +69,18 @@ class Composite:
         return best
 
     def to_data(self) -> Any:
-        """Return the spec as dicts, lists, strings and numbers."""
+        """Return the spec as dicts, lists, strings and numbers, for YAML or JSON."""
         return {"composite": {name: spec.to_data() for name, spec in self.specs}}
 
     def __repr__(self) -> str:
+        """Return the call of ``composite`` that makes this spec."""
         plain = all(name.isidentifier() for name, _ in self.specs)
         items = ", ".join(f"{name}={spec!r}" if plain else f"{name!r}: {spec!r}" for name, spec in self.specs)
         return f"composite({items})" if plain else f"composite({{{items}}})"
 
 
 def is_prefix_match(tokens: Sequence[str], path: Sequence[str]) -> bool:
-    """Return True if globs match the beginning of a path."""
+    """Return True if globs match the first parts of a dotted path, one glob per part."""
     return len(tokens) <= len(path) and all(fnmatchcase(part, token) for token, part in zip(tokens, path, strict=False))
 
 
@@ -178,8 +178,8 @@ def composite(specs: Mapping[str, Any] | None = None, **named: Any) -> Composite
     return Composite(tuple((name, as_spec(spec)) for name, spec in items.items()))
 
 
-def as_spec(said: Any) -> Any:
-    """Return ``said`` as a spec: a spec unchanged, a place as the complete tensor there, a mapping as a composite.
+def as_spec(notation: Any) -> Any:
+    """Return ``notation`` as a spec: a spec unchanged, a place as the complete tensor there, a mapping as a composite.
 
     Raises:
         MeshError: it is none of these.
@@ -189,9 +189,9 @@ def as_spec(said: Any) -> Any:
     >>> as_spec("rank:1"), as_spec({"net1": 0})
     (whole('rank:1'), composite(net1=whole('rank:0')))
     """
-    if isinstance(said, (Spec, Composite)):
-        return said
-    return composite(said) if isinstance(said, Mapping) else Whole(parse_replicas(said))
+    if isinstance(notation, (Spec, Composite)):
+        return notation
+    return composite(notation) if isinstance(notation, Mapping) else Whole(parse_replicas(notation))
 
 
 def spec_of(layout: Layout) -> Spec:

@@ -1,4 +1,4 @@
-"""Ranks and devices: places of shards, in the notation ``"rank:0/cuda:1"``."""
+"""Rank and device of a shard: a place, in the notation ``"rank:0/cuda:1"``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ _PLACE_PATTERN = re.compile(r"rank:(?P<rank>\d+)(/(?P<device>[a-z]+(:\d+)?))?|(?
 
 @dataclass(frozen=True, slots=True, order=True)
 class Place:
-    """Device of a rank. A device without a rank means the rank with its index, as ``torchrun`` numbers them on one machine.
+    """Rank and device of a shard. A device without a rank means the rank with its index, as ``torchrun`` numbers them on one
+    machine.
 
     >>> Place.of("rank:1/cuda:3"), Place.of(2), Place.of("cuda:1"), Place.of(torch.device("cpu"))
     (rank:1/cuda:3, rank:2, rank:1/cuda:1, rank:0/cpu)
@@ -27,23 +28,23 @@ class Place:
     device: str | None = None
 
     @staticmethod
-    def of(said: Any) -> Place:
-        """Return the place that a string, rank or torch device names.
+    def of(notation: Any) -> Place:
+        """Return the place that a string such as ``"rank:0/cuda:1"``, a rank or a torch device names.
 
         Raises:
             MeshError: it names none.
         """
-        if isinstance(said, Place):
-            return said
-        if isinstance(said, torch.device):
-            said = str(said)
-        if isinstance(said, int) and not isinstance(said, bool) and said >= 0:
-            return Place(said)
-        match = _PLACE_PATTERN.fullmatch(said) if isinstance(said, str) else None
+        if isinstance(notation, Place):
+            return notation
+        if isinstance(notation, torch.device):
+            notation = str(notation)
+        if isinstance(notation, int) and not isinstance(notation, bool) and notation >= 0:
+            return Place(notation)
+        match = _PLACE_PATTERN.fullmatch(notation) if isinstance(notation, str) else None
         device = None if match is None else match["device"] or match["alone"]
         if match is None or (device is not None and not _is_device(device)):
             raise MeshError(
-                f'{said!r} is not a device placement; write "rank:0/cuda:0", "rank:1/cpu", "rank:2", "cuda:1", a '
+                f'{notation!r} is not a device placement; write "rank:0/cuda:0", "rank:1/cpu", "rank:2", "cuda:1", a '
                 "rank or a torch.device"
             )
         if match["rank"] is not None:
@@ -57,6 +58,7 @@ class Place:
 
 
 def _is_device(text: str) -> bool:
+    """Return True if torch can parse ``text`` as a device."""
     try:
         torch.device(text)
     except RuntimeError:
@@ -84,7 +86,7 @@ def common_device_type(places: Iterable[Place]) -> str:
 
 
 def mesh_ranks_of(places: Iterable[Place]) -> dict[Place, int]:
-    """Return the mesh rank of each place.
+    """Return the mesh rank of each place: its rank, or in one process a number per device if a rank has several.
 
     With process groups it is the rank of the place: a process uses one device, so all blocks of a rank are on it. With all
     ranks in this process, each device of a rank is a separate mesh rank, numbered in order, as soon as some rank has several.

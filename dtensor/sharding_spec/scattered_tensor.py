@@ -1,4 +1,4 @@
-"""Scattered tensors, in which a place has several blocks that are not adjacent, and the metadata of shards."""
+"""Scattered tensor: a tensor of which one place has several non-adjacent blocks; and the metadata of shards."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ShardMetadata:
 
     @property
     def dims(self) -> tuple[int, ...]:
-        """Return ``sizes``, under another name."""
+        """Return ``sizes``, under the name that torch's chunk metadata has for it."""
         return self.sizes
 
     @property
@@ -76,13 +76,13 @@ class ShardedTensorMetadata:
 
 
 def make_metadata(spec: Spec, shape: Sequence[int], dtype: torch.dtype) -> ShardedTensorMetadata:
-    """Return the metadata of every shard into which a spec shards a tensor of ``shape``."""
+    """Return sizes, offset and place of every shard that a spec gives a tensor of ``shape``."""
     shards = [ShardMetadata(cell.shape, cell.offset, str(place)) for cell in spec.cells(shape) for place in cell.places]
     return ShardedTensorMetadata(tuple(shards), torch.Size(shape), dtype)
 
 
-def flat_mesh(spec: Spec) -> DeviceMesh:
-    """Return the 1-d mesh of a spec's places, on which a scattered tensor is redistributed."""
+def make_flat_mesh(spec: Spec) -> DeviceMesh:
+    """Return the 1-d mesh over all places of a spec, on which a scattered tensor is stored and gathered."""
     return DeviceMesh(common_device_type(spec.places), list(dict.fromkeys(mesh_ranks_of(spec.places).values())))
 
 
@@ -104,13 +104,14 @@ class ScatteredTensor:
     """
 
     def __init__(self, packed: DTensor, shape: torch.Size, spec: Spec) -> None:
+        """Wrap the 1-d DTensor ``packed``, in which each rank has the values of its blocks one after the other."""
         self.packed, self.shape, self._spec = packed, shape, spec
         self.dtype, self.device, self.device_mesh = packed.dtype, packed.device, packed.device_mesh
         self.requires_grad = False
 
     @staticmethod
     def of(value: DTensor, spec: Spec) -> ScatteredTensor:
-        """Return the blocks of ``value``, which is replicated on every rank of the mesh; no communication."""
+        """Scatter ``value``, which is replicated on every rank of the mesh, to the blocks of ``spec``; no communication."""
         mesh, cells_of = value.device_mesh, _cells_by_rank(spec, value.shape)
         sizes = tuple(sum(math.prod(cell.shape) for cell in cells_of[rank]) for rank in mesh.ranks)
         layout = Layout.of(mesh, [Shard(0, sizes)], (sum(sizes),), None, value.dtype)
@@ -138,13 +139,13 @@ class ScatteredTensor:
         return self.shape if dim is None else self.shape[dim]
 
     def to_dtensor(self) -> DTensor:
-        """Return the ordinary DTensor of the value, replicated over the ranks; one all-gather."""
+        """Return the value as an ordinary DTensor, replicated over the ranks; one all-gather."""
         mesh, cells_of = self.device_mesh, _cells_by_rank(self._spec, self.shape)
         gathered: Any = self.packed.redistribute(placements=None)
         layout = Layout.replicated(mesh, self.shape, None, self.dtype)
 
         def unpack(member: int, flat: torch.Tensor) -> torch.Tensor:
-            """Return the full tensor, with each rank's cells in their places."""
+            """Return the full tensor, with the cells of each rank in ``flat`` copied to their places."""
             full, start = flat.new_empty(self.shape), 0
             for rank in mesh.ranks:
                 for cell in cells_of[rank]:
@@ -162,7 +163,7 @@ class ScatteredTensor:
         return self.to_dtensor().full_tensor()
 
     def reshard(self, spec: Any) -> Any:
-        """Return the same value under another spec."""
+        """Return the value as a tensor with another sharding spec; see ``DTensor.reshard``."""
         return reshard(self, spec)
 
     def local_shard(self) -> list[torch.Tensor]:
@@ -171,7 +172,7 @@ class ScatteredTensor:
         return [] if member is None else self.local_shards().get(self.device_mesh.ranks[member], [])
 
     def local_shards(self) -> dict[int, list[torch.Tensor]]:
-        """Return the blocks of each rank of this process."""
+        """Return the list of blocks of each rank of this process, by rank."""
         mesh, cells_of = self.device_mesh, _cells_by_rank(self._spec, self.shape)
         blocks_of = {}
         for member, flat in communicator_of(mesh).shards_by_member(self.packed._local).items():
@@ -187,6 +188,7 @@ class ScatteredTensor:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        """Run a torch function on the ordinary DTensors of scattered tensors; raise if it would write to one."""
         name = getattr(func, "__name__", "").partition(".")[0]  # without the name of an overload
         out = any(isinstance(item, ScatteredTensor) for item in iter_tree_leaves((kwargs or {}).get("out")))
         if out or (name.endswith("_") and not name.endswith("__")):
@@ -196,6 +198,7 @@ class ScatteredTensor:
         return func(*_to_dtensors(args), **{key: _to_dtensors(value) for key, value in (kwargs or {}).items()})
 
     def __getattr__(self, name: str) -> Any:
+        """Return a tensor method or attribute of the ordinary DTensor; an in-place method raises when it is called."""
         if name.startswith("_") or not hasattr(torch.Tensor, name):
             raise AttributeError(f"'ScatteredTensor' object has no attribute {name!r}")
         if name.endswith("_"):
@@ -207,7 +210,7 @@ class ScatteredTensor:
 
 
 def _to_dtensors(value: Any) -> Any:
-    """Return ``value`` (also nested in lists and tuples) with the ordinary DTensors of scattered tensors."""
+    """Return ``value`` with each scattered tensor, also in lists and tuples, as an ordinary DTensor; one all-gather for each."""
     if isinstance(value, ScatteredTensor):
         return value.to_dtensor()
     return rebuild_sequence(value, [_to_dtensors(item) for item in value]) if isinstance(value, (list, tuple)) else value
@@ -222,7 +225,7 @@ for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv"
 
 
 def _cells_by_rank(spec: Spec, shape: Sequence[int]) -> dict[int, list[Cell]]:
-    """Return the blocks of each mesh rank. A block with replicas belongs to each of them."""
+    """Return the cells of each mesh rank under a spec; a cell with replicas belongs to each of their ranks."""
     rank_of = mesh_ranks_of(spec.places)
     cells_of: dict[int, list[Cell]] = {rank: [] for rank in rank_of.values()}
     for cell in spec.cells(shape):
@@ -236,7 +239,7 @@ def _cell_slices(cell: Cell) -> tuple[slice, ...]:
 
 
 def reshard(x: Any, sharding_spec: Any) -> Any:
-    """Return ``x`` under another spec. See ``DTensor.reshard``.
+    """Redistribute ``x`` to the layout of another sharding spec, or scatter it. See ``DTensor.reshard``.
 
     Costs the transfer of the blocks that change their place.
 
@@ -252,19 +255,19 @@ def reshard(x: Any, sharding_spec: Any) -> Any:
     value: Any = x.to_dtensor() if isinstance(x, ScatteredTensor) else x
     layout = spec.layout(value.shape, value.dtype)
     if layout is None:
-        return ScatteredTensor.of(value.redistribute(flat_mesh(spec)), spec)
-    return with_spec(value.redistribute(layout.mesh, layout.placements), spec)
+        return ScatteredTensor.of(value.redistribute(make_flat_mesh(spec)), spec)
+    return attach_spec(value.redistribute(layout.mesh, layout.placements), spec)
 
 
 def sharding_metadata(x: DTensor) -> ShardedTensorMetadata:
-    """Return the metadata of all shards. See ``DTensor.sharding_metadata``."""
+    """Return sizes, offsets and place of all shards of ``x``. See ``DTensor.sharding_metadata``."""
     spec = getattr(x, "_sharding_spec", None)
     return make_metadata(spec_of(x._layout) if spec is None else spec, x.shape, x.dtype)
 
 
-def parse_tensor_spec(said: Any) -> Spec:
-    """Return the spec of one tensor from any notation of the user."""
-    spec = spec_of(said) if isinstance(said, Layout) else as_spec(said)
+def parse_tensor_spec(notation: Any) -> Spec:
+    """Return the spec of one tensor from a spec, layout or place; raise for a spec of modules."""
+    spec = spec_of(notation) if isinstance(notation, Layout) else as_spec(notation)
     if not isinstance(spec, Spec):
         raise PlacementError(
             f"{spec!r} is for modules; for one tensor use single_split, mesh or a device placement "
@@ -273,7 +276,7 @@ def parse_tensor_spec(said: Any) -> Spec:
     return spec
 
 
-def with_spec(x: DTensor, spec: Spec) -> DTensor:
-    """Store ``spec``, which has devices and the blocks that a local tensor joins, on ``x``, and return ``x``."""
+def attach_spec(x: DTensor, spec: Spec) -> DTensor:
+    """Store on ``x`` the spec that it was made with, so that :func:`sharding_metadata` reports its devices; return ``x``."""
     x._sharding_spec = spec  # type: ignore[attr-defined]  # in the instance dictionary; results made from x do not have it
     return x

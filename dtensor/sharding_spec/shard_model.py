@@ -117,10 +117,10 @@ def _resolve_specs(module: nn.Module, spec_or_plan: Any, mesh: DeviceMesh | None
                 unused -= patterns
             elif isinstance(spec, Composite):
                 match = spec.find(path)
-                requested[name][key] = match if spec.names_parameter(path) else _fit_spec(match, x)
+                requested[name][key] = match if spec.names_parameter(path) else _spec_for_tensor(match, x)
                 unused -= spec.matching_keys(path)
             else:
-                requested[name][key] = _fit_spec(spec, x)
+                requested[name][key] = _spec_for_tensor(spec, x)
     if unused:
         names = [name for name, _ in module.named_parameters()]
         listed = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
@@ -129,15 +129,15 @@ def _resolve_specs(module: nn.Module, spec_or_plan: Any, mesh: DeviceMesh | None
 
 
 def _is_placements(item: Any) -> bool:
-    """Return True if ``item`` is placements in some form, not a spec. Text is a place, so a spec."""
+    """Return True if ``item`` is placements (of one mesh dim or several), not a spec. Text is a place, so a spec."""
     if isinstance(item, (list, tuple, Mapping)):
         entries = list(item.values()) if isinstance(item, Mapping) else item
         return bool(entries) and all(isinstance(p, Placement) for p in entries)
     return isinstance(item, (Placement, Partition))
 
 
-def _fit_spec(spec: Spec | None, x: torch.Tensor) -> Spec | None:
-    """Return a module's spec for one of its tensors. A tensor without its sharded dims is replicated on the same places."""
+def _spec_for_tensor(spec: Spec | None, x: torch.Tensor) -> Spec | None:
+    """Return ``spec`` if it fits the shape of ``x``, else a spec that replicates ``x`` on the same places."""
     if spec is None:
         return None
     try:
@@ -149,7 +149,7 @@ def _fit_spec(spec: Spec | None, x: torch.Tensor) -> Spec | None:
 
 # --- meshes of submodules --------------------------------------------------------------------------------------------------
 def _common_mesh(requested: dict[str, SubmoduleSpecs]) -> DeviceMesh:
-    """Return the finest mesh of a spec that has all places, else the 1-d mesh of all of them."""
+    """Return the finest mesh of a spec that has all places of all specs, else the 1-d mesh of all places."""
     specs = list(dict.fromkeys(spec for specs_of in requested.values() for spec in specs_of.values() if spec is not None))
     if not specs:
         raise PlacementError(
@@ -164,7 +164,7 @@ def _common_mesh(requested: dict[str, SubmoduleSpecs]) -> DeviceMesh:
 
 
 def _submodule_mesh(own: SubmoduleSpecs, home: DeviceMesh) -> DeviceMesh:
-    """Return the mesh of a submodule's parameters: ``home`` if it has the same ranks, else a separate mesh."""
+    """Return the mesh of a submodule's own parameters: ``home`` if it has the same ranks, else a mesh of their specs."""
     specs = [spec for spec in own.values() if isinstance(spec, Spec)]
     if not specs:
         return home
@@ -173,7 +173,7 @@ def _submodule_mesh(own: SubmoduleSpecs, home: DeviceMesh) -> DeviceMesh:
 
 
 def _finest_mesh(specs: Iterable[Any]) -> DeviceMesh:
-    """Return the mesh with the most dims among those of the specs. The other specs can be written on it, or on none."""
+    """Return the mesh with the most dims among the meshes that the specs give."""
     meshes = [layout.mesh for layout in map(_example_layout, specs) if layout is not None]
     if not meshes:
         raise PlacementError(
@@ -183,7 +183,7 @@ def _finest_mesh(specs: Iterable[Any]) -> DeviceMesh:
 
 
 def _example_layout(spec: Any) -> Layout | None:
-    """Return the layout of a spec for some shape that it fits."""
+    """Return the layout that a spec gives a tensor of some shape that it fits; None if it describes no layout."""
     if not isinstance(spec, Spec):
         return spec
     for ndim in range(1, 9):
@@ -198,7 +198,7 @@ def _example_layout(spec: Any) -> Layout | None:
 
 # --- sharding --------------------------------------------------------------------------------------------------------------
 def _shard_submodule(sub: nn.Module, own: SubmoduleSpecs, mesh: DeviceMesh, source: int | None, shared: dict[int, Any]) -> None:
-    """Replace the submodule's own tensors. Tensors on meta stay on meta."""
+    """Replace the submodule's own parameters and buffers by DTensors in the requested layouts; meta ones stay on meta."""
     for tensors, key, old in own_tensors(sub):
         if isinstance(old, DTensor):
             continue
@@ -221,24 +221,28 @@ def _register_hooks(module: nn.Module, meshes: dict[int, DeviceMesh], home: Devi
             target = meshes[id(sub)] if has_tensors else home
             sub.register_forward_pre_hook(partial(_redistribute_inputs, target), with_kwargs=True)
         if has_several_meshes and has_tensors and sub is not module and id(sub) not in in_sequence:
-            sub.register_forward_hook(lambda mod, args, out: _move_to_mesh(out, home))
+            sub.register_forward_hook(lambda mod, args, out: _redistribute_to_mesh(out, home))
     if has_several_meshes:
-        module.register_forward_hook(lambda mod, args, out: _move_to_mesh(out, home))
+        module.register_forward_hook(lambda mod, args, out: _redistribute_to_mesh(out, home))
 
 
 def _redistribute_inputs(mesh: DeviceMesh, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    return _move_to_mesh(args, mesh), _move_to_mesh(kwargs, mesh)
+    return _redistribute_to_mesh(args, mesh), _redistribute_to_mesh(kwargs, mesh)
 
 
-def _move_to_mesh(value: Any, mesh: DeviceMesh) -> Any:
-    """Return ``value`` with tensors of other meshes redistributed to ``mesh``, and plain ones as replicated DTensors."""
+def _redistribute_to_mesh(value: Any, mesh: DeviceMesh) -> Any:
+    """Redistribute the tensors in ``value`` to ``mesh``, replicated; plain tensors become replicated DTensors."""
     if isinstance(value, DTensor):
         return value if set(value.device_mesh.ranks) == set(mesh.ranks) else value.redistribute(mesh, [Replicate()] * mesh.ndim)
     if isinstance(value, torch.Tensor) and not isinstance(value, PerRank):
         return DTensor.from_local(value, mesh, shape=value.shape, stride=value.stride())
     if isinstance(value, Mapping):
-        return type(value)((key, _move_to_mesh(item, mesh)) for key, item in value.items())  # type: ignore[call-arg]  # as of dict
-    return rebuild_sequence(value, [_move_to_mesh(item, mesh) for item in value]) if isinstance(value, (list, tuple)) else value
+        return type(value)((key, _redistribute_to_mesh(item, mesh)) for key, item in value.items())  # type: ignore[call-arg]  # as of dict
+    return (
+        rebuild_sequence(value, [_redistribute_to_mesh(item, mesh) for item in value])
+        if isinstance(value, (list, tuple))
+        else value
+    )
 
 
 # --- state dict ------------------------------------------------------------------------------------------------------------
@@ -260,7 +264,7 @@ def collect_state_dict(state_dict: Mapping[str, Any], rank: int = 0) -> dict[str
 
 
 def _collect_value(value: Any, rank: int) -> tuple[Any, bool]:
-    """Return the value with all DTensors gathered to ``rank``, and whether this process has it."""
+    """Gather all DTensors in a value to ``rank``; return the value, and True if this process is that rank."""
     here = not dist.is_initialized() or dist.get_rank() == rank
     match value:
         case DTensor():

@@ -17,7 +17,7 @@ from ..errors import PlacementError
 from ..tensor import create
 from ..tensor.distribute import distribute_tensor
 from ..tensor.dtensor import DTensor
-from .scattered_tensor import ScatteredTensor, flat_mesh, parse_tensor_spec, reshard, with_spec
+from .scattered_tensor import ScatteredTensor, attach_spec, make_flat_mesh, parse_tensor_spec, reshard
 
 ShardedTensor = DTensor
 
@@ -132,22 +132,22 @@ def shard_tensor(tensor: torch.Tensor, sharding_spec: Any, src_rank: int | None 
         return reshard(tensor, spec)
     layout = spec.layout(tensor.shape, tensor.dtype)
     if layout is None:
-        return ScatteredTensor.of(distribute_tensor(tensor, flat_mesh(spec), None, src_data_rank=src_rank), spec)
+        return ScatteredTensor.of(distribute_tensor(tensor, make_flat_mesh(spec), None, src_data_rank=src_rank), spec)
     if src_rank:
         coordinates = layout.mesh.coordinates
         indices = set(coordinates[src_rank]) if src_rank < len(coordinates) else set()
         if len(indices) != 1:
             raise PlacementError(f"src_rank={src_rank}: pass 0, or a rank with the same index along all dims of {layout.mesh!r}")
         (src_rank,) = indices
-    return with_spec(distribute_tensor(tensor, layout.mesh, layout.placements, src_data_rank=src_rank), spec)
+    return attach_spec(distribute_tensor(tensor, layout.mesh, layout.placements, src_data_rank=src_rank), spec)
 
 
 def _make_tensor(factory: Callable[..., DTensor], size: Any, sharding_spec: Any, options: dict[str, Any]) -> Any:
-    """Make a tensor by a factory, in the layout or scattered order of the spec."""
+    """Call a DTensor factory such as ``zeros`` with the layout of the spec; scatter the result if no layout describes it."""
     spec = parse_tensor_spec(sharding_spec)
     shape = tuple(size[0]) if len(size) == 1 and isinstance(size[0], (tuple, list, torch.Size)) else tuple(size)
     options.pop("pin_memory", None)
     layout = spec.layout(shape)
     if layout is None:
-        return ScatteredTensor.of(factory(*shape, device_mesh=flat_mesh(spec), **options), spec)
-    return with_spec(factory(*shape, device_mesh=layout.mesh, placements=layout.placements, **options), spec)
+        return ScatteredTensor.of(factory(*shape, device_mesh=make_flat_mesh(spec), **options), spec)
+    return attach_spec(factory(*shape, device_mesh=layout.mesh, placements=layout.placements, **options), spec)

@@ -22,7 +22,7 @@ Replicas = tuple[Place, ...]
 
 
 class Spec:
-    """Base of the specs of one tensor.
+    """Base class of the sharding specs of one tensor: a grid of blocks, and the places of each.
 
     A value: no communication. Raises if it is applied to a tensor that it does not fit.
 
@@ -35,11 +35,11 @@ class Spec:
     shards: tuple[Replicas, ...]
 
     def grid(self, ndim: int) -> tuple[Any, tuple[tuple[int, ...] | None, ...]]:
-        """Return the places of the blocks, an array with a dim per tensor dim, and the given block sizes per dim (or None)."""
+        """Return the array of places of the blocks, with a dim per tensor dim, and the given block sizes per dim (or None)."""
         raise NotImplementedError
 
     def to_data(self) -> Any:
-        """Return the spec as dicts, lists, strings and numbers."""
+        """Return the spec as dicts, lists, strings and numbers, for YAML or JSON."""
         raise NotImplementedError
 
     def __repr__(self) -> str:
@@ -52,7 +52,7 @@ class Spec:
         return tuple(dict.fromkeys(place for each in self.shards for place in each))
 
     def cells(self, shape: Sequence[int]) -> list[Cell]:
-        """Return every block of a tensor of ``shape``, row-major: offset, sizes and places.
+        """Return offset, sizes and places of every block of a tensor of ``shape``, row-major.
 
         Raises:
             PlacementError: the spec does not fit the shape.
@@ -70,7 +70,7 @@ class Spec:
         ]
 
     def layout(self, shape: Sequence[int], dtype: torch.dtype = torch.float32, mesh: DeviceMesh | None = None) -> Layout | None:
-        """Return the layout of a tensor of ``shape``, or None if the blocks of a place do not form one box.
+        """Return the layout that the spec gives a tensor of ``shape``; None if the blocks of a place do not form one box.
 
         Args:
             mesh: the mesh of the layout, default one made of the spec's own places.
@@ -104,7 +104,7 @@ class Spec:
         return Layout.from_splits(mesh, splits, [None] * mesh.ndim, tuple(shape), None, dtype)
 
     def mesh_and_placements(self, shape: Sequence[int]) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-        """Return the mesh and the placements that describe the same for a tensor of ``shape``.
+        """Return the mesh and placements equivalent to the spec for a tensor of ``shape``; raise if there are none.
 
         >>> from dtensor.sharding_spec import single_split
         >>> single_split(0, ["rank:0", "rank:1"], [1, 4]).mesh_and_placements((5, 3))
@@ -119,7 +119,7 @@ class Spec:
 
 
 def _block_sizes(spec: Spec, dim: int, size: int, count: int, given: tuple[int, ...] | None) -> tuple[int, ...]:
-    """Return the sizes of the shards along one dim, equal ones if none are given; raise if they do not fit."""
+    """Return the block sizes along one dim: the given ones, checked against ``size`` and ``count``, else those of torch.chunk."""
     if given is None:
         return chunk_sizes(size, (count,))
     if len(given) != count or sum(given) != size:
@@ -145,7 +145,7 @@ class SingleSplit(Spec):
     shard_sizes: tuple[int, ...] | None
 
     def grid(self, ndim: int) -> tuple[Any, tuple[tuple[int, ...] | None, ...]]:
-        """Return the ranks as a grid with one dim for each tensor dim, and the sizes of the shards."""
+        """Return the places with the shards along ``dim`` and size 1 in all other dims, and the shard sizes."""
         if not -ndim <= self.dim < ndim:
             raise PlacementError(f"{self!r} does not fit a tensor of {ndim} dims: it has no dim {self.dim}; split another dim")
         dim = self.dim % ndim
@@ -153,6 +153,7 @@ class SingleSplit(Spec):
         return _place_array(self.shards, shape), tuple(self.shard_sizes if d == dim else None for d in range(ndim))
 
     def to_data(self) -> Any:
+        """Return the arguments of ``single_split`` that make the spec."""
         sizes = {} if self.shard_sizes is None else {"shard_sizes": list(self.shard_sizes)}
         return {"single_split": {"dim": self.dim, "placements": [replicas_text(each) for each in self.shards], **sizes}}
 
@@ -173,11 +174,13 @@ class MeshSplit(Spec):
     shard_sizes: tuple[tuple[int, ...] | None, ...] | None
 
     def grid(self, ndim: int) -> tuple[Any, tuple[tuple[int, ...] | None, ...]]:
+        """Return the array of places and the block sizes; raise if the tensor does not have its number of dims."""
         if ndim != len(self.shape):
             raise PlacementError(f"{self!r} is for tensors of {len(self.shape)} dims, got one of {ndim}")
         return _place_array(self.shards, self.shape), self.shard_sizes or (None,) * ndim
 
     def to_data(self) -> Any:
+        """Return the arguments of ``mesh`` that make the spec."""
         sizes = {} if self.shard_sizes is None else {"shard_sizes": [s if s is None else list(s) for s in self.shard_sizes]}
         nested = np.asarray([replicas_text(each) for each in self.shards], dtype=object).reshape(self.shape).tolist()
         return {"mesh": {"placements": nested, **sizes}}
@@ -211,14 +214,14 @@ class Whole(Spec):
 
 
 # --- places ------------------------------------------------------------------------------------------------------------
-def parse_replicas(said: Any) -> Replicas:
-    """Return one place, or several joined by "|": replicas of one shard."""
-    if isinstance(said, np.generic):
-        said = said.item()
-    parts = said.split("|") if isinstance(said, str) else [said]
+def parse_replicas(notation: Any) -> Replicas:
+    """Return the places of the replicas of one shard: one place, or text with several joined by "|"."""
+    if isinstance(notation, np.generic):
+        notation = notation.item()
+    parts = notation.split("|") if isinstance(notation, str) else [notation]
     places = tuple(Place.of(part) for part in parts)
     if len(set(places)) != len(places):
-        raise MeshError(f"{said!r} has a device placement twice; name each once")
+        raise MeshError(f"{notation!r} has a device placement twice; name each once")
     return places
 
 
@@ -227,6 +230,7 @@ def replicas_text(replicas: Replicas) -> str:
 
 
 def _place_array(shards: Sequence[Replicas], shape: Sequence[int]) -> Any:
+    """Return an object array of ``shape`` with one tuple of replicas' places in each entry."""
     array = np.empty(len(shards), dtype=object)
     for i, each in enumerate(shards):
         array[i] = each  # one by one, because numpy would unpack tuples

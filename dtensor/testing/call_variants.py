@@ -19,7 +19,7 @@ from .samples.schema_samples import error_in_plain_torch, run_plain
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A way to call an operator with a sample.
+    """Way to call an operator with a sample: itself, in place, with ``out=``, or on lists.
 
     Attributes:
         name: the name of the operator under ``torch.ops``: ``"aten.add_"``.
@@ -42,7 +42,7 @@ class Variant:
 
 
 def resolve_overload(variant: Variant) -> Variant:
-    """Return the variant with the name of the overload that torch calls. Torch's overload resolution is slow for lists."""
+    """Return the variant with the overload that torch calls for its sample, because torch's own resolution is slow."""
     op: Any = variant.call
     if hasattr(op, "_schema"):
         return variant
@@ -54,7 +54,7 @@ def resolve_overload(variant: Variant) -> Variant:
 
 
 def get_operator(name: str) -> Callable[..., Any]:
-    """Return ``"aten.add"`` or ``"aten.add.Tensor"`` from ``torch.ops``."""
+    """Return the operator of ``torch.ops`` that ``"aten.add"`` or ``"aten.add.Tensor"`` names."""
     operator: Any = torch.ops
     for part in name.split("."):
         operator = getattr(operator, part)
@@ -71,7 +71,7 @@ def operator_exists(name: str) -> bool:
 
 
 def make_variants(rule_name: str, sample: Sample) -> Iterator[Variant]:
-    """Yield the operator, and its other variants that plain torch accepts for this sample."""
+    """Yield the operator with the sample, and its in-place, ``out=`` and list variants that plain torch accepts."""
     name = rule_name.replace("::", ".")
     namespace, base = name.split(".")[:2]
     if operator_exists(name):
@@ -86,6 +86,7 @@ def make_variants(rule_name: str, sample: Sample) -> Iterator[Variant]:
 
 
 def _is_mutating(name: str) -> bool:
+    """Return True if an overload of the operator writes to an argument that is no ``out=``."""
     operator: Any = get_operator(name)
     overloads = [operator] if hasattr(operator, "_schema") else [getattr(operator, overload) for overload in operator.overloads()]
     return any(overload._schema.is_mutable and not any(a.is_out for a in overload._schema.arguments) for overload in overloads)

@@ -30,7 +30,7 @@ _WIDER: dict[torch.dtype, torch.dtype] = {torch.complex32: torch.complex64, **di
 
 @dataclass(frozen=True, slots=True)
 class CompareOptions:
-    """Options of a comparison; see ``oracle.compare``."""
+    """Options of a comparison with plain torch; see ``oracle.compare``."""
 
     values: bool = True
     strides: bool = True
@@ -40,7 +40,7 @@ class CompareOptions:
 
 
 def gather_problems(problems: list[str], mesh: DeviceMesh) -> list[str]:
-    """Return the problems of all ranks of the mesh. The list is identical on every rank, so that all ranks stop together."""
+    """Return the texts of problems of all ranks of the mesh, identical on every rank, so that all ranks stop together."""
     comm = communicator_of(mesh)
     if not comm.talks:
         return problems
@@ -49,7 +49,7 @@ def gather_problems(problems: list[str], mesh: DeviceMesh) -> list[str]:
 
 
 def find_differences(got: Any, expected: Any, options: CompareOptions | None = None) -> list[str]:
-    """Return the differences between a result and the plain result, one line each; [] if there are none."""
+    """Return texts on how a result differs from the result of plain torch, one line each; [] if they agree."""
     options = options or CompareOptions()
     if not isinstance(expected, torch.Tensor):
         return [] if not options.values or _same_value(got, expected) else [f"{got!r}, not {expected!r}"]
@@ -77,7 +77,7 @@ def find_differences(got: Any, expected: Any, options: CompareOptions | None = N
 
 
 def _shard_differences(got: DTensor, expected: torch.Tensor, options: CompareOptions) -> list[str]:
-    """Return how the local tensors differ from the blocks of the expected tensor."""
+    """Return a text for each local tensor that differs from its block of the expected global tensor."""
     layout = got.layout
     problems: list[str] = []
     if (got.shape, got.stride(), got.dtype) != (layout.shape, layout.stride, layout.dtype):
@@ -98,7 +98,7 @@ def _shard_differences(got: DTensor, expected: torch.Tensor, options: CompareOpt
 
 
 def _shard_shape_problems(got: DTensor) -> list[str]:
-    """Return the local tensors with another shape or dtype than their layout says."""
+    """Return a text for each local tensor that has another shape or dtype than its layout says."""
     layout, problems = got.layout, []
     for member, local in communicator_of(layout.mesh).shards_by_member(got._local).items():
         shape = layout.local_shape(layout.mesh.coordinates[member])
@@ -110,7 +110,7 @@ def _shard_shape_problems(got: DTensor) -> list[str]:
 
 
 def is_close(got: torch.Tensor, expected: torch.Tensor, tolerance: tuple[float, float] | None = None) -> bool:
-    """Return True if the tensors are equal; floating values up to reassociation, NaN equal to NaN."""
+    """Return True if the tensors are equal; floating values up to rounding errors, NaN equal to NaN."""
     if got.shape != expected.shape or got.dtype != expected.dtype:
         return False
     wider = _WIDER.get(expected.dtype)
@@ -126,7 +126,7 @@ def is_close(got: torch.Tensor, expected: torch.Tensor, tolerance: tuple[float, 
 
 
 def _largest_magnitude(x: torch.Tensor) -> float:
-    """Return the largest finite magnitude, 0.0 if there is none."""
+    """Return the largest absolute value among the finite elements of ``x``; 0.0 if there is none."""
     finite = x[x.isfinite()].abs()
     return float(finite.max()) if finite.numel() else 0.0
 
@@ -139,12 +139,14 @@ def _significant_strides(x: torch.Tensor) -> tuple[int, ...]:
 
 
 def _same_value(got: Any, expected: Any) -> bool:
+    """Return True if two results that are no tensors are equal; floats up to rounding errors."""
     if isinstance(expected, float) and isinstance(got, float):
         return math.isclose(got, expected, rel_tol=1e-6, abs_tol=1e-9) or (math.isnan(got) and math.isnan(expected))
     return type(got) is type(expected) and bool(got == expected)
 
 
 def _difference_text(got: torch.Tensor, expected: torch.Tensor) -> str:
+    """Return text with both values, or with the largest difference of long floating-point tensors."""
     if expected.numel() > 24 and expected.dtype in TOLERANCE and got.shape == expected.shape:
         return f"differs by up to {(got.detach() - expected).abs().max().item()}"
     return f"got {got.tolist()}, expected {expected.tolist()}"

@@ -26,7 +26,7 @@ from ..tensor.dtensor import DTensor
 
 
 class Undeclared(LookupError):
-    """The rule has no such strategy for this call, or does not allow it here.
+    """Raised if the rule has no such strategy for this call, or does not allow it here.
 
     Raised before anything is communicated.
 
@@ -61,7 +61,7 @@ def forced(op: Any, *rows: str) -> Callable[..., Any]:
 
 
 def run_with_chooser(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], choose: StrategySelector) -> Any:
-    """Return the results of an operator with the strategies that ``choose`` selects.
+    """Run an operator on DTensors with the strategies that ``choose`` selects, and return its results.
 
     ``op`` may be a packet; then the overload for these arguments runs.
     """
@@ -103,7 +103,7 @@ class _ForceFirstCall(CallListener):
 def _choose_strategies(
     strategies: Sequence[str], rule: Rule, factors: Factors, call: Call, inplace_results: Mapping[int, int]
 ) -> StrategySelection:
-    """Return the selection of the named strategies; raise if the rule does not declare or allow them for this call."""
+    """Return the rule's selection for the named strategies, one per mesh dim; raise if it does not allow them here."""
     declared_lines = strategies_by_text(bound_strategies_of(rule, factors, call).strategies)
     for text in strategies:
         if text not in declared_lines:
@@ -145,7 +145,7 @@ def query_rule(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RuleQu
 
 
 def declared_strategies(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DeclaredStrategies | None:
-    """Return the strategies that are declared for this call on DTensors; None if no rule with strategies applies."""
+    """Return the strategies that the rule declares for this call on DTensors; None if no rule with strategies applies."""
     query = query_rule(op, args, kwargs)
     if query is None:
         return None
@@ -159,7 +159,7 @@ def declared_strategies(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _operand_indices(operator: OperatorSchema, bound: dict[str, Any], call: Call, xs: Sequence[torch.Tensor]) -> list[int | None]:
-    """Return the index of the operand for each tensor of the call; None for tensors that are not operands.
+    """Return for each tensor of the call the index of the operand that it is; None if it is no operand.
 
     In a list operator that works element by element, all elements have the index of the first.
     """

@@ -68,7 +68,7 @@ class Coverage:
         return self.declared - self.forced
 
     def unmet(self) -> list[str]:
-        """Return partial strategies that a rule lists and that no tried call has."""
+        """Return the partial strategies listed by a rule that no tried call has."""
         missing = []
         for rule, counts in self.rules.values():
             for text in listed_strategies(rule.partials):
@@ -93,7 +93,7 @@ def make_forced_cases(variant: Variant, mesh_shape: tuple[int, ...], coverage: C
 
 
 def _cases_on_one_dim(variant: Variant, mesh_shape: tuple[int, ...], coverage: Coverage, rng: random.Random) -> Iterator[Case]:
-    """Yield cases on one mesh dim.
+    """Yield a case for each strategy and operand layout on a one-dim mesh, including layouts that strategies need.
 
     Every layout that a strategy needs is tried. The call on operands in that layout may have other strategies, because rules read
     the layouts; these are tried too.
@@ -123,7 +123,7 @@ def _cases_on_one_dim(variant: Variant, mesh_shape: tuple[int, ...], coverage: C
 
 
 def _cases_on_two_dims(variant: Variant, mesh_shape: tuple[int, ...], coverage: Coverage, rng: random.Random) -> Iterator[Case]:
-    """Yield cases on two mesh dims: each strategy alone on one of them, then pairs."""
+    """Yield a case for each strategy alone on one of two mesh dims, then for pairs of strategies."""
     mesh, xs = variant.mesh(mesh_shape), tensor_leaves(variant.sample.arguments)
     declared = _query_strategies(variant, mesh, tuple((Replicate(),) * len(mesh_shape) for _ in xs))
     if declared is None:
@@ -138,7 +138,7 @@ def _cases_on_two_dims(variant: Variant, mesh_shape: tuple[int, ...], coverage: 
 
 
 def _pair_strategies(strategies: list[str], count: int, rng: random.Random) -> list[tuple[str, ...]]:
-    """Return each strategy with the replicated one, then all other pairs in random order. Further mesh dims are replicated."""
+    """Return strategies for each mesh dim: each paired with the replicated one, then all other pairs in random order."""
     replicated = (strategies[-1],) * (count - 2)
     single = [(strategy, strategies[-1]) if rng.random() < 0.5 else (strategies[-1], strategy) for strategy in strategies]
     others = list(itertools.product(strategies[:-1], repeat=2))
@@ -147,6 +147,7 @@ def _pair_strategies(strategies: list[str], count: int, rng: random.Random) -> l
 
 
 def _query_strategies(variant: Variant, mesh: DeviceMesh, placements: Combination) -> DeclaredStrategies | None:
+    """Return the strategies that the rule declares for the sample's tensors in these placements; None without a rule."""
     arguments = variant.sample.arguments
     pairs = zip(tensor_leaves(arguments), placements, strict=True)
     args, kwargs = fill_tensors(arguments, [scatter(x, mesh, of_tensor) for x, of_tensor in pairs])
@@ -154,7 +155,7 @@ def _query_strategies(variant: Variant, mesh: DeviceMesh, placements: Combinatio
 
 
 def _monoid_layouts(xs: Sequence[torch.Tensor]) -> Iterator[Combination]:
-    """Yield layouts with a user-defined reduction.
+    """Yield placements in which the first tensor is partial with a user-defined reduction.
 
     Rules that pass any partial value have a strategy for a reduction only if an operand has it.
     """
@@ -171,7 +172,7 @@ def _matches_spec(placement: Placement, spec: DimPlacement) -> bool:
 
 
 def _target_layouts(xs: Sequence[torch.Tensor], targets: TargetPlacements, ranks: int) -> Iterator[Combination]:
-    """Yield the layouts that a strategy needs: sharded as by ``torch.chunk``, and unevenly."""
+    """Yield the operand placements that a strategy needs: with shards as by ``torch.chunk``, and with uneven ones."""
     even = [_as_placement(spec) for spec in targets]
     if _is_possible(xs, tuple((placement,) for placement in even)):
         yield tuple((placement,) for placement in even)

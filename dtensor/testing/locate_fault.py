@@ -28,7 +28,7 @@ from .reproduction import oracle_program, placement_text
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A strategy under which an operator differs from plain torch, in the smallest case that was found.
+    """Strategy under which an operator differs from plain torch, in the smallest case that was found.
 
     Attributes:
         operator: the operator with the wrong rule: that of ``variant``, or one that its gradient is computed with.
@@ -52,7 +52,7 @@ class Fault:
 
     @property
     def row(self) -> str:
-        """The strategies in one line."""
+        """Return the strategies of all mesh dims in one line."""
         return " & ".join(self.rows) or "no strategy"
 
     def __str__(self) -> str:
@@ -68,7 +68,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A case with the seed of its addends and cotangents, and the placements of the cotangents."""
+    """Case with a random seed, and the placements of the cotangents of its backward pass."""
 
     case: Case
     seed: int
@@ -76,7 +76,7 @@ class Trial:
 
     @property
     def gradients(self) -> bool:
-        """True if gradients are compared. Not for composite operators with forced strategies, which run below autograd."""
+        """Return True if gradients are compared; not for composite operators with forced strategies, which run below autograd."""
         sample = self.case.variant.sample
         if not (sample.gradients and self.case.strategies):
             return sample.gradients
@@ -101,7 +101,7 @@ class Trial:
 
     @property
     def reproduction(self) -> str:
-        """A program that raises the mismatch."""
+        """Return the source of a program that raises the mismatch."""
         case, sample = self.case, self.case.variant.sample
         options: dict[str, Any] = {"kwargs": sample.kwargs} if sample.kwargs else {}
         options |= {"cloned": True} if case.variant.writes else {}
@@ -112,23 +112,23 @@ class Trial:
 
 
 def is_undeclared(outcome: Outcome) -> bool:
-    """Return True if the rule does not allow the strategies here, so that there is nothing to compare."""
+    """Return True if the rule did not allow the strategies of the trial, so that there is nothing to compare."""
     return isinstance(outcome.error, Undeclared)
 
 
 def is_backward(outcome: Outcome) -> bool:
-    """Return True if only gradients are wrong."""
+    """Return True if all problems of the outcome are in the backward pass."""
     return all(problem.startswith(("gradient", "backward")) for problem in outcome.problems)
 
 
 def shows_fault(trial: Trial, backward: bool) -> bool:
-    """Return True if the trial has a fault in this direction."""
+    """Return True if running the trial shows a fault in its forward pass, or with ``backward`` in gradients only."""
     outcome = trial.run()
     return bool(outcome.problems) and not is_undeclared(outcome) and is_backward(outcome) == backward
 
 
 def find_faulty_operator(trial: Trial) -> tuple[str, tuple[str, ...]]:
-    """Return the first operator of a run with wrong results for its operands, and its strategies: (name, strategies)."""
+    """Return the name and strategies of the first operator of a run with results that differ from plain torch."""
     case = trial.case
     comparing = _CompareEachOperator()
     with comparing if case.mesh.kind == "in_process" else nullcontext():
@@ -150,7 +150,7 @@ class _CompareEachOperator(CallListener):
         return self.faulty_call is None and not call.operator.seeded
 
     def on_dtensor_call(self, call: OperatorCall) -> Any:
-        """Run a call, and keep its strategies if the result differs from plain torch."""
+        """Run a call; note its name and strategies if plain torch computes another result."""
         args, kwargs = map_tensors(_full_value, (call.args, call.kwargs))
         strategies = _chosen_strategies(call)
         result = call.run()
@@ -165,7 +165,7 @@ def _full_value(x: torch.Tensor) -> torch.Tensor:
 
 
 def _has_difference(func: Any, result: Any, args: Any, kwargs: Any) -> bool:
-    """Return True if plain torch computes another result."""
+    """Return True if the operator on plain tensors gives other values than ``result``."""
     try:
         expected = tensor_leaves(func(*args, **kwargs))
     except RuntimeError:  # a view op cannot run on the clone
@@ -175,7 +175,7 @@ def _has_difference(func: Any, result: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _chosen_strategies(call: OperatorCall) -> tuple[str, ...] | None:
-    """Return the strategies that dispatch chooses for a call; None if it chooses none."""
+    """Return the texts of the strategies that dispatch chooses for a call; None if it chooses none."""
     recorder = RuleQueryRecorder()
     try:
         call.make_plan(recorder)

@@ -25,7 +25,7 @@ _MAX_DRAWN_ELEMENTS = 16  # elements of a tensor with drawn values
 
 
 def minimize_fault(trial: Trial, outcome: Outcome) -> Fault:
-    """Return the fault of a failing trial, minimized and with its operator and strategies."""
+    """Return the fault of a failing trial, for the smallest trial found, with its operator and strategies."""
     backward = is_backward(outcome)
     # on process groups, all ranks would have to try the same trials
     small = shrink_trial(trial, backward) if trial.case.mesh.kind == "in_process" else trial
@@ -40,7 +40,7 @@ def minimize_fault(trial: Trial, outcome: Outcome) -> Fault:
 
 
 def shrink_trial(trial: Trial, backward: bool) -> Trial:
-    """Return the smallest failing trial that was found. Its mesh, shapes and numbers are not larger than those of ``trial``."""
+    """Return the smallest failing trial that hypothesis finds by smaller meshes, dims and values."""
     if importlib.util.find_spec("hypothesis") is None:
         return trial
     import hypothesis  # optional
@@ -62,7 +62,7 @@ def shrink_trial(trial: Trial, backward: bool) -> Trial:
 
 
 def _draw_smaller_trial(draw: Callable[[Any], Any], trial: Trial) -> Trial:
-    """Draw a trial that is not larger than the given one.
+    """Draw a trial with at most the mesh dims, ranks, sizes and values of the given one, the simplest first.
 
     The first choice is the simplest, and the given value is always possible.
     """
@@ -89,7 +89,7 @@ def _draw_smaller_trial(draw: Callable[[Any], Any], trial: Trial) -> Trial:
 
 
 def _select_mesh_dims(trial: Trial, dims: Sequence[int]) -> Trial:
-    """Return the trial on some of the mesh dims."""
+    """Return the trial with only the mesh dims ``dims``, and their placements and strategies."""
     case = trial.case
     if len(dims) == len(case.mesh_shape):
         return trial
@@ -101,14 +101,14 @@ def _select_mesh_dims(trial: Trial, dims: Sequence[int]) -> Trial:
 
 
 def _narrow_dims(x: torch.Tensor, sizes: dict[int, int]) -> torch.Tensor:
-    """Narrow every dim of a size to the new size of ``sizes``, so that dims of equal size stay equal."""
+    """Return a copy of ``x`` with each dim narrowed to ``sizes[its size]``, so that dims of equal size stay equal."""
     for dim, size in enumerate(x.shape):
         x = x.narrow(dim, 0, sizes[size])
     return torch.empty_like(x).copy_(x)
 
 
 def _simplify_values(draw: Callable[[Any], Any], x: torch.Tensor, kind: str) -> torch.Tensor:
-    """Return ``x`` with simpler values, by ``kind``: small integers that are drawn, rounded ones, or those given."""
+    """Return ``x`` with simpler values: drawn small integers, rounded values, or (``kind="given"``) its own."""
     from hypothesis import strategies as st
 
     if kind == "given" or x.dtype is torch.bool or x.dtype.itemsize == 1:
@@ -120,7 +120,7 @@ def _simplify_values(draw: Callable[[Any], Any], x: torch.Tensor, kind: str) -> 
 
 
 def _fit_placements(placements: Sequence[Placement], x: torch.Tensor, mesh_shape: tuple[int, ...]) -> tuple[Placement, ...]:
-    """Return placements for a tensor of other sizes on a mesh of another size. Uneven shards stay uneven."""
+    """Return the placements adapted to the sizes of ``x`` and the ranks of the mesh; uneven shards stay uneven."""
     fitted = []
     for placement, ranks in zip(placements, mesh_shape, strict=True):
         if isinstance(placement, Shard) and placement.sizes is not None and len(placement.sizes) == ranks:

@@ -56,7 +56,7 @@ class MissingStrategy:
 def find_missing_strategies(
     name: str, samples: Sequence[Sample], limit: int, rng: random.Random, ops: Sequence[str] = REDUCE_OPS
 ) -> list[MissingStrategy]:
-    """Return the missing strategies that all samples show, on meshes of 2, 3 and 4 ranks.
+    """Return strategies without communication that the rule lacks, if all samples show them on 2, 3 and 4 ranks.
 
     A single sample may show one by chance.
 
@@ -87,7 +87,7 @@ def _search_samples(
 def _missing_for_sample(
     variant: Variant, limit: int, rng: random.Random, ops: Sequence[str]
 ) -> Iterator[tuple[tuple[str, ...], set[tuple[Placement, ...]]]]:
-    """Yield operands for which the rule communicates, with all placements of the results that local shards give."""
+    """Yield operand placements for which dispatch communicates, with the result placements that local runs give."""
     xs = tensor_leaves(variant.sample.arguments)
     if not variant.sample.values or not any(x.numel() > 1 for x in xs):
         return
@@ -112,13 +112,14 @@ def _missing_for_sample(
 
 
 def _with_special_values(sample: Sample, placements: Combination, seed: int) -> Sample:
-    """Put a zero and an infinite element into each floating tensor that is not partial.
+    """Return the sample with a zero and an infinite element in each floating tensor that is not partial.
 
     A strategy that is right only for finite factors is thereby excluded.
     """
     each = iter(enumerate(placements, seed))
 
     def put_special_values(x: torch.Tensor) -> torch.Tensor:
+        """Return ``x`` with a zero and an infinite element, unless it is partial or not floating."""
         at, placement_of_tensor = next(each)
         is_partial = any(isinstance(p, Partial) for p in placement_of_tensor)
         if is_partial or not x.numel() or not (x.is_floating_point() or x.is_complex()) or x.itemsize < 2:
@@ -131,7 +132,7 @@ def _with_special_values(sample: Sample, placements: Combination, seed: int) -> 
 
 
 def _has_partial_indices(xs: Sequence[torch.Tensor], placements: Combination) -> bool:
-    """Return True if index tensors are partial.
+    """Return True if an int64 (index) tensor is partial, in a call that also has floating tensors.
 
     Their addends are not valid indices, and some operators would read memory out of bounds.
     """
@@ -141,13 +142,14 @@ def _has_partial_indices(xs: Sequence[torch.Tensor], placements: Combination) ->
 
 
 def _has_collectives(variant: Variant, mesh: DeviceMesh, placements: Combination) -> bool:
+    """Return True if the operator on DTensors with these placements runs, and communicates."""
     sample = variant.sample
     outcome = compare(variant.call, sample.args, mesh, placements, kwargs=sample.kwargs, gradients=False, values=False)
     return bool(outcome.events) and outcome.error is None
 
 
 def _right_results(variant: Variant, mesh: DeviceMesh, placements: Combination, seed: int) -> set[tuple[Placement, ...]]:
-    """Return the placements under which the operator on local shards computes the plain results."""
+    """Return the placements of results under which the operator on local shards alone computes the plain results."""
     given = variant.sample.arguments
     args, kwargs = map_tensors(torch.clone, given)
     scattered = [
@@ -170,13 +172,13 @@ def _right_results(variant: Variant, mesh: DeviceMesh, placements: Combination, 
 
 
 def _run_on_shards(variant: Variant, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the results of the operator on the shards of one rank."""
+    """Return the results of the operator on the shards of one rank, without communication."""
     args, kwargs = fill_tensors(variant.sample.arguments, map(torch.clone, shards))
     return tensor_leaves(variant.call(*args, **kwargs))
 
 
 def _placements_of(shards: list[torch.Tensor], full: torch.Tensor) -> Iterator[Placement]:
-    """Yield the placements under which the shards are those of the full tensor."""
+    """Yield the placements under which one shard per rank gives the global tensor ``full``."""
     if all(is_close(shard, full) for shard in shards):
         yield Replicate()
         return
@@ -192,7 +194,7 @@ def _placements_of(shards: list[torch.Tensor], full: torch.Tensor) -> Iterator[P
 
 
 def _run_in_fork(fn: Callable[[], T], otherwise: T) -> T:
-    """Return ``fn()``, computed in a fork of this process; ``otherwise`` if the fork dies, raises or takes too long.
+    """Return ``fn()``, computed in a forked process; ``otherwise`` if the fork crashes, raises or takes too long.
 
     Operators may read and write out of bounds if the shards of their operands do not match: torch checks less than needed.
     """

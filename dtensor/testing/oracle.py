@@ -159,7 +159,7 @@ def compare(
 
 
 class _Run:
-    """Run of a function: results, error, and the leaves and arguments afterwards."""
+    """Run of a function on plain tensors or DTensors: its results or error, and its leaves and arguments afterwards."""
 
     def __init__(
         self, fn: Callable[..., Any], call_arguments: Any, run_leaves: list[torch.Tensor], cloned: bool, seed: int
@@ -180,11 +180,11 @@ class _Run:
             self.error = error
 
     def differentiable_results(self) -> list[int]:
-        """Return positions of the results that require a gradient."""
+        """Return the positions of the results that require grad."""
         return [i for i, x in enumerate(self.results) if isinstance(x, torch.Tensor) and x.requires_grad]
 
     def backward(self, cotangents: list[Any]) -> None:
-        """Run backward from the cotangents, and keep the error if it raises."""
+        """Run backward from the results with these cotangents; keep an error instead of raising it."""
         outputs = [self.results[i] for i in self.differentiable_results()]
         try:
             torch.autograd.backward(outputs, cotangents)
@@ -193,13 +193,14 @@ class _Run:
 
 
 def _plain_leaf(x: torch.Tensor, placements: Placements | None, gradients: bool) -> torch.Tensor:
+    """Return a copy of ``x`` that requires grad if gradients are compared, ``x`` is floating and it has placements."""
     differentiable = gradients and placements is not None and (x.dtype.is_floating_point or x.dtype.is_complex)
     copied = torch.empty_like(x).copy_(x)
     return copied.requires_grad_(differentiable)
 
 
 def _compare_runs(outcome: Outcome, plain: _Run, run: _Run, mesh: DeviceMesh, options: CompareOptions) -> None:
-    """Compare results, written arguments and gradients of a run on DTensors with a run on plain tensors."""
+    """Record in ``outcome`` how results, arguments and gradients of a DTensor run differ from those of a plain run."""
     if _errors_differ(outcome, plain, run, "forward", mesh) or plain.error is not None:
         return
     if len(plain.results) != len(run.results):
@@ -221,7 +222,7 @@ def _compare_runs(outcome: Outcome, plain: _Run, run: _Run, mesh: DeviceMesh, op
 
 
 def _compare_gradients(outcome: Outcome, plain: _Run, run: _Run, mesh: DeviceMesh, options: CompareOptions) -> None:
-    """Run backward of both runs from equal random cotangents, and record how the gradients of the leaves differ."""
+    """Run backward of both runs from equal random cotangents; record in ``outcome`` how leaf gradients differ."""
     generator = torch.Generator().manual_seed(options.seed)
     cotangents = []
     for i in plain.differentiable_results():
@@ -257,7 +258,7 @@ def _compare_gradients(outcome: Outcome, plain: _Run, run: _Run, mesh: DeviceMes
 
 
 def _cotangent_placements(x: torch.Tensor, mesh: DeviceMesh, requested: Placements | None) -> Sequence[Placement]:
-    """Return the requested placements if they fit this result, else replicated ones."""
+    """Return the requested placements if a cotangent like ``x`` can have them, else replicated ones."""
     replicated = (Replicate(),) * mesh.ndim
     try:
         placements = Layout.of(mesh, requested, x.shape).placements  # None: replicated
@@ -268,7 +269,7 @@ def _cotangent_placements(x: torch.Tensor, mesh: DeviceMesh, requested: Placemen
 
 
 def _errors_differ(outcome: Outcome, plain: _Run, run: _Run, phase: str, mesh: DeviceMesh) -> bool:
-    """Return True if only one of the runs raised, or another type; record the problem."""
+    """Return True if the errors of both runs differ in type or only one raised, and record that in ``outcome``."""
     outcome.error, expected = run.error, plain.error
     outcome.same_error = expected is not None and isinstance(run.error, type(expected))
     problems = []

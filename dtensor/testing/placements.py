@@ -1,4 +1,4 @@
-"""Placements that a sample is tried under."""
+"""Placements that samples are tried under: all of them, random ones, uneven shards and combinations for several tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .scatter import can_be_partial
 
 @cache
 def get_or_make_mesh(shape: tuple[int, ...], device_type: str = "cpu") -> DeviceMesh:
-    """Return the mesh of this shape. Meshes are cached, because on process groups new groups take time."""
+    """Return the mesh of this shape and device type, cached because new process groups take time."""
     return init_device_mesh(device_type, shape)
 
 
@@ -39,7 +39,7 @@ def placement_options(x: torch.Tensor, ranks: int, ops: Sequence[str], ragged: b
 
 
 def placement_kinds(shape: Sequence[int], reductions: Sequence[str]) -> list[list[Placement]]:
-    """Return the placements of a tensor of this shape, by kind: replicated, sharded, partial."""
+    """Return the possible placements of a tensor of this shape, in one list for each kind: replicated, sharded, partial."""
     by_kind: list[list[Placement]] = [
         [Replicate()],
         [Shard(dim) for dim in range(len(shape))],
@@ -57,7 +57,7 @@ def choose_placements(
     ragged: float = 0.3,
     reordered: float = 0.5,
 ) -> tuple[Placement, ...]:
-    """Return one random placement per mesh dim, each of one of the kinds in ``choices``. The first choice is the simplest.
+    """Return a random placement for each mesh dim, drawn from a random list of ``choices``, with random shard sizes.
 
     Args:
         ragged: probability of arbitrary shard sizes for a tensor dim that one mesh dim shards.
@@ -96,7 +96,7 @@ def ragged_shard(dim: int, size: int, ranks: int) -> Shard:
 
 
 def reductions_to_try(rule: Rule | None) -> list[str]:
-    """Return the reductions to try: sum, avg, max and those that the rule declares."""
+    """Return the names of the reductions to try partial operands with: sum, avg, max and those that the rule declares."""
     declared = named_reductions(() if rule is None else rule.partials)
     return ["sum", "avg", "max", *sorted(declared.difference(("sum", "avg", "max")))]
 

@@ -20,7 +20,7 @@ from dtensor.testing import FARTHEST, check, forced
 
 
 def oracle_program(fn: str, args: Sequence[Any], mesh: DeviceMesh, placements: Sequence[Any], options: dict[str, Any]) -> str:
-    """Return a program that calls the oracle."""
+    """Return the source of a program that calls the oracle with these arguments."""
     given = ", ".join([fn, *(python_source(arg) for arg in args)])
     further = "".join(f", {name}={python_source(value)}" for name, value in options.items())
     return (
@@ -31,7 +31,7 @@ def oracle_program(fn: str, args: Sequence[Any], mesh: DeviceMesh, placements: S
 
 
 def python_source(value: Any) -> str:
-    """Return a Python expression for ``value``."""
+    """Return a Python expression that evaluates to ``value``, for a reproduction."""
     match value:
         case torch.Tensor():
             return _tensor_source(value)

@@ -19,7 +19,7 @@ from .samples import full_name
 
 
 def rule_name(op: Any) -> str:
-    """Return the name in the registry of an operator, given as an object or as ``"mm"``, ``"aten::mm"``, ``"acme.halve"``.
+    """Return the registered name of the rule of an operator, given as an object or as ``"mm"``, ``"aten::mm"``.
 
     Raises:
         RuleError: there is no such operator; the message suggests similar names.
@@ -55,7 +55,7 @@ def _suggestion_text(word: str) -> str:
 
 
 def select_rules(words: Iterable[str]) -> list[str]:
-    """Return the names of the rules that the words of a command line select, in order.
+    """Return the names of the rules that command-line words select: patterns, modules or files that declare rules.
 
     A word is a pattern as in ``fnmatch`` (``"mm"``, ``"*softmax*"``, ``"acme::*"``). Or it is the name of a module or of a
     ``.py`` file, which is imported. Or it is both: ``"my.module::halve"``. Modules alone select the rules that they declare.
@@ -84,13 +84,14 @@ def select_rules(words: Iterable[str]) -> list[str]:
 
 
 def _matching_rules(pattern: str) -> list[str]:
+    """Return the sorted names of registered rules that match the ``fnmatch`` pattern in full or without ``aten::``."""
     known = sorted(rules())
     forms = {name: {name, name.removeprefix("aten::"), name.removesuffix(".default")} for name in known}
     return [name for name in known if any(fnmatch(form, pattern) for form in forms[name])]
 
 
 def _is_module(word: str) -> bool:
-    """Return True if the word is a file or an importable module."""
+    """Return True if ``word`` is the name of a ``.py`` file or of an importable module."""
     if word.endswith(".py"):
         return True
     try:

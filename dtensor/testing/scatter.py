@@ -20,7 +20,7 @@ from ..tensor.dtensor import DTensor
 def scatter(
     value: torch.Tensor, mesh: DeviceMesh, placements: Placements, *, seed: int = 0, requires_grad: bool = False
 ) -> DTensor:
-    """Return a leaf DTensor with global value ``value``. Its addends depend only on ``seed``, so all ranks make the same ones.
+    """Return a leaf DTensor with the global value ``value`` in these placements; partial addends depend only on ``seed``.
 
     No communication: every rank takes its shard from ``value``. Raises ``PlacementError`` if the placements do not fit.
 
@@ -35,6 +35,7 @@ def scatter(
     addends = make_addends(value.detach(), layout, seed)
 
     def make_shard(member: int | None) -> torch.Tensor:
+        """Return the local tensor of one member of the mesh; zeros for a rank outside of it."""
         return (
             value.new_zeros(layout.local_shape(None))
             if member is None
@@ -48,7 +49,7 @@ def scatter(
 
 
 def local_block(value: torch.Tensor, layout: Layout, member: int) -> torch.Tensor:
-    """Return a copy of the block of ``value`` at one member of the mesh, with the strides of the layout."""
+    """Return a copy of the block of ``value`` that the layout gives one member, with the layout's local strides."""
     coordinate = layout.mesh.coordinates[member]
     for dim, (start, size) in enumerate(zip(layout.local_offset(coordinate), layout.local_shape(coordinate), strict=True)):
         value = value.narrow(dim, min(start, value.shape[dim] - size), size)
@@ -56,7 +57,7 @@ def local_block(value: torch.Tensor, layout: Layout, member: int) -> torch.Tenso
 
 
 def make_addends(value: torch.Tensor, layout: Layout, seed: int) -> torch.Tensor:
-    """Return addends that reduce to ``value``, the last mesh dim first.
+    """Return ``value`` split into partial addends: stacked, with a leading dim for each partial mesh dim.
 
     The shape is that of ``value`` after one dim for each partial mesh dim.
     """
@@ -112,7 +113,7 @@ def split_addends(value: torch.Tensor, op: str | Monoid, count: int, generator: 
 
 
 def _split_by_monoid(value: torch.Tensor, op: Monoid, owner: torch.Tensor, count: int) -> list[torch.Tensor]:
-    """Return addends for a monoid.
+    """Return ``count`` tensors that reduce to ``value`` by a user-defined monoid.
 
     Only the identity of a monoid is known. If elements are reduced independently, a random member has each element.
     """
@@ -145,7 +146,7 @@ def _values_above(value: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
 
 
 def _replace_nonfinite(value: torch.Tensor) -> torch.Tensor:
-    """Replace infinite elements and NaN by 7. Only one addend is infinite or NaN where the value is."""
+    """Return ``value`` with infinite and NaN elements replaced by 7."""
     return torch.where(value.isfinite(), value, torch.full_like(value, 7))
 
 

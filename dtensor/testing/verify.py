@@ -143,7 +143,7 @@ def verify_rule(
 
 
 def _has_own_strategies(name: str) -> bool:
-    """Return True if the operator has strategies of its own: not an answer, a decomposition by a rule, or one by torch."""
+    """Return True if the operator has strategies to verify: its rule neither decomposes it nor answers without tensors."""
     operator: Any = get_operator(name.replace("::", "."))
     overload = operator if hasattr(operator, "_schema") else getattr(operator, operator.overloads()[0])
     rule = rules().get(name) or lookup(overload)
@@ -151,7 +151,7 @@ def _has_own_strategies(name: str) -> bool:
 
 
 def _samples_to_try(name: str, samples: Sequence[Sample] | None, device: str) -> list[Sample]:
-    """Return the samples to try.
+    """Return the given samples or the built-in ones, without those that plain torch rejects on the CPU.
 
     On an accelerator these are only samples that the CPU accepts, because a device-side assertion ends the process.
     """
@@ -173,10 +173,11 @@ def _samples_to_try(name: str, samples: Sequence[Sample] | None, device: str) ->
 
 
 def _prepare_sample(sample: Sample, plant: Sequence[float], device: str) -> Sample:
-    """Return the sample on the device, detached and with special values."""
+    """Return the sample with tensors detached, on the device, and with the values ``plant`` at random places."""
     generator = torch.Generator().manual_seed(len(plant))
 
     def prepare_tensor(x: torch.Tensor) -> torch.Tensor:
+        """Return ``x`` on the device, with the values ``plant`` at random places if it is floating."""
         x = x.detach().to(device)
         if not plant or not x.dtype.is_floating_point or not x.numel():
             return x
@@ -198,7 +199,7 @@ def _forced_cases(
     budget: int | None,
     rng: random.Random,
 ) -> Iterator[Case]:
-    """Yield cases with forced strategies, single ones before pairs: a pair then shows only faults that neither shows alone."""
+    """Yield cases that force each strategy, those of one mesh dim first, up to ``limit`` per sample and ``budget`` in all."""
     settings = [(sample, shape) for sample in samples for shape in sorted(meshes, key=len)]
     if budget is not None:
         rng.shuffle(settings)
@@ -217,7 +218,7 @@ def _forced_cases(
 
 
 def _even_cases(name: str, samples: Sequence[Sample], coverage: Coverage, rng: random.Random) -> Iterator[Case]:
-    """Yield cases with even shards for strategies that were not allowed or not reached: one rank per element of a dim."""
+    """Yield cases with one element per rank, for strategies that were not allowed or not reached with other shards."""
     for sample in samples:
         for ranks in sorted({n for x in tensor_leaves(sample.arguments) for n in x.shape if 1 < n <= _MOST_RANKS}):
             for variant in islice(make_variants(name, sample), 1 if coverage.refused else 0):
@@ -228,7 +229,7 @@ def _even_cases(name: str, samples: Sequence[Sample], coverage: Coverage, rng: r
 def placed_cases(
     name: str, samples: Sequence[Sample], meshes: Sequence[tuple[int, ...]], limit: int, budget: int | None, rng: random.Random
 ) -> Iterator[Case]:
-    """Yield cases with many placements, for which dispatch chooses the strategies."""
+    """Yield cases with many combinations of operand placements, for which dispatch chooses the strategies."""
     ops = reductions_to_try(rules().get(name))
     settings = [(sample, shape) for sample in samples for shape in meshes]
     if budget is not None:
@@ -247,7 +248,7 @@ def placed_cases(
 
 
 def _run_case(report: Report, case: Case, seed: int) -> None:
-    """Run one case and count it; a new fault is minimized and added to the report."""
+    """Run one case and count it in the report; a new fault is minimized and added."""
     seed_of_case = seed + report.cases + 1
     menu = (*case.placements, *((Partial(op),) * len(case.mesh_shape) for op in REDUCE_OPS))
     trial = Trial(case, seed_of_case, menu[seed_of_case % len(menu)])
@@ -263,7 +264,7 @@ def _run_case(report: Report, case: Case, seed: int) -> None:
 
 
 def _add_fault(report: Report, fault: Fault) -> None:
-    """Count a fault that is known, or add a new one."""
+    """Add a fault to the report, or count one more case of a fault that the report has."""
     for i, known in enumerate(report.wrong):
         if known.operator == fault.operator and _count_if_known(report, i, fault.rows):
             return
@@ -271,7 +272,7 @@ def _add_fault(report: Report, fault: Fault) -> None:
 
 
 def _count_if_known(report: Report, i: int, strategies: Sequence[str]) -> bool:
-    """Return True and count the case if it has the strategies of fault ``i``, on any mesh dims and with any others."""
+    """Return True if the case has the strategies of fault ``i`` of the report, and count it there."""
     wrong = report.wrong[i]
     if not strategies or Counter(wrong.rows) - Counter(strategies):
         return False

@@ -53,7 +53,7 @@ _MEMORY_FUNCTIONS: Any = frozenset(
 
 
 class GradGuards(NamedTuple):
-    """Guards on the gradients of leaves and on library state, checked before a replay.
+    """Guards on the gradients and hooks of leaves and on library state, checked before a replay.
 
     Attributes:
         numbers: of the leaves, in the guard set.
@@ -72,7 +72,7 @@ class GradGuards(NamedTuple):
     state_kinds: list[Any] = []  # noqa: RUF012  never written to
 
     def get_gradients(self, tensors: Sequence[Any]) -> list[Any] | None:
-        """Return the gradients of the leaves, then the tensors of the library states; None if a guard fails."""
+        """Return the leaves' gradients and the tensors of library states, or None if a guard fails."""
         leaves = self.pick_leaves(tensors)
         with DisableTorchFunctionSubclass():  # otherwise each getter calls __torch_function__ of the class
             gradients = [*map(_GRAD, leaves)]
@@ -85,7 +85,7 @@ class GradGuards(NamedTuple):
 
 
 def _state_kind(state: CrossCallState) -> Any:
-    """Return a library state without its tensors."""
+    """Return the structure and plain values of a library state, to compare it; None if it is empty."""
     if not state:
         return None
     leaves, tree = pytree.tree_flatten(dict(state))
@@ -93,6 +93,7 @@ def _state_kind(state: CrossCallState) -> Any:
 
 
 def _grad_kinds(grads: Sequence[Any]) -> list[Any]:
+    """Return what a replay depends on of each gradient: a DTensor's layout or a plain tensor's metadata, None without."""
     if {*map(type, grads)} == {DTensor}:
         return [*map(_LAYOUT, grads)]
     return [None if grad is None else grad._layout if type(grad) is DTensor else describe_tensor(grad) for grad in grads]
@@ -109,13 +110,13 @@ def _hook_ids(leaves: Sequence[Any]) -> tuple[list[Any], ...]:
 
 
 def set_carried_state(state: CrossCallState, values: Mapping[Any, Any]) -> None:
-    """Replace what the library keeps for later calls."""
+    """Replace the content of a library state that is carried to later calls."""
     state.clear()
     state.update(values)
 
 
 class LeafGradients:
-    """The gradients of the leaves of one recorded run.
+    """Gradients of the leaves and library states of one recorded run: those from before, and how the run changes them.
 
     Attributes:
         accumulated: numbers of the leaves that a backward pass inside of the run gave a gradient.
@@ -142,7 +143,7 @@ class LeafGradients:
         return [*self._before.values(), *tensor_tree.tensor_leaves([[*values.values()] for _, values in self._states])]
 
     def leaf_number(self, place: int) -> int | None:
-        """Return the number in the guard set of the leaf with this gradient; None for a tensor of a library state."""
+        """Return the guard-set number of the leaf with gradient number ``place``; None for a library state's tensor."""
         return self._guards.numbers[place] if place < len(self._guards.numbers) else None
 
     def changed_states(self) -> list[tuple[CrossCallState, list[Any], Any]]:
@@ -151,13 +152,13 @@ class LeafGradients:
         return [(state, *pytree.tree_flatten(dict(state))) for state in changed]
 
     def replaced_gradients(self) -> dict[int, torch.Tensor | None]:
-        """Return the gradients, by number of the leaf, that are another object than before, or None."""
+        """Return ``.grad`` of the leaves, by number, where the run replaced it by another object or None."""
         replaced = {number: x.grad for number, x in self._leaves.items() if x.grad is not self._before[number]}
         self.are_used |= bool(replaced)
         return replaced
 
     def restore(self) -> None:
-        """Restore the gradients and library states from before the run."""
+        """Restore the gradients and library states to those from before the run, after a refused recording."""
         for number, x in self._leaves.items():
             x.grad = self._before[number]
         for state, before in self._states:
@@ -178,7 +179,7 @@ class LeafGradients:
 
     @contextmanager
     def observed_access(self) -> Iterator[None]:
-        """Inside of the context, note the code that reads ``.grad`` and the leaves that get gradients."""
+        """Inside of the context, note whether code reads gradients or hooks, and which leaves get gradients."""
         self._thread = get_ident()
         with ExitStack() as stack:
             for number, x in self._leaves.items():
@@ -187,7 +188,7 @@ class LeafGradients:
             yield
 
     def _make_hook(self, number: int) -> Callable[[Any], None]:
-        """Return the hook that notes that backward has accumulated into a leaf."""
+        """Return a post-accumulate hook for a leaf, which notes that backward gave it a gradient."""
 
         def note_accumulation(_: Any) -> None:
             if current_recorder() is not None or get_ident() == self._thread:  # not another thread's backward pass
@@ -197,12 +198,13 @@ class LeafGradients:
 
 
 class _GradAccessMode(TorchFunctionMode):
-    """Notes accesses to gradients and hooks in this thread, and refuses reads of a tensor's memory."""
+    """Function mode that notes uses of ``.grad`` and hooks, and raises if user code reads a tensor's memory address."""
 
     def __init__(self, gradients: LeafGradients) -> None:
         self._gradients = gradients
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note what the function reads of gradients and hooks, and run it; raise for reads of memory addresses."""
         if func in _MEMORY_FUNCTIONS and is_user_call(_calling_frame()):
             name = getattr(getattr(func, "__self__", func), "__name__", func)
             raise CaptureError(
@@ -218,7 +220,7 @@ class _GradAccessMode(TorchFunctionMode):
 
 
 def _calling_frame() -> Any:
-    """Return the frame that calls a torch function, behind the frames of function modes."""
+    """Return the frame that calls a torch function, outside of the frames of function modes."""
     frame: Any = sys._getframe(2)
     while frame is not None and (
         frame.f_code.co_name == "__torch_function__" or frame.f_code is FloatTracer.call_with_floats.__code__
@@ -228,7 +230,7 @@ def _calling_frame() -> Any:
 
 
 def reachable_from(roots: list[torch.Tensor]) -> dict[int, Any]:
-    """Return the autograd nodes and leaves in the history of ``roots``, by address."""
+    """Return the autograd nodes and leaf tensors in the graph of ``roots``, by ``id``."""
     reached: dict[int, Any] = {}
     nodes: list[Any] = [x.grad_fn if x.grad_fn is not None else x for x in roots]
     while nodes:
@@ -246,7 +248,7 @@ def reachable_from(roots: list[torch.Tensor]) -> dict[int, Any]:
 
 @contextmanager
 def suspend_hooks(leaves: list[Any]) -> Iterator[None]:
-    """Remove the user's hooks inside of the context. They run when gradients are accumulated, not when they are computed."""
+    """Remove the hooks of leaves inside of the context, because they must run only when gradients are accumulated."""
     saved = [(x, x._backward_hooks) for x in leaves]
     for x, hooks in saved:
         if hooks is not None:
@@ -260,17 +262,19 @@ def suspend_hooks(leaves: list[Any]) -> Iterator[None]:
 
 
 def redistribute_leaf_gradients(inputs: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
-    """Return the gradients; those of leaves in the placements that the leaf's ``.grad`` has."""
+    """Return the gradients, those of leaves redistributed to the placements that ``.grad`` of the leaf has."""
     result = list(gradients)
-    places = [place for place, (x, gradient) in enumerate(zip(inputs, gradients, strict=True)) if _differs(x, gradient)]
+    places = [
+        place for place, (x, gradient) in enumerate(zip(inputs, gradients, strict=True)) if _needs_redistribution(x, gradient)
+    ]
     targets = [grad_placements_of(inputs[place]) for place in places]
     for place, gradient in zip(places, redistribute_many([gradients[place] for place in places], targets), strict=True):
         result[place] = gradient
     return result
 
 
-def _differs(x: Any, gradient: Any) -> bool:
-    """Return True if ``gradient`` has other placements than the ``.grad`` of the leaf ``x``."""
+def _needs_redistribution(x: Any, gradient: Any) -> bool:
+    """Return True if ``gradient`` has other placements than the ``.grad`` of the leaf ``x`` must have."""
     if not isinstance(gradient, DTensor) or "_grad_layout" not in x.__dict__ or x.grad_fn is not None:
         return False
     return gradient._layout.mesh == x._layout.mesh and gradient._layout.placements != grad_placements_of(x)

@@ -24,7 +24,7 @@ _LITERAL_TYPES = (int, bool, str, type(None), torch.dtype, torch.memory_format, 
 
 
 class TapeFunction:
-    """The Python function that runs a tape.
+    """Python function generated from a tape; ``run`` calls it, ``text`` is its source.
 
     Its arguments are the local tensors of the tape's inputs. It returns a tuple: first ``values``, then the other results of the
     tape. The first results of the tape are the local tensors of ``values``.
@@ -55,7 +55,7 @@ class TapeFunction:
         self.run: Callable[..., tuple[Any, ...]] = self.namespace[name]
 
     def _write_results(self, tape: Tape, values: Sequence[ComputedTensor | None], copied: Iterator[bool]) -> Iterator[str]:
-        """Yield the source texts of the results, local tensors wrapped in their layouts."""
+        """Yield the source text of each result; the local tensors of a DTensor are wrapped in its layout."""
         names = map(self._var_name, tape.results)
         for value in values:
             parts = [next(names) + (".clone()" if next(copied) else "") for _ in (() if value is None else value.locals)]
@@ -67,14 +67,14 @@ class TapeFunction:
         yield from names
 
     def _write_constants(self, tape: Tape) -> Iterator[str]:
-        """Yield a line for each tensor made of Python numbers. It is cloned if a step or the caller could write to it."""
+        """Yield the assignment of each tensor made of Python numbers, cloned if it could be written to."""
         writable = {storage for step in tape.steps for storage in step.writes} | {var.storage for var in tape.results}
         for var, value in tape.constants.items():
             name = self._name_object("constant", value)
             yield f"{self._var_name(var)} = {name}{'.clone()' if var.storage in writable else ''}"
 
     def _write_steps(self, tape: Tape) -> Iterator[str]:
-        """Yield the source lines of all steps; variables are deleted after their last use."""
+        """Yield the source lines of all steps, and ``del`` of variables after their last use."""
         last_uses = _find_last_uses(tape)
         for k, step in enumerate(tape.steps):
             yield from self._write_step(step)
@@ -83,7 +83,7 @@ class TapeFunction:
                 yield f"del {', '.join(freed)}"
 
     def _write_step(self, step: Step) -> Iterator[str]:
-        """Yield the source lines of one step: the call, and the assignment of its outputs."""
+        """Yield the source lines of one step: the call, and the assignment of its outputs to variables."""
         call, out = self._write_call(step), step.out
         if not any(True for _ in step.outputs):
             yield call
@@ -96,7 +96,7 @@ class TapeFunction:
             yield from self._unpack(out, "r")
 
     def _unpack(self, out: Any, name: str) -> Iterator[str]:
-        """Yield the assignments of the variables of an output."""
+        """Yield assignments of the variables in ``out`` from the expression ``name``, which has the step's output."""
         match out:
             case Var():
                 yield f"{self._var_name(out)} = {name}"
@@ -107,7 +107,7 @@ class TapeFunction:
                     yield from self._unpack(item, f"{name}[{k}]")
 
     def _write_call(self, step: Step) -> str:
-        """Return the source text of a call: as a method, an infix operator or a function."""
+        """Return the source text of a step's call, as a method, an infix operator or a function."""
         args = [self._write_value(value) for value in step.args]
         named = [f"{name}={self._write_value(value)}" for name, value in step.kwargs.items()]
         fn: Any = step.fn
@@ -150,7 +150,7 @@ class TapeFunction:
                 return self._name_object(type(value).__name__.lower(), value)
 
     def _name_object(self, name: str, value: Any) -> str:
-        """Return the name of an object that the text refers to; similar to ``name``."""
+        """Return the global name, similar to ``name``, under which the generated code finds the object ``value``."""
         object_name = self._object_names.get(id(value))
         if object_name is None:
             object_name, number = name, 1
@@ -163,6 +163,7 @@ class TapeFunction:
         return object_name
 
     def _var_name(self, var: Var) -> str:
+        """Return the name of a tape variable in the generated text, such as ``t3``."""
         name = self._var_names.get(var)
         if name is None:
             name = self._var_names[var] = f"t{var.index}"
@@ -170,7 +171,7 @@ class TapeFunction:
 
 
 def _find_last_uses(tape: Tape) -> dict[int, list[Var]]:
-    """Return, by place of the step, the variables that no later step reads. Their memory is freed there, as in an eager run."""
+    """Return, by index of the step, the variables that it is the last to read, to delete them there."""
     last: dict[Var, int] = {}
     for k, step in enumerate(tape.steps):
         for var in (*step.inputs, *step.outputs):

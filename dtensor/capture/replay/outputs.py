@@ -27,7 +27,7 @@ ARG, ENV, GRAD = range(3)
 
 
 class InputRef(NamedTuple):
-    """An input tensor: ``kind`` and ``number``.
+    """Reference to an input tensor of a replay: ``kind`` (argument, variable or gradient) and ``number``.
 
     ``number`` counts the arguments (``ARG``), the tensors that the function reads otherwise (``ENV``), or the gradients of leaves
     among the latter (``GRAD``).
@@ -91,7 +91,7 @@ class ComputedTensor:
 
 
 class OutputClassifier:
-    """Describes each leaf of what the recorded run returned, and collects the computed tensors.
+    """Classifier of the leaves that the recorded run returned: how a replay makes each. It collects the computed tensors.
 
     Args:
         recorder: of the run.
@@ -120,12 +120,12 @@ class OutputClassifier:
         self._numbers: dict[int, int] = {}
 
     def classify(self, leaves: list[Any]) -> list[Output]:
-        """Return the description of each leaf."""
+        """Return for each returned leaf the description by which a replay makes it."""
         shared = self._shared_storages(leaves)
         return [self._classify_leaf(leaf, shared) for leaf in leaves]
 
     def add_rebound_local(self, x: Any) -> int:
-        """Return the number of the computed tensor that becomes the local tensor of ``x``, a tensor from before the run.
+        """Add ``x``, whose local tensor the run replaced, as a computed tensor, and return its number.
 
         Raises:
             CaptureError: its memory is also the memory of another tensor.
@@ -140,7 +140,7 @@ class OutputClassifier:
         return self._add_computed(x, variables)
 
     def _shared_storages(self, leaves: list[Any]) -> set[int]:
-        """Return the storages of the inputs, and those that several different leaves share."""
+        """Return the storages of the inputs, and those that several of the returned leaves share."""
         seen: dict[int, int] = {}
         shared = set(self.input_storages)
         for leaf in leaves:
@@ -151,7 +151,7 @@ class OutputClassifier:
         return shared
 
     def _vars_of(self, x: Any) -> tuple[Var, ...]:
-        """Return the variables of a tensor's local tensors; raise if the recording has not computed them."""
+        """Return the tape variables of a tensor's local tensors; raise if the recording has not computed them."""
         variables = tuple(map(self.recorder.find_var, local_tensors_of(x)))
         if any(var is None for var in variables):
             raise CaptureError(
@@ -160,7 +160,7 @@ class OutputClassifier:
         return variables  # type: ignore[return-value]  # none is None
 
     def _classify_leaf(self, leaf: Any, shared: set[int]) -> Output:
-        """Return how a replay makes one leaf of the output; raise if it cannot make it."""
+        """Return the description by which a replay makes one returned leaf; raise if it cannot make it."""
         if type(leaf) is TracedFloat:
             self.computed.append(ComputedTensor((leaf.var,), None, False))
             self.tensors.append(to_plain_float(leaf))
@@ -195,7 +195,7 @@ class OutputClassifier:
         return ViewOutput(computed, chain) if chain else computed
 
     def _trace_view(self, leaf: torch.Tensor) -> tuple[torch.Tensor, tuple[Any, ...]]:
-        """Return the tensor that ``leaf`` is a view of, and the chain of view operations from it to ``leaf``."""
+        """Return the input or computed tensor that ``leaf`` is a view of, and the view operations in between."""
         chain: list[Any] = []
         while id(leaf) not in self.inputs and id(leaf) in self.recorder.views:
             _, (func, place), args, kwargs = self.recorder.views[id(leaf)]
@@ -206,7 +206,7 @@ class OutputClassifier:
         return leaf, tuple(reversed(chain))
 
     def _add_computed(self, x: Any, variables: tuple[Var, ...]) -> int:
-        """Add a computed tensor, unless it is there, and return its number."""
+        """Return the number of ``x`` among the computed tensors; it is added if it is new."""
         number = self._numbers.setdefault(id(x), len(self.computed))
         if number == len(self.computed):
             layout = x._layout if isinstance(x, DTensor) else None
@@ -218,13 +218,13 @@ class OutputClassifier:
 def describe_carried(
     states: Sequence[tuple[CrossCallState, list[Any], Any]], outputs: Iterator[Output]
 ) -> Iterator[CarriedOutput]:
-    """Yield the description of each library state that the run changed. ``outputs`` describe its tensors, in order."""
+    """Yield for each library state that the run changed how a replay makes its leaves, from ``outputs`` in order."""
     for state, leaves, tree in states:
         yield state, tuple([next(outputs) if isinstance(leaf, torch.Tensor) else ConstantOutput(leaf) for leaf in leaves]), tree
 
 
 def apply_views(chain: tuple[Any, ...], root: Any) -> Any:
-    """Return the view of ``root`` that the chain of view operations makes."""
+    """Return the view of ``root`` that the recorded view operations ``chain`` make."""
     for func, place, args, kwargs in chain:
         root = func(root, *args, **kwargs)
         root = root if place is None else root[place]

@@ -37,14 +37,14 @@ _COPY, _CLONE = TensorBase.copy_, torch.clone
 
 
 def optimize_tape(tape: Tape, metadata: Mapping[Var, LocalMetadata], external: frozenset[int]) -> Tape:
-    """Return a tape with the same effects and bit-identical results, and fewer steps."""
+    """Return a tape with fewer steps, the same effects and bit-identical results: dead code, equal steps, copies removed."""
     tape = eliminate_dead_code(eliminate_common_subexpressions(tape, external), external)
     tape = eliminate_dead_code(elide_copies(tape, metadata, external), external)
     return bind_collectives(tape, metadata, external)
 
 
 def eliminate_dead_code(tape: Tape, external: frozenset[int]) -> Tape:
-    """Remove the steps with unused results that write to no memory that is read later."""
+    """Return the tape without steps of which neither a result nor the written memory is used later."""
     needed = set(tape.results)
     read = {var.storage for var in tape.results} | set(external)  # memory with contents that later steps or the caller read
     live: list[Step] = []
@@ -60,7 +60,7 @@ def eliminate_dead_code(tape: Tape, external: frozenset[int]) -> Tape:
 
 
 def eliminate_common_subexpressions(tape: Tape, external: frozenset[int]) -> Tape:
-    """Remove the second of two equal steps on equal values, unless its result is written to or outlives the tape."""
+    """Return the tape without repeated steps on equal values, unless their result is written or returned."""
     written = {storage for step in tape.steps for storage in step.writes}
     if not written.isdisjoint(external):  # two inputs may share their memory at another call
         written |= external
@@ -81,7 +81,7 @@ def eliminate_common_subexpressions(tape: Tape, external: frozenset[int]) -> Tap
 
 
 def _expression_key(step: Step, fixed: set[int] | frozenset[int], written: set[int]) -> Hashable:
-    """Return a key that is equal for equal expressions; None for a step that must stay."""
+    """Return a key that is equal for steps with equal results; None for a step that must stay."""
     if step.required or step.is_library_op or step.writes or any(var.storage in written for var in step.inputs):
         return None
     if any(var.storage in fixed for var in step.outputs):
@@ -95,7 +95,7 @@ def _expression_key(step: Step, fixed: set[int] | frozenset[int], written: set[i
 
 
 def _hashable_key(value: Any) -> Hashable:
-    """Return a key of an argument that contains the types, because ``1 == 1.0 == True``."""
+    """Return a hashable key of a step's argument that contains types, because ``1 == 1.0 == True``."""
     if isinstance(value, (list, tuple)):
         return type(value), tuple(map(_hashable_key, value))
     if isinstance(value, dict):
@@ -106,9 +106,10 @@ def _hashable_key(value: Any) -> Hashable:
 
 
 def rename_vars(value: Any, replacements: Mapping[Var, Var]) -> Any:
-    """Return a nested value with some variables replaced."""
+    """Return a nested value with variables replaced by ``replacements``, at any depth."""
 
     def rename_leaf(x: Any) -> Any:
+        """Return the replacement of a variable, or of each variable of a PerRankVars; any other leaf unchanged."""
         if isinstance(x, PerRankVars):
             return PerRankVars(tuple(replacements.get(var, var) for var in x.items))
         return replacements.get(x, x) if isinstance(x, Var) else x
@@ -117,7 +118,7 @@ def rename_vars(value: Any, replacements: Mapping[Var, Var]) -> Any:
 
 
 def elide_copies(tape: Tape, metadata: Mapping[Var, LocalMetadata], external: frozenset[int]) -> Tape:
-    """Replace a copy by its source, if the source is never used again."""
+    """Return the tape with copies replaced by their sources, where the source is not used after the copy."""
     memory = _TapeMemory(tape, external)
     replacements: dict[Var, Var] = {}
     steps = []
@@ -145,7 +146,7 @@ def _copy_and_source(step: Step) -> tuple[Var, Var] | None:
 
 
 def bind_collectives(tape: Tape, metadata: Mapping[Var, LocalMetadata], external: frozenset[int]) -> Tape:
-    """Bind each all-reduce to its group and algorithm. It runs in place if nothing uses its input afterwards."""
+    """Return the tape with each all-reduce bound to its group and algorithm, in place if its input is not used again."""
     memory = _TapeMemory(tape, external)
     steps: list[Step] = []
     for place, step in enumerate(tape.steps):
@@ -161,7 +162,7 @@ def bind_collectives(tape: Tape, metadata: Mapping[Var, LocalMetadata], external
 
 
 class _TapeMemory(DefUse):
-    """Def-use chains that also know which memory the tape itself allocates."""
+    """Def-use chains of a tape that also know which memory the tape itself allocates."""
 
     def __init__(self, tape: Tape, external: frozenset[int]) -> None:
         super().__init__(tape.steps, external)
@@ -173,7 +174,8 @@ class _TapeMemory(DefUse):
         return var.index == var.storage and var.storage not in self._fixed
 
     def can_replace(self, place: int, copy: Var, source: Var) -> bool:
-        """Return True if ``source`` can replace the copy made at ``place``: no later step uses both or writes to one of them."""
+        """Return True if ``source`` can replace its copy made at ``place``: both are the tape's own, and neither is used
+        otherwise."""
         if not (self._is_allocation(copy) and self._is_allocation(source)) or source.storage in self._results:
             return False
         if self.is_sent(copy.storage) or self.is_sent(source.storage):
@@ -195,7 +197,7 @@ class _TapeMemory(DefUse):
 # --- bucketing; see [Note: Bucketing and overlap] ----------------------------------------------------------------------------
 @dataclass(slots=True)
 class _Collective:
-    """A collective that may be joined with others of its kind.
+    """Collective of a tape that may be joined with others of its kind, and the places to which it may move.
 
     Attributes:
         operation: the step of a redistribution, or ``(op, dtype)`` of an all-reduce.
@@ -226,7 +228,7 @@ def bucket_collectives(
     external: frozenset[int],
     max_bytes: int = MAX_BUCKET_BYTES,
 ) -> list[Step]:
-    """Return steps with fewer, larger collectives. All ranks of a group call it at the same time, for their own tapes.
+    """Return the steps with collectives of one kind joined to fewer, larger ones. All ranks of a group call it.
 
     Args:
         steps: the steps of one tape.
@@ -266,7 +268,7 @@ def bucket_collectives(
 
 
 def _group_by_kind(steps: Sequence[Step], metadata: Mapping[Var, LocalMetadata]) -> dict[Hashable, list[_Collective]]:
-    """Return the collectives that may be joined, by kind and in order. All ranks of a group have equal lists of a kind."""
+    """Return the collectives of a tape that may be joined, by kind and in order, equal on all ranks of a group."""
     waits = {step.args[0]: place for place, step in enumerate(steps) if step.fn is Pending.wait}
     by_kind: dict[Hashable, list[_Collective]] = {}
     for place, step in enumerate(steps):
@@ -280,7 +282,7 @@ def _group_by_kind(steps: Sequence[Step], metadata: Mapping[Var, LocalMetadata])
 
 
 def _describe_collective(step: Step, metadata: Mapping[Var, LocalMetadata]) -> tuple[Hashable, _Collective] | None:
-    """Return the kind of a collective and its description; None if it must not be joined."""
+    """Return the kind and the description of the collective that a step issues; None if it must not be joined."""
     if step.fn is ALL_REDUCE and len(step.args) == 4:
         comm, x, mesh_dims, op = step.args
         meta = metadata[next(iter_vars(x))]
@@ -299,7 +301,7 @@ def _describe_collective(step: Step, metadata: Mapping[Var, LocalMetadata]) -> t
 
 
 def _find_tail(collective: _Collective, uses: DefUse, metadata: Mapping[Var, LocalMetadata]) -> None:
-    """Find the place at which the collective's result must be available, and the steps that use only this result."""
+    """Set ``needed_at`` and ``tail`` of a collective: where its result must be available, and steps that may move behind it."""
     delivered = list(uses.steps[collective.wait].outputs)
     if any(var not in metadata or not metadata[var].is_row_major for var in delivered):
         return
@@ -310,7 +312,7 @@ def _find_tail(collective: _Collective, uses: DefUse, metadata: Mapping[Var, Loc
 
 
 def _find_window(collective: _Collective, number: int, same_kind: Sequence[_Collective], uses: DefUse) -> None:
-    """Find the window of a collective on this rank's tape."""
+    """Set the window of a collective: the first and last collective of its kind at which this rank could issue it."""
     collective.first = collective.last = number
     if collective.needed_at:
         ready, collective.views = uses.find_ready(collective.issue)
@@ -319,7 +321,7 @@ def _find_window(collective: _Collective, number: int, same_kind: Sequence[_Coll
 
 
 def _agree_on_windows(same_kind: Sequence[_Collective]) -> None:
-    """Reduce each window to the part that all ranks of the group allow. Communicates once, if ranks are processes."""
+    """Narrow each window to what all ranks of the group allow. Communicates once, if ranks are processes."""
     comm = same_kind[0].comm
     if comm.talks:
         by_rank = comm.all_gather_object([(one.first, one.last) for one in same_kind], same_kind[0].mesh_dims)
@@ -328,7 +330,7 @@ def _agree_on_windows(same_kind: Sequence[_Collective]) -> None:
 
 
 def _make_buckets(same_kind: Sequence[_Collective], max_bytes: int) -> Iterator[tuple[list[_Collective], int]]:
-    """Yield ``(collectives, number)``: collectives to be joined, and the number of the collective that gives the place of issue.
+    """Yield ``(collectives, number)``: collectives to join, and the number of the one that gives the place of issue.
 
     The first collective that is not joined yet chooses the number in its window that is in the most other windows.
     """
@@ -352,7 +354,7 @@ def _allowed_at(rest: Mapping[int, _Collective], number: int) -> list[int]:
 
 
 def _join_bucket(bucket: Sequence[_Collective], steps: Sequence[Step]) -> list[Step]:
-    """Return the joined collective of a bucket and the wait for it."""
+    """Return two steps: the joined collective of a bucket, and the wait for it."""
     issued, first = [steps[one.issue] for one in bucket], bucket[0]
     if issued[0].fn is ALL_REDUCE:
         run, sent = merged_all_reduce(first.comm, first.mesh_dims, *first.operation), [step.args[1] for step in issued]
@@ -370,7 +372,7 @@ def _join_bucket(bucket: Sequence[_Collective], steps: Sequence[Step]) -> list[S
 def overlap_collectives(
     steps: Sequence[Step], metadata: Mapping[Var, LocalMetadata], external: frozenset[int], max_bytes: int
 ) -> list[Step]:
-    """Return the steps in an order in which collectives run during computation.
+    """Return the steps reordered so that collectives run during computation: early issues and late waits.
 
     A collective is issued once its input is ready, and waited for at the first use of its result. Only collectives that
     progress without this rank's ``wait()`` (``at_once``) move. The order of library operations stays, so ranks need not agree.
@@ -391,7 +393,7 @@ def _runs_at_once(step: Step) -> bool:
 
 
 def _wait_places(steps: Sequence[Step]) -> dict[Any, int]:
-    """Return for each pending collective that may be reordered the index of the step that waits for it."""
+    """Return for each pending collective that may move the place of the step that waits for it."""
     issued = {step.out for step in steps if _runs_at_once(step)}
     waits = ((step.args[0], place) for place, step in enumerate(steps) if step.fn is Pending.wait)
     return {pending: place for pending, place in waits if pending in issued}
@@ -406,7 +408,7 @@ def _count_bytes(issue: Step, wait: Step, metadata: Mapping[Var, LocalMetadata])
 def _advance_issues(
     steps: Sequence[Step], metadata: Mapping[Var, LocalMetadata], external: frozenset[int], max_bytes: int
 ) -> list[Step]:
-    """Return the steps with collectives issued as soon as their inputs are ready, at most ``max_bytes`` in flight."""
+    """Return the steps with collectives issued once their inputs are ready, at most ``max_bytes`` in flight."""
     uses, waits = DefUse(steps, external), _wait_places(steps)
     keys = [(place, 1, place) for place in range(len(steps))]
     advanced: list[tuple[int, int]] = []  # (original place, bytes) of collectives that are issued before their place
@@ -436,7 +438,7 @@ def _advance_issues(
 def _delay_waits(
     steps: Sequence[Step], metadata: Mapping[Var, LocalMetadata], external: frozenset[int], max_bytes: int
 ) -> list[Step]:
-    """Return the steps with waits placed before the first use of what they wait for, at most ``max_bytes`` in flight."""
+    """Return the steps with each wait moved to the first use of what it waits for, at most ``max_bytes`` in flight."""
     uses, waits = DefUse(steps, external), _wait_places(steps)
     pending: dict[Step, tuple[int, int]] = {}  # by the step that waits: the place at which it must be done, and bytes
     result: list[Step] = []

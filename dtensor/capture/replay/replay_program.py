@@ -205,6 +205,8 @@ class ReplayProgram:
     _stride_check: TensorCheck = field(init=False)
 
     def __post_init__(self) -> None:
+        """Group the inputs for fast access, precompute what a replay checks, and bucket the collectives."""
+
         def reader_key(spec: InputSpec) -> tuple[int, bool, bool]:
             return spec.ref.kind, spec.is_dtensor, spec.is_per_rank
 
@@ -224,13 +226,13 @@ class ReplayProgram:
 
     # --- building ------------------------------------------------------------------------------------------------------
     def get_or_compile(self) -> CompiledProgram:
-        """Return the compiled program. It is compiled again after a new backward pass was recorded."""
+        """Return the compiled forward function; it is compiled again after a new backward tape was added."""
         if self.compiled is None:
             self.compiled = self._compile()
         return self.compiled
 
     def add_backward(self, key: Any, backward: BackwardTape) -> None:
-        """Add the tape that computes gradients for incoming gradients of this kind."""
+        """Add and compile a recorded backward tape for the kind ``key`` of incoming gradients."""
         computed = {var for step in backward.steps for var in step.outputs}
         inputs = tuple(var for group in backward.incoming for var in group)
         incoming = set(inputs)
@@ -257,6 +259,7 @@ class ReplayProgram:
         self.compiled, self.ready = None, True
 
     def _optimize_tape(self, tape: Tape, external: frozenset[int]) -> Tape:
+        """Return the tape after all optimization passes, with collectives overlapped with computation."""
         tape = optimize_tape(tape, self.metadata, external)
         tape.steps = overlap_collectives(tape.steps, self.metadata, external, self.bucket_bytes)
         return tape
@@ -265,7 +268,7 @@ class ReplayProgram:
         return {var.storage for spec in self.inputs for var in spec.locals}
 
     def _compile(self) -> CompiledProgram:
-        """Optimize the tape and compile it to a function, with the list of tensors whose writes invalidate a backward pass."""
+        """Compile the optimized forward tape, which also returns the values that the backward tapes need."""
         inputs = tuple(var for spec in self.inputs for var in spec.locals) + tuple(var for var, _ in self.float_inputs)
         results = tuple(var for tensor in self.computed for var in tensor.locals)
         saved = tuple(dict.fromkeys(var for backward in self.backwards.values() for var in backward.needed))
@@ -283,7 +286,7 @@ class ReplayProgram:
 
     # --- running -------------------------------------------------------------------------------------------------------
     def replay(self, sources: Sources) -> Any:
-        """Return what the function would return for these inputs, and leave the tensors that it would leave."""
+        """Run the compiled program on these inputs; return the function's result, and repeat its effects on state."""
         if autocast_enabled():  # the casts of autocast are steps of the tape
             with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False, dtype=torch.float16):
                 computed = self._compute_tensors(sources)
@@ -293,7 +296,7 @@ class ReplayProgram:
         return leaves[0] if self.has_single_output else pytree.tree_unflatten(leaves, self.output_tree)
 
     def _compute_tensors(self, sources: Sources) -> Sequence[Any]:
-        """Return the computed tensors; those that require grad are outputs of one autograd node."""
+        """Run the compiled forward, and return the computed tensors, linked to autograd where they require grad."""
         if not self.differentiable:
             return self.run_forward(self.get_or_compile(), sources)
         without_grad: dict[int, Any] = {}
@@ -305,7 +308,7 @@ class ReplayProgram:
         return [without_grad[number] if number in without_grad else next(rest) for number in range(len(self.computed))]
 
     def run_forward(self, compiled: CompiledProgram, sources: Sources) -> tuple[Any, ...]:
-        """Return the computed tensors, followed by the values that are saved for backward passes."""
+        """Run the forward tape on local tensors; return the computed tensors, then the values saved for backward."""
         inputs: list[Any] = []
         own: list[torch.Tensor] = []
         for kind, pick, getter, is_per_rank in self._readers:
@@ -331,7 +334,7 @@ class ReplayProgram:
         return values
 
     def make_outputs(self, computed: Sequence[Any], sources: Sources) -> Sequence[Any]:
-        """Return the leaves of the function's result, and set the gradients, state and local tensors that the run leaves."""
+        """Return the leaves of the function's result, and set the gradients, states and local tensors that the run set."""
         if self._returns_computed:
             return computed[: len(self.computed)]
         gradients = [self._make_output(output, computed, sources) for _, output in self.assigned_grads]
@@ -348,7 +351,7 @@ class ReplayProgram:
         return [self._make_output(output, computed, sources) for output in self.outputs]
 
     def _make_output(self, output: Output, computed: Sequence[Any], sources: Sources) -> Any:
-        """Return one output of a replay from computed tensors and inputs."""
+        """Return one result of a replay by its description, from computed tensors and inputs."""
         match output:
             case ComputedOutput(number):
                 return computed[number]
@@ -366,7 +369,7 @@ class ReplayProgram:
 
 
 def _bump_versions(written: Sequence[Any]) -> None:
-    """Increment the version counters of tensors that the tape has written to."""
+    """Increment the version counters of tensors of which the tape has written the local tensors."""
     try:
         increment_version(written)
     except RuntimeError:  # a tensor made in inference mode has no counter
@@ -374,14 +377,14 @@ def _bump_versions(written: Sequence[Any]) -> None:
 
 
 def join_locals(locals_: tuple[torch.Tensor, ...], layout: Layout | None) -> Any:
-    """Return the tensor with these local tensors; ``layout`` is None for a plain tensor."""
+    """Return the DTensor with these local tensors of this process; the only one as it is if ``layout`` is None."""
     if layout is None:
         return locals_[0]
     return wrap_local(communicator_of(layout.mesh).local(locals_), layout)
 
 
 def detach_same_layout(x: Any) -> Any:
-    """Return ``x`` without history, in the same layout. ``detach`` may replace the placement on a mesh dim of one rank."""
+    """Return ``x.detach()`` in exactly the layout of ``x``, which ``detach`` may change on a mesh dim of one rank."""
     detached = x.detach()
     if isinstance(detached, DTensor):
         detached._layout = x._layout
@@ -427,10 +430,11 @@ apply_replay = make_apply(Replayed)
 
 
 class Recorded(torch.autograd.Function):
-    """The autograd function of the recorded run. It computes gradients by the graph that the run built."""
+    """Autograd function of the recorded run. Its backward uses the graph that the run built, and records that pass."""
 
     @staticmethod
     def forward(ctx: Any, recording: Any, program: ReplayProgram, tensors: list[Any], *inputs: torch.Tensor) -> Any:
+        """Return the computed tensors that require grad, detached, so that they become outputs of this node."""
         ctx.recording, ctx.program, ctx.tensors = recording, program, tensors
         ctx.set_materialize_grads(False)
         with_grad = [x for x, tensor in zip(tensors, program.computed, strict=True) if tensor.requires_grad]
@@ -443,7 +447,7 @@ class Recorded(torch.autograd.Function):
 
 
 def _check_no_double_backward() -> None:
-    """Raise if the caller asks for a graph of the backward pass. The tape of a backward pass is not differentiable."""
+    """Raise for ``backward(create_graph=True)``, because the tape of a backward pass is not differentiable."""
     if torch.is_grad_enabled():
         raise CaptureError(
             "capture: backward(create_graph=True) needs a graph of the backward pass, but a captured "
@@ -453,7 +457,7 @@ def _check_no_double_backward() -> None:
 
 
 def grads_key(grads: Any) -> tuple[Any, ...]:
-    """Return the kind of incoming gradients: their layouts or metadata, and whether autocast is on."""
+    """Return a key of the kind of incoming gradients: their layouts or metadata, and whether autocast is on."""
     kinds = [grad._layout if type(grad) is DTensor else None if grad is None else describe_tensor(grad) for grad in grads]
     return (autocast_enabled(), *kinds)
 

@@ -1,4 +1,4 @@
-"""Float provenance: follows floats that a tape must not freeze.
+"""Float provenance: traces which tensors a Python float was read from, so that a tape does not freeze its value.
 
 Such floats are read from a tensor (``.item()``), or are variables that change between calls (a learning rate). Arithmetic on them
 is recorded. If Python code uses the value in a way that a replay could not follow, the variable is guarded, or the recording is
@@ -32,7 +32,7 @@ from .tape import Step, Var, map_leaves
 
 
 class TracedFloat(float):
-    """A float that is a variable of the tape.
+    """Float that is a variable of the tape, so that a replay computes its value again.
 
     Attributes:
         tracer: of the run.
@@ -64,7 +64,7 @@ def to_plain_float(x: Any) -> Any:
 
 
 class FloatTracer:
-    """Traces the floats of one recorded run.
+    """Tracer of one recorded run: records computations with traced floats, and guards those that Python code decides by.
 
     Args:
         new_var: returns a new variable for a float.
@@ -89,11 +89,11 @@ class FloatTracer:
 
     @property
     def is_tracing(self) -> bool:
-        """Whether the run is active in this thread."""
+        """Return True if the traced run is active in this thread."""
         return self.thread == get_ident()
 
     def make_float(self, value: float, var: Var, places: frozenset[int] = frozenset(), is_read: bool = False) -> TracedFloat:
-        """Return a traced float with this variable."""
+        """Return a traced float with this value and tape variable, and patch ``math`` for the run."""
         traced = TracedFloat(value)
         traced.tracer, traced.var, traced.places, traced.is_read = self, var, places, is_read
         if not self.has_floats and self.is_tracing:
@@ -102,7 +102,7 @@ class FloatTracer:
         return traced
 
     def compute_traced(self, fn: Callable[..., Any], *args: Any) -> Any:
-        """Return ``fn(*args)`` and record it as a step."""
+        """Return ``fn(*args)`` for traced floats, traced too and recorded as a step if the result is a float."""
         value = fn(*map(to_plain_float, args))
         if not self.is_tracing:
             return value
@@ -117,7 +117,7 @@ class FloatTracer:
         return self.make_float(value, var, places, any(x.is_read for x in sources))
 
     def note_escape(self, x: TracedFloat, user: str) -> None:
-        """Guard the variables of a float that Python code may decide by.
+        """Guard the floats of the function's variables that ``x`` depends on, because Python code may decide by ``x``.
 
         Raises:
             CaptureError: the float was read from a tensor.
@@ -133,7 +133,7 @@ class FloatTracer:
         self.guarded |= x.places
 
     def read_item(self, x: torch.Tensor) -> Any:
-        """Return ``x.item()``, traced if it is a float."""
+        """Return ``x.item()``; a float is traced and bound to the variable of the recorded read."""
         self.is_reading, self.last_read = True, None
         try:
             value = TensorBase.item(x)
@@ -145,7 +145,7 @@ class FloatTracer:
 
     # --- torch functions -----------------------------------------------------------------------------------------------
     def call_with_floats(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return ``func(*args, **kwargs)`` for a torch function with traced floats among its arguments."""
+        """Call a torch function that has traced floats as arguments; guard those that no recorded step received."""
         call = _TorchCall(args, kwargs)
         if torch.is_grad_enabled() and any(
             x.requires_grad for x in iter_tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)
@@ -165,7 +165,7 @@ class FloatTracer:
         return result
 
     def insert_floats(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Return the arguments of a local operation with variables in place of traced floats."""
+        """Return the arguments of a local operation with tape variables in place of traced floats."""
         if not self._calls or not self._calls[-1].traced:
             return args, kwargs
         floats = dict(_number_floats(args, kwargs))
@@ -190,7 +190,7 @@ class FloatTracer:
 
 @contextmanager
 def _patched_math() -> Iterator[None]:
-    """Patch ``math`` while any thread records a run with traced floats.
+    """Replace the functions of ``math`` by ones that trace floats, while any thread records a run with traced floats.
 
     The functions of ``math`` read the bits of a float, which no hook sees. So each is replaced by one that traces. All threads
     see the replacements: a traced float knows its recording, and all other arguments go to the function itself. A module that is
@@ -213,7 +213,7 @@ _MATH_PATCH = RefCountedPatch(_patched_math)
 
 
 def _make_tracing(fn: Any) -> Any:
-    """Wrap a function of floats so that a traced float among its arguments gives a traced result."""
+    """Return a wrapper of ``fn`` that records the call as a step if an argument is a traced float."""
 
     @wraps(fn)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -224,7 +224,7 @@ def _make_tracing(fn: Any) -> Any:
 
 
 class _FloatMode(TorchFunctionMode):
-    """Traces ``.item()`` and the torch functions that take traced floats."""
+    """Function mode that traces ``.item()`` and the torch functions that take traced floats."""
 
     def __init__(self, tracer: FloatTracer) -> None:
         self.tracer = tracer
@@ -249,7 +249,7 @@ def _backward_args(
 
 
 class _TorchCall:
-    """A running call of a torch function.
+    """Running call of a torch function: its float arguments are matched with those of the operations that it calls.
 
     Attributes:
         traced: its traced floats.
@@ -262,7 +262,7 @@ class _TorchCall:
         self._by_bits = group_by_key((to_plain_float(x).hex(), (label, x)) for _, (label, x) in _number_floats(args, kwargs))
 
     def match_floats(self, floats: dict[int, tuple[str | None, Any]]) -> dict[int, Var]:
-        """Return the variables of an operation's floats, by their number. Floats without a certain match are left out."""
+        """Return the tape variables of an operation's floats, by number, where the match with traced floats is certain."""
         matches: dict[int, Var] = {}
         for bits, places in group_by_key((x.hex(), place) for place, (_, x) in floats.items()).items():
             own = self._by_bits.get(bits, [])
@@ -282,7 +282,7 @@ class _TorchCall:
 
 
 def _number_floats(args: Any, kwargs: dict[str, Any]) -> Iterator[tuple[int, tuple[str | None, Any]]]:
-    """Yield ``(number, (keyword or None, float))`` for the floats in the arguments, in order."""
+    """Yield ``(number, (keyword or None, float))`` for each float in the arguments of a torch function, in order."""
     labelled = [(None, x) for x in iter_tree_leaves(args)] + [
         (name, x) for name, value in kwargs.items() for x in iter_tree_leaves(value)
     ]
@@ -290,9 +290,11 @@ def _number_floats(args: Any, kwargs: dict[str, Any]) -> Iterator[tuple[int, tup
 
 
 def _add_operators() -> None:
-    """Add to TracedFloat arithmetic that is recorded, and methods that note that the value escapes."""
+    """Define the operators of TracedFloat: arithmetic is recorded on the tape, comparison and conversion guard the value."""
 
     def make_binary(fn: Any, is_reflected: bool = False) -> Any:
+        """Return a method that records the binary function ``fn`` of a traced float and a number as a step."""
+
         def run(self: TracedFloat, other: Any) -> Any:
             pair = (other, self) if is_reflected else (self, other)
             return self.tracer.compute_traced(fn, *pair) if isinstance(other, (int, float)) else NotImplemented
@@ -303,6 +305,7 @@ def _add_operators() -> None:
         return lambda self: self.tracer.compute_traced(fn, self)
 
     def make_escaping(name: str) -> Any:
+        """Return the method ``name`` of float, which first notes that Python code may decide by the value."""
         method = getattr(float, name)
 
         def run(self: TracedFloat, *args: Any) -> Any:

@@ -94,12 +94,12 @@ def value_read_error(call: str, operator: str = "") -> CaptureError:
 
 
 def call_captured(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return ``fn(*args, **kwargs)``. The frame of this call marks the boundary between the library and the captured function."""
+    """Return ``fn(*args, **kwargs)``. The frame of this call separates library frames from those of the captured function."""
     return fn(*args, **kwargs)
 
 
 class CallMonitor:
-    """Refuses impure calls of user code, and all reads of a tensor's values, in the recording thread.
+    """Profile hook of a recording that raises for impure calls of user code, and for reads of a tensor's values.
 
     It is a profile function (``sys.setprofile``). A Python profiler that is active continues. A compiled one (cProfile) pauses.
 
@@ -137,7 +137,7 @@ class CallMonitor:
 
     @contextmanager
     def monitored(self) -> Iterator[None]:
-        """Monitor the calls of this thread inside of the context.
+        """Check the calls of this thread inside of the context; a refused call raises, and raises again at the end.
 
         Raises:
             CaptureError: there is a refused call. It is raised again at the end, in case user code has caught it.
@@ -158,7 +158,7 @@ class CallMonitor:
             raise self._error
 
     def _on_profile_event(self, frame: FrameType, event: str, fn: Any) -> None:
-        """Check a call that the interpreter reports: raise if user code reads a value or makes an impure call."""
+        """Handle a profile event: raise if user code reads a value or calls impure compiled code."""
         if self._user_profiler is not None:
             self._user_profiler(frame, event, fn)
         if event == "call":
@@ -179,7 +179,7 @@ class CallMonitor:
             self._print_depth -= 1
 
     def _observe_code(self, frame: FrameType) -> None:
-        """Note user code at its first run. Code that only the library calls (listeners) is not noted."""
+        """Note user code at its first run, so that the next guard discovery looks into it."""
         code = frame.f_code
         self._seen_codes.add(code)
         root = _root_package(frame)
@@ -194,12 +194,14 @@ class CallMonitor:
             self.observed.functions += _find_functions(frame)
 
     def _check_value_read(self, fn: Any) -> None:
+        """Raise if a compiled tensor method, or DLPack export, reads values that may differ at a replay."""
         x = fn.__self__ if isinstance(fn.__self__, torch.Tensor) else None
         if (x is not None or "dlpack" in fn.__name__) and (operator := self._reading_operator(x)) is not None:
             self._error = value_read_error(f"Tensor.{fn.__name__}()", operator)
             raise self._error
 
     def _impure_call_error(self, fn: Any) -> CaptureError:
+        """Return the CaptureError for a call of compiled code that is not known to be pure."""
         name = f"{_module_of(fn)}.{getattr(fn, '__qualname__', fn.__name__)}"
         return CaptureError(
             f"capture: the function calls {name}, compiled code that may return something else at the "
@@ -224,7 +226,7 @@ class CallMonitor:
 
 
 def is_user_call(frame: FrameType | None, through_torch: bool = False) -> bool:
-    """Return True if user code makes the call, itself or through libraries that return their results to it.
+    """Return True if user code makes the call, directly or through libraries that return their results to user code.
 
     Finalizers and callbacks of the garbage collector may run at any time. They do not count.
 
@@ -299,22 +301,22 @@ def _module_of(fn: Any) -> str:
 
 
 class ConstantStorages:
-    """Memory that holds the same values at every replay, because it was computed from Python values only. It may be read."""
+    """Set of memory with the same values at every replay, because it was computed from Python values only."""
 
     def __init__(self) -> None:
         self._storages: set[int] = set()
 
     def contain(self, variables: Iterable[Var]) -> bool:
-        """Return True if there are variables, and all of them are in constant memory."""
+        """Return True if there are variables, and the memory of all of them is constant."""
         storages = {var.storage for var in variables}
         return bool(storages) and storages <= self._storages
 
     def add(self, var: Var) -> None:
-        """Add the memory of a tensor made of Python numbers."""
+        """Mark the memory of a tensor made of Python numbers as constant."""
         self._storages.add(var.storage)
 
     def update(self, step: Step) -> None:
-        """Add or remove the memory that a step makes or writes. A library operation may write to all of its arguments."""
+        """Mark the memory that a step makes or writes as constant, if all that the step reads is, else as not constant."""
         inputs = {var.storage for var in step.inputs}
         if step.required or step.is_library_op or not inputs <= self._storages:
             self._storages -= inputs if step.is_library_op else step.writes

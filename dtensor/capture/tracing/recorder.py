@@ -38,7 +38,7 @@ aten = torch.ops.aten
 
 
 class Recorder(TorchDispatchMode):
-    """Records while it is entered with :meth:`recording_to`; the forward pass of a run and its backward pass share one recorder.
+    """Dispatch mode that records the operations on local tensors as steps. One recorder serves the forward and backward of a run.
 
     Attributes:
         calls: monitors the calls into compiled code.
@@ -83,7 +83,8 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def recording_to(self, steps: list[Step]) -> Iterator[None]:
-        """Record the operations of this thread to ``steps`` inside of the context."""
+        """Record the operations of this thread to the list ``steps`` inside of the context; raise for impure use of random
+        numbers."""
         self.steps = steps
         self._generators, self._generator_was_set = {}, False
         self._expect_state(torch.default_generator)
@@ -102,7 +103,7 @@ class Recorder(TorchDispatchMode):
         self._check_generators("at the end of the captured function")
 
     def _reading_operator(self, x: torch.Tensor | None) -> str | None:
-        """Return the running operator, "" for none, for a read of values in this thread; None if the read is allowed."""
+        """Return the operator that a forbidden read of tensor values is in ("" for none); None if the read is allowed."""
         if self.paused or self not in current_dispatch_modes():  # the recorder itself is running
             return None
         var = None if x is None or x.is_meta else self.find_var(x)
@@ -111,7 +112,7 @@ class Recorder(TorchDispatchMode):
 
     @property
     def _operator(self) -> str:
-        """The DTensor operator that is running, "" for none."""
+        """Return the name of the DTensor operator that is running, "" for none."""
         return self.operators[-1] if self.operators else ""
 
     # --- dispatch ------------------------------------------------------------------------------------------------------
@@ -127,7 +128,7 @@ class Recorder(TorchDispatchMode):
         return self._record_local(func, args, kwargs)
 
     def _dispatch_dtensor(self, kind: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator on DTensors while its local steps are recorded, and note which results are views."""
+        """Run an operator on DTensors, so that its local operations are recorded, and note results that are views."""
         self.operators.append(str(func))
         try:
             with self:
@@ -196,7 +197,7 @@ class Recorder(TorchDispatchMode):
 
     # --- the protocol of base/recorder_hooks.py ------------------------------------------------------------------------
     def record_op(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run ``fn(*args, **kwargs)`` and record it as one step."""
+        """Run a library operation ``fn``, such as a collective, and record it as one step."""
         step = Step(
             fn, self.to_vars(args), self.to_vars(kwargs), None, required=True, is_library_op=True, operator=self._operator
         )
@@ -205,14 +206,14 @@ class Recorder(TorchDispatchMode):
         return result
 
     def record_mutation(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run ``fn(*args, **kwargs)`` and record it as one step that writes to its arguments."""
+        """Run ``fn``, which writes to its arguments, and record it as one step."""
         step = Step(fn, self.to_vars(args), self.to_vars(kwargs), None, required=True, operator=self._operator)
         step.writes = frozenset(var.storage for var in step.inputs)
         self.steps.append(step)
         return self.run_untracked(fn, args, kwargs)
 
     def run_untracked(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run ``fn(*args, **kwargs)`` and record nothing."""
+        """Run ``fn`` without recording anything, also not its use of random generators."""
         self._check_generators(fn.__name__)
         self.paused += 1
         try:
@@ -223,22 +224,22 @@ class Recorder(TorchDispatchMode):
                 self._expect_state(generator)
 
     def has_recorded(self, pending: Any) -> bool:
-        """Return True if the recorder has recorded the issue of a pending collective."""
+        """Return True if this recorder recorded the step that issued a pending collective."""
         return id(pending) in self._pending
 
     def isolate_state(self, owner: Any, empty: Mapping[str, Any]) -> None:
-        """Set attributes of ``owner``, which hold library state between calls, to ``empty`` until the run ends."""
+        """Set attributes of ``owner`` that carry library state between calls to ``empty``, until the run ends."""
         if id(owner) not in self._library_state:
             self._library_state[id(owner)] = owner, {name: getattr(owner, name) for name in empty}
             _set_attributes(owner, empty)
 
     def on_refusal(self, fn: Callable[[], Any]) -> None:
-        """Call ``fn()`` if the recording is refused."""
+        """Register ``fn`` to be called if the recording is refused, to undo a change of library state."""
         self._refusal_callbacks.append(fn)
 
     @contextmanager
     def _restoring_library_state(self) -> Iterator[None]:
-        """Restore the library's state at the end; after a refused capture also run the callbacks that undo changes."""
+        """Restore the library state that was isolated at the end of the context; if refused, undo other changes too."""
         self._refusal_callbacks.clear()
         try:
             yield
@@ -257,7 +258,7 @@ class Recorder(TorchDispatchMode):
         return None if _memory_key(x)[0] in self._storages else self._new_tensor(x)
 
     def storage_of(self, x: torch.Tensor) -> int:
-        """Return the storage number of recorded memory."""
+        """Return the number by which the tape identifies the memory of ``x``."""
         return self._storages[x.untyped_storage()._cdata][1]
 
     def find_var(self, x: torch.Tensor) -> Var | None:
@@ -265,13 +266,14 @@ class Recorder(TorchDispatchMode):
         return self._vars.get(_memory_key(x))
 
     def knows_memory(self, x: torch.Tensor) -> bool:
-        """Return True if the tape gets or makes the memory of a tensor."""
+        """Return True if all memory of a tensor is that of a tape input, or was made by a step."""
         return all(local.untyped_storage()._cdata in self._storages for local in local_tensors_of(x))
 
     def to_vars(self, value: Any) -> Any:
-        """Return ``value`` with variables in place of tensors and pending collectives."""
+        """Return a nested argument with tape variables in place of tensors and pending collectives."""
 
         def to_var(x: Any) -> Any:
+            """Return the variable of a tensor or pending collective, or variables of a PerRank; other leaves unchanged."""
             if isinstance(x, PerRank):
                 return PerRankVars(tuple(self._var_of(shard) for shard in x.shards))
             if isinstance(x, torch.Tensor):
@@ -308,7 +310,7 @@ class Recorder(TorchDispatchMode):
         return view
 
     def new_float(self) -> Var:
-        """Return a new variable for a float."""
+        """Return a new tape variable for a float."""
         return self._new_var(None)
 
     def _add_step(self, step: Step) -> None:
@@ -319,7 +321,7 @@ class Recorder(TorchDispatchMode):
         return Var(self._count, self._count if storage is None else storage)
 
     def _new_tensor(self, x: torch.Tensor) -> Var:
-        """Return a new variable for a tensor; its memory may have variables already."""
+        """Return a new tape variable for a local tensor, with the number of its memory and its metadata."""
         key = _memory_key(x)
         address, metadata = key
         entry = self._storages.get(address)
@@ -330,14 +332,14 @@ class Recorder(TorchDispatchMode):
         return var
 
     def _add_constant(self, x: torch.Tensor) -> None:
-        """Keep the present values of a tensor made of Python numbers."""
+        """Store the present values of a tensor made of Python numbers as a constant of the tape."""
         if _memory_key(x) not in self._vars:
             var = self._new_tensor(x)
             self.constants[var] = x.detach().clone()
             self.constant_storages.add(var)
 
     def _name_result(self, value: Any, fresh: list[Var]) -> Any:
-        """Return a result with variables in place of tensors; new variables are also added to ``fresh``."""
+        """Return a step's result with tape variables in place of tensors; new variables are added to ``fresh``."""
         if isinstance(value, PerRank):
             return PerRankVars(tuple(self._name_result(shard, fresh) for shard in value.shards))
         if isinstance(value, torch.Tensor):
@@ -356,7 +358,7 @@ class Recorder(TorchDispatchMode):
         return None
 
     def _finish_step(self, step: Step, result: Any, known: dict[int, Var], written: list[torch.Tensor]) -> None:
-        """Give a step its result variables, and record it unless it neither makes nor writes anything."""
+        """Set the result variables of a step, and append it to the tape unless it neither makes nor writes anything."""
         fresh: list[Var] = []
         for x in written:
             if self._vars.get(_memory_key(x)) is not known[id(x)]:  # resized
@@ -387,6 +389,7 @@ class Recorder(TorchDispatchMode):
             )
 
     def _check_generators(self, place: str) -> None:
+        """Raise if the program has set the state of any recorded random generator; nothing of the check is recorded."""
         self.paused += 1
         try:
             for generator, _ in self._generators.values():
@@ -401,7 +404,7 @@ def _set_attributes(owner: Any, attributes: Mapping[str, Any]) -> None:
 
 
 def _python_random_states() -> tuple[Any, ...]:
-    """Return the states of the random generators of Python and numpy, which no dispatch mode sees."""
+    """Return the states of the random generators of Python and numpy, to detect that the function used them."""
     kind, state, place, *rest = numpy.random.get_state()
     return random.getstate(), kind, bytes(state), place, rest  # type: ignore[arg-type]
 
@@ -417,7 +420,7 @@ def _memory_key(x: torch.Tensor) -> tuple[int, LocalMetadata]:
 
 
 def _has_meta_tensor(value: Any, kwargs: dict[str, Any]) -> bool:
-    """Return True if a call has tensors without data. It is then part of planning, not of the program."""
+    """Return True if a call has meta tensors, so that it is part of planning and is not recorded."""
     return any(x.device.type == "meta" for x in tensor_tree.tensor_leaves((value, kwargs)))
 
 

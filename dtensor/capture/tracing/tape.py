@@ -45,7 +45,7 @@ class LocalMetadata(NamedTuple):
 
     @property
     def is_row_major(self) -> bool:
-        """Whether the tensor starts its storage and is contiguous, as the outputs of joined collectives are."""
+        """Return True if the tensor starts its storage and is contiguous, as the outputs of joined collectives are."""
         return not (self.offset or self.is_conj or self.is_neg) and all(
             size == 1 or own == step
             for size, own, step in zip(self.shape, self.stride, contiguous_stride(tuple(self.shape)), strict=True)
@@ -99,7 +99,7 @@ class Tape:
 
 
 def iter_vars(value: Any) -> Iterator[Var]:
-    """Yield the variables in a nested value, in order."""
+    """Yield the variables in a nested argument or output of a step, in order."""
     kind = type(value)
     if kind is Var:
         yield value
@@ -128,7 +128,7 @@ def map_leaves(value: Any, fn: Callable[[Any], Any]) -> Any:
 
 
 class DefUse:
-    """Def-use chains of a list of steps. A *place* is the index of a step.
+    """Def-use chains of the steps of a tape. A *place* is the index of a step.
 
     Args:
         steps: the steps of a tape.
@@ -168,11 +168,11 @@ class DefUse:
         return {var.storage for var in step.inputs} | self._written_storages(step)
 
     def is_sent(self, storage: int) -> bool:
-        """Return True if a library operation takes some of this memory."""
+        """Return True if a library operation, such as a collective, takes some of this memory."""
         return any(self.steps[place].is_library_op for place in self.use_places.get(storage, ()))
 
     def find_tail(self, place: int, memory: set[int]) -> tuple[list[int], set[int], int]:
-        """Return ``(tail, memory, needed_at)`` for memory that is new at ``place``.
+        """Return ``(tail, memory, needed_at)``: the steps after ``place`` that use only memory that is new there.
 
         ``tail``: places of the steps after ``place`` that use only this memory and what they make of it. ``memory``: the given
         storages and the storages that the tail makes. ``needed_at``: the place of the first step that uses the memory otherwise.
@@ -195,7 +195,7 @@ class DefUse:
         return tail, memory, len(self.steps)
 
     def find_ready(self, place: int) -> tuple[int, list[int]]:
-        """Return ``(ready, views)`` for the library operation at ``place``.
+        """Return ``(ready, views)``: the last step that the library operation at ``place`` needs, and views that move with it.
 
         ``ready``: the place of the last step that the operation needs, -1 for none. ``views``: the places of the steps that make
         views of the memory that it sends. They can move together with the operation.
@@ -210,7 +210,7 @@ class DefUse:
         return max([*made, *writes, *delivered], default=-1), views
 
     def find_first_use(self, issue: int, wait: int) -> int:
-        """Return the place of the first step that uses the collective's result, or writes to its input."""
+        """Return the place of the first step that uses a collective's result, or writes to its input."""
         delivered = {var.storage for var in self.steps[wait].outputs}
         used = (place for storage in delivered for place in self.use_places.get(storage, ()) if place > wait)
         return min(self.find_overwrite(issue, wait), min(used, default=len(self.steps)))

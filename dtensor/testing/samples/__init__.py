@@ -47,7 +47,7 @@ def full_name(name: str) -> str:
 
 
 def samples_of(name: str) -> list[Sample]:
-    """Return the samples of a rule, including those of overloads that have no rule of their own.
+    """Return the samples of a rule by name, including those of overloads that have no rule of their own.
 
     Operators outside of ``aten`` without samples get samples from their notation.
     """
@@ -69,7 +69,7 @@ def _written_samples(name: str) -> Iterator[Sample]:
 
 
 def _derived_samples(name: str) -> list[Sample]:
-    """Return samples of a custom operator, made from the notation of its rule."""
+    """Return samples of a custom operator, made from its rule's notation."""
     namespace, _, operator = name.partition("::")
     if namespace == "aten" or name not in rules():  # torch's own operators may crash on invalid arguments
         return []
@@ -81,6 +81,6 @@ def _derived_samples(name: str) -> list[Sample]:
 
 
 def rules_without_sample() -> list[str]:
-    """Return registered rules without samples, except those that no CPU kernel can run."""
+    """Return the names of registered rules without samples, except those that no CPU kernel can run."""
     unwritten = [name for name in rules() if not any(True for _ in _written_samples(name))]  # only the first is made
     return sorted(name for name in unwritten if name.removeprefix("aten::") not in ELSEWHERE and not _derived_samples(name))

@@ -27,7 +27,7 @@ _ONE_SHAPE = ("_prelu_kernel", "log_sigmoid_backward")  # torch resizes other sh
 
 
 def _by_schema() -> Samples:
-    """Return samples of all pointwise operators of aten, made from their schemas."""
+    """Return samples of all pointwise operators of aten by name, made from their schemas."""
     samples_of: Samples = {}
     for full, rule in rules().items():
         namespace, _, name = full.partition("::")

@@ -22,7 +22,7 @@ _SIZES = (5, 7, 6, 3, 4, 8, 2)
 
 
 def samples_by_notation(overloads: list[Any], rule: Rule) -> Iterator[Sample]:
-    """Yield calls that the rule's notation describes, in every dtype that plain torch accepts."""
+    """Yield a sample for each notation of the rule, in every dtype that plain torch accepts."""
     for pattern in _patterns_of(getattr(rule.factors, "pattern", None)):
         for op in overloads:
             for dtype in DTYPES:
@@ -32,7 +32,7 @@ def samples_by_notation(overloads: list[Any], rule: Rule) -> Iterator[Sample]:
 
 
 def _has_gradients(op: Any, sample: Sample) -> bool:
-    """Return True if plain torch computes gradients."""
+    """Return True if plain torch computes gradients of the operator for this sample."""
     args, kwargs = map_tensors(lambda x: x.clone().requires_grad_(x.is_floating_point() or x.is_complex()), sample.arguments)
     try:
         results = [x for x in tensor_leaves(op(*args, **kwargs)) if x.requires_grad]

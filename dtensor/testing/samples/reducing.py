@@ -16,12 +16,12 @@ EDGES = torch.tensor([-1.0, 0, 0.5, 2], dtype=torch.float64)
 
 
 def rare_true(*shape: int) -> torch.Tensor:
-    """Return booleans, most of them False."""
+    """Return a bool tensor, most of its elements False."""
     return make_tensor(shape, torch.float64, 3, 0.0, 1.0) > 0.9
 
 
 def distinct_values(*shape: int) -> torch.Tensor:
-    """Return values that all differ: torch does not define which of equal values is chosen."""
+    """Return a tensor of distinct values: torch does not define which of equal values is chosen."""
     count = torch.Size(shape).numel()
     return (torch.randperm(count, generator=torch.Generator().manual_seed(0)).double() / 8 - 2).view(shape)
 

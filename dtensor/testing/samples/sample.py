@@ -31,11 +31,11 @@ class Sample:
 
     @property
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """(args, kwargs), for the functions of :mod:`dtensor.base.tensor_tree`."""
+        """Return ``(args, kwargs)``, for the functions of :mod:`dtensor.base.tensor_tree`."""
         return self.args, self.kwargs
 
     def with_arguments(self, arguments: Any) -> Sample:
-        """Return the sample with other arguments."""
+        """Return the sample with the arguments ``(args, kwargs)`` in place of its own."""
         return replace(self, args=arguments[0], kwargs=arguments[1])
 
 
