@@ -91,6 +91,7 @@ def check_installed(module: str, extra: str, what: str) -> None:
 
 # --- scripts ------------------------------------------------------------------------------------------------------------
 def _add_script(commands: Any, name: str, about: str, run: Run, *examples: str) -> argparse.ArgumentParser:
+    """Add a command that runs a Python script with arguments, and return its parser."""
     command = _add_command(commands, name, about, run, *examples)
     command.add_argument("script", type=Path, metavar="SCRIPT.py", help="Python program; under torchrun, each rank runs it")
     command.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
@@ -98,6 +99,7 @@ def _add_script(commands: Any, name: str, about: str, run: Run, *examples: str) 
 
 
 def _add_html(command: argparse.ArgumentParser) -> None:
+    """Add the option ``--html``, which also writes the report as a page."""
     command.add_argument(
         "--html",
         type=run_script.writable_path,
@@ -107,6 +109,8 @@ def _add_html(command: argparse.ArgumentParser) -> None:
 
 
 def _add_explain(commands: Any) -> None:
+    """Add the command ``explain``: report a script's communication, compute and memory."""
+
     def run(options: argparse.Namespace) -> Callable[[], int]:
         path = run_script.existing_file(options.script)
         return lambda: run_script.explain_script(path, options.arguments, options.html)
@@ -140,6 +144,7 @@ def _add_plan(commands: Any) -> None:
     """Add the command ``plan``: plan the strategies of a script, or find the best mesh for a known model."""
 
     def run(options: argparse.Namespace) -> int | Callable[[], int]:
+        """Find layouts for a known model now, or return the call that plans a script."""
         if options.script.name in MODELS:
             about = "Find the fastest parallel layouts of a training step on a cluster, by the cost model."
             parser = argparse.ArgumentParser(prog=f"dtensor plan {options.script}", description=about)
@@ -273,6 +278,7 @@ def _add_calibrate(commands: Any) -> None:
 
 
 def _run_calibrate(options: argparse.Namespace) -> int:
+    """Measure this machine's collectives, write the profile, and print it on one rank."""
     path, profile = calibrate.run_calibration(options.ranks, options.device, options.output, options.seconds)
     if run_script.is_printing_rank():
         for title, rows in calibrate.report_tables(profile, "nccl" if options.device == "cuda" else "gloo"):
@@ -292,6 +298,7 @@ def _add_ranks(commands: Any) -> None:
     """Add the command ``ranks``."""
 
     def run(options: argparse.Namespace) -> int:
+        """Print what each rank did last, from the logs of a folder."""
         if options.folder is not None and not options.folder.is_dir():
             raise ArgumentError(f"there is no folder {options.folder}")
         try:
@@ -313,6 +320,8 @@ def _add_ranks(commands: Any) -> None:
 
 
 def _add_ops(commands: Any) -> None:
+    """Add the command ``ops``: print how each operator runs, as Markdown tables."""
+
     def run(options: argparse.Namespace) -> int:
         print(operator_tables(), end="")
         return 0

@@ -115,6 +115,7 @@ def save_pretrained(model: Any, path: str | Path, *, max_shard_size: int = 5_000
     save_safetensors(state, path, max_shard_size=max_shard_size, process_group=process_group)
 
     def write_settings() -> None:
+        """Write ``config.json`` and the generation settings."""
         config = copy.deepcopy(model.config)
         config.dtype = str(model.dtype).removeprefix("torch.")
         config.architectures = [_own_class(model).__name__]
@@ -197,6 +198,7 @@ def _sentinel_value(dtype: torch.dtype) -> Any:
 
 
 def _is_still_sentinel(table: torch.Tensor) -> bool:
+    """Return True if ``_init_weights`` left all elements of a buffer at the fill value of :func:`_sentinel_value`."""
     whole = table.full_tensor() if isinstance(table, DTensor) else table
     if whole.dtype is torch.bool:
         return False

@@ -30,6 +30,7 @@ def _init_hooks(self: Any, pin_memory: bool = False, device_type: str = "cuda") 
     pins = pin_memory and getattr(torch, device_type, torch.cuda).is_available()
 
     def pack_any(tensor: torch.Tensor) -> Any:
+        """Return a saved tensor's device and its copy in host memory; for a DTensor local tensors move."""
         if not isinstance(tensor, DTensor):
             return pack(tensor)
         on_host = tensor.cpu()

@@ -132,6 +132,7 @@ def _as_tuple(x: Any) -> Any:
 def _from_local_in_graph(
     local: torch.Tensor, mesh: DeviceMesh, placements: Any, shape: Any, stride: Any, grad_placements: Any
 ) -> Any:
+    """Return ``DTensor.from_local`` of the arguments as an operation of a graph, with the check across ranks first."""
     if shape is None and not is_traced(local) and exchanges_sizes(mesh, placements):  # the graph assumes equal shapes
         EqualLocalsCheck(mesh, local.dtype, str(placements))((*local.shape, *local.stride()))
     return DTensor.from_local(local, mesh, placements, shape=shape, stride=stride, grad_placements=grad_placements)
@@ -167,6 +168,7 @@ def _make_factory_pair(function: Any) -> tuple[Any, Any]:
         return function(*size, **options)
 
     def substitute(*size: Any, **options: Any) -> Any:
+        """Break the graph unless the call names a mesh on processes; else call the factory."""
         if not _is_on_processes(options.get("device_mesh")):
             _graph_break(msg=ALL_RANKS)
         if options.get("device_mesh") is None:
@@ -213,6 +215,7 @@ def _traced_as_mesh(mesh: Any = None) -> DeviceMesh:
 
 
 def _distribute_in_graph(tensor: torch.Tensor, mesh: DeviceMesh, placements: Any, source: int | None) -> DTensor:
+    """Return ``distribute_tensor`` of the arguments; the gradient of a leaf that requires grad reaches the plain leaf."""
     if isinstance(tensor, DTensor) or not tensor.requires_grad:
         return distribute_tensor(tensor, mesh, placements, src_data_rank=source)
     return cast(DTensor, _DistributeLeaf.apply(tensor, mesh, placements, source))

@@ -108,6 +108,7 @@ class FromLocal(_DTensorFunction):
 
     @staticmethod
     def forward(layout: Layout, backward: Layout, copied: bool, *locals_: torch.Tensor) -> Any:
+        """Return the DTensor of the local tensors, as copies if ``copied``; a rank outside the mesh gets zeros."""
         comm = communicator_of(layout.mesh)
         if not comm.held:
             return wrap_local(empty_local(locals_[0], layout), layout)
@@ -115,6 +116,7 @@ class FromLocal(_DTensorFunction):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Save the layout, the gradient layout, and the shapes of the local tensors for backward."""
         ctx.layout, ctx.target, ctx.copied = inputs[:3]
         ctx.shapes, ctx.device = [local.shape for local in inputs[3:]], inputs[3].device
         ctx.set_materialize_grads(False)
@@ -154,6 +156,7 @@ class ToLocal(_DTensorFunction):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Save the source's layout, the gradient layout, and the program line that :func:`compare_replicas` names."""
         _, ctx.source, target = inputs
         ctx.target = _without_repeated_dims(target)
         ctx.use = find_use(ctx.target)
@@ -165,6 +168,7 @@ class ToLocal(_DTensorFunction):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        """Return the local gradients as a DTensor, after replicas compared their gradients."""
         layout, local_grads = ctx.target, list(map(to_plain_grad, grads))
         compare_replicas(layout, local_grads, ctx.use)
         return from_local_recorded(layout, grad_layout(layout, None), False, *map(_make_writable, local_grads)), None, None

@@ -90,6 +90,7 @@ class _MarkSet(set[int]):
 
     @staticmethod
     def of(x: Any) -> _MarkSet:
+        """Return an empty set of marks of the tensor ``x``."""
         marks = _MarkSet()
         marks.x = x
         return marks

@@ -163,6 +163,8 @@ def _make_filled(fill: Any, size: Any, **options: Any) -> DTensor:
     """Return a tensor with local tensors that ``fill(shape)`` makes; ranks outside the mesh get zeros."""
 
     def make_blocks(layout: Layout, **kind: Any) -> Callable[[int | None], torch.Tensor]:
+        """Return a function that makes the local tensor of a member (None: a rank outside the mesh, which gets zeros)."""
+
         def make_block(member: int | None) -> torch.Tensor:
             make, coordinate = (torch.zeros, None) if member is None else (fill, layout.mesh.coordinates[member])
             return cast(torch.Tensor, make(layout.local_shape(coordinate), **kind))
@@ -213,6 +215,7 @@ def _make_random(
     layout, reduced, requires_grad = _parse_options(size, placements, device_mesh, options, fill)
 
     def make_block(layouts: Sequence[Layout]) -> Any:
+        """Draw the local tensors of a layout from the global random stream, in the current random mode."""
         (layout_to_draw,) = layouts
         if RANDOM_MODE.mode == "counter":
             return draw_counted(layout_to_draw, SAMPLERS["uniform" if fill is torch.rand else "normal"], {})

@@ -109,6 +109,7 @@ def _agree_on_layout(tensor: torch.Tensor, mesh: DeviceMesh, placements: Any, so
     is_recorded = current_recorder() is not None  # then the broadcast is a recorded step, which is replayed
 
     def find_layout() -> tuple[Layout, int, bool, list[str]]:
+        """Return the layout, the source's position, whether this rank is the source, and what prevents an early payload."""
         layout = _make_layout(tensor, mesh, placements)
         position, is_source = _find_source(mesh, check_int(source, "src_data_rank"))
         is_wrapper = is_traceable_wrapper_subclass(tensor)
@@ -116,6 +117,7 @@ def _agree_on_layout(tensor: torch.Tensor, mesh: DeviceMesh, placements: Any, so
         return layout, position, is_source, [word for word, holds in differences if holds]
 
     def describe(find_layout: tuple[Layout, int, bool, list[str]]) -> tuple[Any, tuple[int, ...], bytes]:
+        """Return what ranks compare: the arguments, the strides, and the bytes of a small tensor of the source."""
         layout, position, is_source, special = find_layout
         payload = content_bytes(tensor) if is_source and not special and layout.nbytes <= payload_bytes(mesh) else b""
         return (layout, position, tensor.requires_grad, *special), layout.stride, payload

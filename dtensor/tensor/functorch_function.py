@@ -56,6 +56,7 @@ def make_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
         return apply
 
     def apply_with_or_without_transforms(*args: Any) -> Any:
+        """Apply the function in the form that the active ``torch.func`` or legacy ``vmap`` transform needs."""
         if functorch_active():
             return boxed.apply(*map(_LayoutBox.of, args))
         return apply_batched(*args) if any(map(is_legacy_wrapped, args)) else apply_directly(*args)

@@ -125,6 +125,7 @@ def with_subclass_dispatch(convert: Callable[[Any], Any]) -> Callable[[Any], Any
 
     @functools.wraps(convert)
     def convert_with_dispatch(x: Any) -> Any:
+        """Call ``convert`` with the Python dispatch keys enabled, which ``torch.tensor([...])`` disables."""
         if not is_key_excluded(_PYTHON):
             return convert(x)
         included, excluded = included_keys(), excluded_keys()

@@ -88,6 +88,7 @@ class RedistributeMany(torch.autograd.Function):
         pending_values = execute_many(plans, [x._local for x in xs])
 
         def own_memory(values: list[Any]) -> list[Any]:
+            """Return the results, with copies of those that would share memory with their inputs."""
             # each result has memory of its own, as in Redistribute
             return [
                 value if steps.communicates else clone_if_aliased(value, storage_addresses(x._local))

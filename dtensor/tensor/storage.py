@@ -24,6 +24,7 @@ class HiddenStorage(torch.UntypedStorage):
     device: Any = torch.device("meta")
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise UnsupportedOperationError: the bytes are in the local tensors."""
         raise UnsupportedOperationError(
             "a DTensor has no storage of its own: use x.to_local().untyped_storage() for this rank's shard, "
             "or x.full_tensor().untyped_storage() for a copy of the full tensor"

@@ -188,6 +188,7 @@ def _requested_mesh(mesh: Any, device_mesh: Any, process_group: Any, modules: Se
 
 
 def _bucket_bytes(bucket_cap_mb: float | None) -> float | None:
+    """Return ``bucket_cap_mb`` in bytes; None means no limit."""
     if bucket_cap_mb is None:
         return None
     if not bucket_cap_mb > 0:

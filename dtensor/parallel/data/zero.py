@@ -197,6 +197,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         return stored.replace(placements=placements)
 
     def _stored_layout(self, p: Tensor) -> Layout:
+        """Return the layout of a model parameter; a plain parameter is replicated over the mesh."""
         if isinstance(p, DTensor):
             return p._layout
         return Layout.of(self.mesh, None, shards_of(p)[0].shape, None, p.dtype)

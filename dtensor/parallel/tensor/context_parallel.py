@@ -193,6 +193,7 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Any, key: Any, value: Any, ring: Ring) -> Any:
+        """Return the attention output of this rank's queries, and save what the ring's backward needs."""
         out, sums = attend_on_ring(ring, query, key, value)
         ctx.ring = ring
         ctx.save_for_backward(query, key, value, out, sums)
@@ -326,6 +327,7 @@ class RingAttentionMode(TorchFunctionMode):
             raise LayoutError(f"query, key and value have {heads} heads; fewer heads of key and value need enable_gqa=True")
 
         def check_shard_size(member: int, *operands_here: Tensor) -> None:
+            """Raise if the sequence dims of a member's operands are not its shard size."""
             held = self.order.shard_sizes[self.mesh.coordinates[member][0]]
             found = [x.shape[-2] for x in operands_here]
             if found != [held] * 3:

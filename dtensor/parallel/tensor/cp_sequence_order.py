@@ -68,6 +68,7 @@ class SequenceOrder(NamedTuple):
             return self.position_ranges(mesh.coordinates[member][0])
 
         def local_shapes(member: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+            """Return the shapes of the key and the value shard of a member."""
             held = self.shard_sizes[mesh.coordinates[member][0]]
             of_key, of_value = ((batch, heads, held, width) for batch, heads, width in around)
             return of_key, of_value

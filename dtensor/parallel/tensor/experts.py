@@ -32,6 +32,7 @@ class ReplicatedInputs(ParallelStyle):
         running: list[ExitStack] = []
 
         def enter_module(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            """Replicate the module's inputs, and treat plain tensors inside it as replicated until it returns."""
             running.append(ExitStack())
             running[-1].enter_context(implicit_replication())  # tensors that it makes from shapes alone are equal on all ranks
             return _map_arguments(_as_replicated, mesh, args, kwargs)
@@ -127,6 +128,7 @@ def _sharded_stacks_of(module: nn.Module, mesh: DeviceMesh) -> dict[tuple[nn.Mod
 def _map_arguments(
     change: Any, mesh: DeviceMesh, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return positional and keyword arguments, each replaced by ``change(argument, mesh)``."""
     return tuple([change(x, mesh) for x in args]), {name: change(x, mesh) for name, x in kwargs.items()}
 
 

@@ -102,6 +102,7 @@ class _SharedTail(ParallelStyle):
         mesh = require_one_dim(device_mesh, self)
 
         def split_tail(x: torch.Tensor) -> torch.Tensor:
+            """Return ``x`` with a gradient that is summed over ranks for its last ``width`` features."""
             head, tail = x.split([x.size(-1) - self.width, self.width], -1)
             shared = DTensor.from_local(tail, mesh, [Replicate()]).to_local(grad_placements=[Partial()])
             return torch.cat([head, shared], -1)

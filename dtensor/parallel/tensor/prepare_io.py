@@ -136,6 +136,7 @@ class PrepareModuleOutput(ParallelStyle):
         self.use_local_output = use_local_output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        """Register the hook that redistributes the outputs."""
         mesh = require_one_dim(device_mesh, self)
 
         module.register_forward_hook(lambda _, args, outputs: self._prepare_out_fn(outputs, mesh))

@@ -165,6 +165,7 @@ def source_parameters_of(module: nn.Module, name: str) -> list[tuple[nn.Module, 
 
 
 def _has_dim(parameter: torch.Tensor, target: torch.Tensor | None, placement: Placement) -> bool:
+    """Return True if ``parameter`` has the same size as ``target`` along the dim that ``placement`` shards."""
     if target is None or not isinstance(placement, Shard):
         return True
     return parameter.ndim == target.ndim and parameter.shape[placement.dim] == target.shape[placement.dim]
@@ -284,6 +285,7 @@ def to_local_if(x: Any, use_local: bool, mesh: DeviceMesh, new: bool = False) ->
 
 # --- hooks -----------------------------------------------------------------------------------------------------------
 def _require_tensor(x: Any) -> torch.Tensor:
+    """Return ``x``; raise TypeError if a module's input or output is no tensor."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"expected a tensor at the boundary of a parallel module, got {type(x).__name__}")
     return x
@@ -308,6 +310,7 @@ def hook_first_output(module: nn.Module, prepare: Callable[[Any], Any]) -> Remov
     """Register a hook that applies ``prepare`` to the output of ``module``: the tensor, or the first item of a tuple."""
 
     def hook(_: nn.Module, args: Any, output: Any) -> Any:
+        """Prepare the output tensor, or the first item of an output tuple."""
         if isinstance(output, tuple) and output:
             return rebuild_sequence(output, (prepare(_require_tensor(output[0])), *output[1:]))
         return prepare(_require_tensor(output))

@@ -48,6 +48,7 @@ def _make_check(mesh: DeviceMesh, operator: str, shape: torch.Size, dtype: torch
     unchecked = [True]
 
     def check(value: Tensor) -> None:
+        """Compare ``value`` between ranks, at the first call only."""
         if unchecked:
             check_same_on_all_ranks(mesh, value, operator)
             unchecked.clear()

@@ -266,6 +266,7 @@ def _narrow_blocks(blocks: list[Any], offsets: tuple[int, ...], sizes: tuple[int
 
 
 def _narrow_batch_and_heads(x: Any, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Any:
+    """Return the rank's slice of dims 0 and 1 of ``x``; dims of size 1 and values that are no tensors stay."""
     for dim in (0, 1) if isinstance(x, Tensor) and x.ndim > 2 else ():
         if x.shape[dim] != 1:
             x = x.narrow(dim, offsets[dim], sizes[dim])
@@ -325,6 +326,7 @@ def lift_captured(function: Function, query: Any, num_scores: int) -> tuple[Func
 
 
 def _call_with_captured(function: Function, captured: tuple[Tensor, ...], *args: Any) -> Tensor:
+    """Call ``function``, with the last arguments in place of the tensors ``captured`` that it uses."""
     num_args = len(args) - len(captured)
     replacements = {id(x): new for x, new in zip(captured, args[num_args:], strict=True)}
     with _ReplaceMode(lambda x: replacements.get(id(x), x)):

@@ -100,6 +100,7 @@ def keep_undecomposed(
         return operator.redispatch(below, x, *args)
 
     def run_backward(keys: DispatchKeySet, *args: Any) -> Any:
+        """Run the backward operator undecomposed, or ``composed_backward`` if it must be differentiated or recorded."""
         kinds = set(map(type, args))
         if NoneType in kinds:
             return (None,) * len(args[-1])  # there is no incoming gradient

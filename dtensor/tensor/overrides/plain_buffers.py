@@ -181,6 +181,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int | None, keepdim: bool) -> Tensor:
+        """Compute the product, and save what :meth:`backward` needs."""
         result = x.prod() if dim is None else x.prod(dim, keepdim)
         ctx.save_for_backward(x, result)
         ctx.options = dim, keepdim
@@ -236,6 +237,7 @@ class _RealFFT(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: list[int], normalization: int) -> Tensor:
+        """Compute the onesided transform, and save the size of the transformed dim."""
         ctx.options = x.shape[dim[-1]], dim, normalization
         ctx.set_materialize_grads(False)
         return torch.ops.aten._fft_r2c(x, dim, normalization, True)

@@ -96,6 +96,7 @@ def _skip_python_kernel(operator: Any) -> None:
     """Dispatch an operator of DTensors that has a rule past the Python kernel that decomposes it."""
 
     def kernel(keys: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        """Redispatch the operator, without the Python kernel if a DTensor has a rule for it."""
         below = keys & KEYS_BELOW
         if any(isinstance(x, DTensor) for x in args) and lookup(operator) is not None:
             below = below.remove(DispatchKey.PythonDispatcher)

@@ -48,6 +48,7 @@ def of_full_tensors(name: str) -> Callable[..., Tensor]:
     schema_name = overload._schema.name
 
     def gather(x: Tensor) -> Tensor:
+        """Return a DTensor as a plain full tensor; raise under ``explicit()`` if that communicates."""
         if not isinstance(x, DTensor):
             return x
         if MODES.explicit and not all(isinstance(p, Replicate) for p in x.placements):
@@ -79,6 +80,7 @@ def embedding_bag_with_dense_gradient(name: str) -> Callable[..., Any]:
 
 
 def embedding_sparse_backward(grad: Tensor, indices: Tensor, num_weights: int, padding_idx: int, scale_grad_by_freq: bool) -> Any:
+    """Return the gradient of an embedding table as a dense tensor, with a warning."""
     if scale_grad_by_freq:
         return NotImplemented  # torch raises
     _warn_of_dense_gradient("embedding: sparse=True")

@@ -380,6 +380,7 @@ def _map_arguments(
     """Return the arguments with each value of class ``kind`` replaced, in order."""
 
     def map_value(value: Any) -> Any:
+        """Apply ``function`` to an argument, or to the items of a list argument, of class ``kind``."""
         if isinstance(value, (list, tuple)):
             return [function(item) if isinstance(item, kind) else item for item in value]
         return function(value) if isinstance(value, kind) else value

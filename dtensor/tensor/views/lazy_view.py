@@ -220,11 +220,13 @@ class LazyView(DTensor):
         return trace_to_base(self)[0]._local
 
     def _get_data_alias(self) -> DTensor:
+        """Return another lazy view of the same elements, as ``.data`` does, in the same alias group."""
         alias = copy_view(self)
         join_alias_groups(alias, self)
         return alias
 
     def _assign_memory_to(self, target: Any) -> None:
+        """Make ``target`` a lazy view of the same elements of the base."""
         origin, place, layout = self._origin, self._place, self._layout
         target.__class__, target._storage_start = LazyView, self._storage_start
         target._layout, target._origin, target._place = layout, origin, place

@@ -127,6 +127,7 @@ def _write_elementwise(operator: OperatorSchema, args: tuple[Any, ...], kwargs: 
         """Run the operator on a destination, with the other operands in its shape."""
 
         def operand(value: Any) -> Any:
+            """Return a tensor operand expanded to the view's shape, then ``shaped`` like the destination."""
             if not isinstance(value, DTensor) or not value.ndim:
                 return value
             return shaped(value if list(value.shape) == shape else dispatch(DTensor, _aten.expand.default, (), (value, shape)))
@@ -271,6 +272,7 @@ def _merge_overlapping(base: DTensor, value: DTensor, written: DTensor) -> DTens
     """
 
     def merge_block(_: int | None, block: torch.Tensor, values: torch.Tensor, marks: torch.Tensor) -> torch.Tensor:
+        """Return one rank's block with the memory of marked elements set to ``values``."""
         extent = 1 + sum(step * (n - 1) for step, n in zip(block.stride(), block.shape, strict=True)) if block.numel() else 0
         memory = block.as_strided((extent,), (1,)).clone()
         positions = torch.arange(extent, device=block.device).as_strided(block.shape, block.stride())

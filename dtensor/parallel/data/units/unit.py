@@ -426,6 +426,7 @@ def _restore_for_state_dict(module: nn.Module, *_: Any) -> None:
 
 
 def _tie_after_load(module: nn.Module, keys: Any) -> None:
+    """Make weights that the unit's modules share one parameter again, after a state dict was loaded."""
     unit = unit_of(module)
     if unit is not None:
         unit.tie_parameters()

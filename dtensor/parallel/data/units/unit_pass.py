@@ -80,6 +80,7 @@ class InputGradients:
         return tree_map(lambda x: aliases.get(id(x), x), inputs, is_leaf=lambda x: isinstance(x, PerRank))
 
     def _count_gradient(self, on_last: Callable[[], None], grad: Tensor) -> None:
+        """Count one arrived input gradient, and call ``on_last`` when none is missing."""
         self.num_pending -= 1
         if not self.num_pending:
             on_last()

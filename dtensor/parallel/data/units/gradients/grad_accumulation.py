@@ -257,6 +257,7 @@ def _patch_zero_grad() -> None:
 
     @functools.wraps(torch_zero_grad)
     def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
+        """Clear the gradients of an optimizer's parameters, also the pending gradients of FSDP units."""
         torch_zero_grad(self, set_to_none)
         if _MAY_HOLD_GRADIENTS:
             clear_pending({id(parameter) for group in self.param_groups for parameter in group["params"]}, set_to_none)

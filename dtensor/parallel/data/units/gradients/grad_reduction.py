@@ -89,6 +89,7 @@ class GradReduction:
             self._buckets = group.unsharded.grad_buckets.pop(self._bucket_key(), {})
 
         def get_send_buffer(numel: int) -> Tensor | None:
+            """Return a pooled buffer of ``numel`` elements for a reduce-scatter; None if the caller must allocate."""
             nbytes = numel * dtype.itemsize
             buffer = self._send_buffers.get_or_allocate(nbytes, device) if axes.reduce_scatter else None
             if buffer is None:
@@ -215,11 +216,13 @@ class GradReduction:
         return flat if factor is None else flat / factor
 
     def _copy_to_bucket(self, member: int, flat: Tensor) -> Tensor:
+        """Copy a member's reduced gradients into its bucket, if a hook returned another tensor."""
         assert self._buckets is not None
         bucket = self._buckets[member][0]
         return bucket if bucket is flat else bucket.copy_(flat)
 
     def _copy_to_host(self, member: int, flat: Tensor, offload: HostOffload) -> Tensor:
+        """Start the copy of a member's reduced gradients to host memory, and remember to wait for it."""
         copied, wait = offload.copy_to_host(flat)
         self._host_copy_waits.append(wait)
         return copied

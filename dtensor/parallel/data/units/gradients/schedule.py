@@ -108,6 +108,7 @@ class Schedule:
 
     @staticmethod
     def _neighbor_in(order: list[Any], unit: Any, step: int) -> Any:
+        """Return the unit ``step`` places after ``unit`` in ``order``; None if there is none."""
         if unit not in order:
             return None
         index = order.index(unit) + step

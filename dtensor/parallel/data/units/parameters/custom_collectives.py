@@ -172,6 +172,7 @@ def scatter_row(axes: MeshAxes, custom: ReduceScatter, op: str, lengths_of: Leng
     _, order = _process_group_of(axes)
 
     def fill_input(member: int, own: Tensor) -> Tensor:
+        """Return a member's parts, in the order of group ranks and padded to equal size, in the custom buffer."""
         lengths = lengths_of(member)
         parts = own.split(list(lengths))
         placed = [parts[order.index(k)] for k in range(len(parts))]
@@ -205,6 +206,7 @@ def _run_custom(
         work = mark_reported(custom)(output_tensor=output, input_tensor=source, group=group_handle, async_op=True, **options)
 
         def wait() -> Any:
+            """Wait for the collective, and take the result of each member from its output."""
             if work is not None:
                 work.wait()
             return comm.map(take, output)

@@ -284,6 +284,7 @@ def _own_shard(parameter: Any, axes: MeshAxes, unsharded: Layout, stored: Layout
             local = broadcast_from_first(comm, local, axes.all_dims)
 
     def slice_shard(member: int, full: torch.Tensor) -> torch.Tensor:
+        """Return a copy of a member's shard of the unsharded local tensor, in host memory if it is offloaded."""
         offset, origin = (x.local_offset(mesh.coordinates[member]) for x in (stored, unsharded))
         for dim, size in enumerate(stored.local_shape(mesh.coordinates[member])):
             full = full.narrow(dim, min(offset[dim] - origin[dim], full.shape[dim]), size)

@@ -152,6 +152,7 @@ class ParamGroup:
         return None if layout is None else layout.replace(dtype=self.compute_dtype(fsdp_param), stride=None)
 
     def _get_layouts_in_use(self, batch_mesh: DeviceMesh | None) -> list[Layout | None]:
+        """Return the cached result of :meth:`layout_in_use` for each parameter."""
         layouts = self._layouts_in_use.get(batch_mesh)
         if layouts is None:
             layouts = self._layouts_in_use[batch_mesh] = [self.layout_in_use(x, batch_mesh) for x in self.fsdp_params]
@@ -285,6 +286,7 @@ class ParamGroup:
             return self.param_rows(member).parts(indices, len(indices))
 
         def bind() -> BoundCollective:
+            """Return the reduce-scatter of one row per member: the program's own, or that of the communicator."""
             if custom is not None:
                 return functools.partial(scatter_row, self.axes, custom, op, part_lengths)
             return comm.bind_scatter(self.axes.reduce_scatter, part_lengths, op, dtype, self.name)
@@ -292,6 +294,7 @@ class ParamGroup:
         return self._get_or_bind((tuple(indices), dtype, op, custom, comm), bind)
 
     def _get_or_bind(self, key: Any, bind: Callable[[], BoundCollective]) -> BoundCollective:
+        """Return the bound collective under ``key``, made by ``bind()`` at the first call."""
         run = self._bound_collectives.get(key)
         if run is None:
             run = self._bound_collectives[key] = bind()
@@ -327,6 +330,7 @@ class ParamGroup:
         return local if offload is None or fsdp_param.shard_dim is not None else self._copy_to_device(local, offload)
 
     def _copy_to_device(self, local: Any, offload: HostOffload) -> Any:
+        """Copy the local tensors of an offloaded shard from host memory to the mesh's device."""
         device = self.axes.mesh.device_type
         return self.comm.map(
             lambda _, x: x.to(device, non_blocking=True) if is_extended(x) else offload.copy_to_device(x, device), local
