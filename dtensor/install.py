@@ -23,7 +23,7 @@ from .rules.registry import register_declaring_module
 from .tensor.async_tensor import AsyncCollectiveTensor
 from .tensor.dtensor import DTensor
 from .tensor.overrides.table import install_overrides
-from .tensor.replica_check import follow_check_level
+from .tensor.replica_check import install_replica_check
 from .tensor.views.inplace_view_ops import install_inplace_view_methods
 from .tensor.views.lazy_view import LazyView, install_view_dispatch
 from .tensor.views.view_writeback import dispatch_view
@@ -39,7 +39,7 @@ def install_library() -> None:
     register_provider("dtensor.rules.aten.reduction", "library_monoid")
     register_provider("dtensor.tensor.overrides.flex_attention", "compute_flex_attention")
     set_level_from_environment()
-    follow_check_level()
+    install_replica_check()
 
     # What the library defines on its tensors.
     install_view_dispatch(dispatch_view)

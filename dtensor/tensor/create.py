@@ -200,7 +200,7 @@ def _make_by_blocks(
     device_mesh: Any = None,
     **options: Any,
 ) -> DTensor:
-    """Return a tensor with the local tensors ``make_blocks(layout, dtype=, device=)(member)``."""
+    """Return a DTensor of which ``make_blocks(layout, dtype=, device=)(member)`` makes the local tensors."""
     layout, reduced, requires_grad = _parse_options(size, placements, device_mesh, options, fill)
     kind = {"dtype": layout.dtype, "device": torch.device(layout.mesh.device_type)}
     with below_transforms():
@@ -231,7 +231,7 @@ def _make_random(
 def _parse_options(
     size: Any, placements: Any, device_mesh: Any, options: dict[str, Any], fill: Any
 ) -> tuple[Layout, Layout, bool]:
-    """Return the layout, the layout with Partial replaced by Replicate, and ``requires_grad``."""
+    """Return a factory's layout, that layout with Partial replaced by Replicate, and ``requires_grad``."""
     mesh = as_mesh(device_mesh)
     shape = check_sizes(size[0] if len(size) == 1 and isinstance(size[0], Iterable) else size, "the size of a tensor")
     requires_grad = bool(options.pop("requires_grad", False))
@@ -250,7 +250,7 @@ def _parse_options(
 
 
 def _wrap_result(local: Any, layout: Layout, reduced: Layout, requires_grad: bool) -> DTensor:
-    """Return the DTensor of local tensors under ``reduced``, redistributed to ``layout``."""
+    """Return new local tensors of layout ``reduced`` as a DTensor redistributed to ``layout``."""
     with below_transforms():
         result = wrap(local if reduced is layout else redistribute_local(local, reduced, layout), layout)
     result = as_writable_in_transform(result)

@@ -155,7 +155,7 @@ def _distribute_in_graph(tensor: torch.Tensor, layout: Layout, placements: Any, 
 
 
 def _make_layout(tensor: torch.Tensor, mesh: DeviceMesh, placements: Any) -> Layout:
-    """Return the layout of the distributed tensor.
+    """Return the layout of the result of ``distribute_tensor``; raise if ``tensor`` is no leaf.
 
     Raises:
         LayoutError: the tensor is not a leaf, or has a forward-mode tangent.

@@ -47,7 +47,7 @@ class HiddenStorage(torch.UntypedStorage):
 
 
 def storage_of(x: Any) -> torch.UntypedStorage:
-    """Return the storage of a DTensor.
+    """Return ``x.untyped_storage()``: a :class:`HiddenStorage`, or for traced arguments the one that identifies their memory.
 
     While a program is traced: torch's own storage, which is not read; for an argument, the storage that shows its aliases.
     """

@@ -32,7 +32,7 @@ def constant(value: Tensor, like: Any) -> Any:
 
 
 def checked_constant(value: Any, like: Any, operator: str) -> Any:
-    """Return a plain operand as a replicated DTensor; DTensors and one-element tensors as they are.
+    """Return a plain operand as a replicated DTensor, after ranks compared it; DTensors and numbers are returned unchanged.
 
     Ranks compare the values once for each operator, mesh, shape and dtype.
     """
@@ -57,14 +57,14 @@ def _make_check(mesh: DeviceMesh, operator: str, shape: torch.Size, dtype: torch
 
 
 def combinations(x: Any, r: int = 2, with_replacement: bool = False) -> Any:
-    """Index ``x`` with the combinations of its positions."""
+    """Compute ``torch.combinations``: index ``x`` with the combinations of its positions, a plain tensor."""
     if not isinstance(x, DTensor) or x.ndim != 1 or r < 1:
         return NotImplemented
     return x[torch.combinations(torch.arange(x.shape[0], device=x.device), r, with_replacement)]
 
 
 def vander(x: Any, n: int | None = None, increasing: bool = False) -> Any:
-    """Return the powers of each element, which torch writes into a plain tensor."""
+    """Compute ``torch.vander``, the powers of each element, by ``linalg.vander``: torch writes into a plain tensor."""
     if not isinstance(x, DTensor) or x.ndim != 1 or (count := x.shape[0] if n is None else n) < 2:
         return NotImplemented
     powers = aten.linalg_vander(x, N=count)
@@ -72,7 +72,7 @@ def vander(x: Any, n: int | None = None, increasing: bool = False) -> Any:
 
 
 def matrix_power(x: Any, n: int) -> Any:
-    """Return the identity for the power 0, which torch copies from a plain tensor."""
+    """Compute ``matrix_power`` for the power 0: replicated identity matrices, which torch makes as a plain tensor."""
     if n or not isinstance(x, DTensor) or x.ndim < 2 or x.shape[-1] != x.shape[-2]:
         return NotImplemented
     return x.clone().copy_(constant(torch.eye(x.shape[-1], dtype=x.dtype, device=x.device), x))
@@ -87,7 +87,7 @@ def istft(
     *rest: Any,
     **options: Any,
 ) -> Any:
-    """Invert a short-time Fourier transform; a missing window is a window of ones."""
+    """Compute ``istft`` without a window, with a replicated window of ones: torch makes a plain one."""
     if window is not None or not isinstance(x, DTensor) or not x.is_complex() or n_fft < 1:
         return NotImplemented
     ones = torch.ones(win_length or n_fft, dtype=x.dtype.to_real(), device=x.device)
@@ -97,7 +97,7 @@ def istft(
 def causal_attention(
     query: Any, key: Any, value: Any, mask: Any = None, dropout: float = 0.0, is_causal: bool = False, *rest: Any, **options: Any
 ) -> Any:
-    """Compute causal attention with a replicated mask of the full sequence lengths."""
+    """Compute attention with ``is_causal`` by a replicated mask of the full sequence lengths: torch makes a plain one."""
     if not is_causal or mask is not None or not isinstance(query, DTensor) or min(query.ndim, key.ndim) < 2:
         return NotImplemented
     causal_mask = torch.full((query.shape[-2], key.shape[-2]), -torch.inf, dtype=query.dtype, device=query.device).triu(1)
@@ -132,7 +132,7 @@ def ctc_loss(name: str) -> Callable[..., Any]:
 def cross_entropy(
     x: Any, target: Any, weight: Any = None, reduction: int = 1, ignore_index: int = -100, label_smoothing: float = 0.0
 ) -> Any:
-    """Take plain targets and class weights as replicated, with label smoothing or class probabilities: torch multiplies them."""
+    """Compute cross entropy with plain targets and class weights replicated, where torch multiplies them with DTensors."""
     if not isinstance(x, DTensor) or not (label_smoothing or target.dtype is not torch.int64):
         return NotImplemented
     if any(isinstance(value, PerRank) or (value is not None and value.requires_grad) for value in (target, weight)):
@@ -153,7 +153,7 @@ def _shard_like(value: DTensor, dim: int, x: DTensor, dim_of_x: int) -> DTensor:
 
 
 def recurrent_with_plain_state(name: str) -> Callable[..., Any]:
-    """Return a recurrent operator that takes a plain first state (a tensor or several), as modules make it of zeros."""
+    """Return an override of a recurrent operator (``lstm``, ``gru_cell``) that distributes plain initial states."""
     is_packed, is_cell = name.endswith(".data"), name.endswith("_cell")  # packed sequences have their batch sizes first
     place = 2 if is_packed else 1
 

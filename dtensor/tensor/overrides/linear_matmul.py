@@ -24,7 +24,7 @@ _AUTOGRAD, _UNDECOMPOSED = DispatchKey.AutogradFunctionality, DispatchKey.Autogr
 
 
 def _needs_decomposition() -> bool:
-    """Return True if a dispatch mode records operators, or forward-mode derivatives are computed.
+    """Return True if a dispatch mode or forward-mode AD needs ``linear`` and ``matmul`` decomposed.
 
     Such modes know the operators of torch's decomposition, and only those have forward-mode derivatives.
     """
@@ -32,7 +32,7 @@ def _needs_decomposition() -> bool:
 
 
 def _saves_no_extra_activation(x: Tensor, y: Tensor, *_: Tensor | None) -> bool:
-    """Return True if the derivative of the operator saves no activation that the decomposition would not save.
+    """Return True if one undecomposed operator saves no activation for backward that its decomposition would not save.
 
     It always saves both operands. An activation multiplied by a frozen weight would stay in memory, and could not be written to.
     """

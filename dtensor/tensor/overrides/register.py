@@ -55,7 +55,7 @@ def register_kernel(name: str, kernel: Callable[..., Any]) -> None:
 
 
 def register_override(name: str, function: Callable[..., Any]) -> None:
-    """Run ``function`` for calls of the operator with a DTensor argument.
+    """Make calls of the operator ``name`` with a DTensor run ``function``, before autograd; it may return NotImplemented.
 
     Torch's own kernel runs for all other calls, and if ``function`` returns NotImplemented.
     """
@@ -118,7 +118,7 @@ _ENTER: list[torch.library.Library] = []
 
 
 def call_with_snapshot(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function after torch has stored its thread-local dispatch state (torch before 2.13).
+    """Call ``function`` inside an operator, so that torch before 2.13 has stored its thread-local dispatch state.
 
     Torch stores this state when an operator is called with a tensor that dispatches to Python. A kernel of our own replaces the
     kernel that stores it. So the function runs inside another operator, ``dtensor::enter``, which stores it.

@@ -40,7 +40,7 @@ CONSTRUCTORS = tuple(
 
 
 def of_full_tensors(name: str) -> Callable[..., Tensor]:
-    """Return the operator applied to ``full_tensor()`` of each DTensor, which it costs; differentiable.
+    """Return an override that runs the operator ``name`` on the gathered full tensors of its DTensors; differentiable.
 
     Examples: ``x.to_sparse()``, ``x.sparse_mask(mask)``, ``torch.sparse_coo_tensor(indices, values)``.
     """
@@ -61,7 +61,7 @@ def of_full_tensors(name: str) -> Callable[..., Tensor]:
 
 
 def embedding_bag_with_dense_gradient(name: str) -> Callable[..., Any]:
-    """Return ``embedding_bag`` without the flag ``sparse``, which asks for a sparse gradient."""
+    """Return an override of ``embedding_bag`` that ignores ``sparse=True``, so that the gradient is dense."""
     overload = overload_named(name)
     arguments = overload._schema.arguments
     names = [argument.name for argument in arguments]

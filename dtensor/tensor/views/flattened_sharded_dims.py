@@ -120,7 +120,7 @@ def run_on_stack(operator: OperatorSchema, args: tuple[Any, ...], kwargs: dict[s
 
 
 def _is_cheaper_to_read(x: Any, flattened: _Flattened | None, dim: int | None, leader: _Flattened) -> bool:
-    """Return True if the flattened tensor should be read, instead of redistributing ``x`` to its shards.
+    """Return True if the lazy view should be gathered, because the other operand ``x`` is larger than the stack ``leader``.
 
     It is the smaller one of both, or as large and in larger blocks.
     """
@@ -131,7 +131,7 @@ def _is_cheaper_to_read(x: Any, flattened: _Flattened | None, dim: int | None, l
 
 # --- cached calls: flatten shards, run the operator, unflatten its result ----------------------------------------------------
 class _CachedCall(NamedTuple):
-    """Steps to run a call again.
+    """Cached steps that run an operator on flattened local tensors and unflatten its result.
 
     Attributes:
         blocks: for each flattened argument the first and the last dim to flatten, and the layout of the flattened shards.
@@ -180,7 +180,7 @@ def _cache_call(key: Any, dims: FlattenedDims, flattened_by_tensor: Sequence[_Fl
 
 
 def _run_cached_call(cached: _CachedCall, operator: OperatorSchema, args: tuple[Any, ...]) -> Any:
-    """Run a call that is in the cache."""
+    """Run an operator by its cached call: on flattened shards of the stacks, with the result unflattened."""
     operands = [
         x if block is None else _flatten_shards(x._origin.base, *block) for x, block in zip(args, cached.blocks, strict=True)
     ]
@@ -194,7 +194,7 @@ def _flatten_shards(stack: DTensor, first: int, last: int, merged: Layout) -> DT
 
 
 def _view_stack(operator: OperatorSchema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return a view of a flattened dim in another shape as a view of the stack; NotImplemented if there is none."""
+    """Return a view of a flattened tensor in another shape as a view of the stack; NotImplemented if none is local."""
     tensor_key = None if kwargs or len(args) != 2 else _call_key(operator, args[:1])
     key = None if tensor_key is None else (*tensor_key, nested_key(args[1]))
     shapes = None if key is None else _VIEW_SHAPES.get(key)
@@ -222,7 +222,7 @@ def _is_local_view(stack: DTensor, shape: list[int]) -> bool:
 
 
 def _permute_stack(operator: OperatorSchema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the flattened tensor with permuted dims, as a view of the stack with permuted dims."""
+    """Return the permuted flattened tensor as a flattened permutation of the stack; NotImplemented for other view operators."""
     flattened = _find_flattened(args[0])
     plan = None if flattened is None or flattened.after else plan_of(operator, args, kwargs)
     if flattened is None or plan is None or plan.chosen is None or len(plan.chosen.results) != 1:
@@ -247,7 +247,7 @@ def find_flattened_dim(x: Any) -> tuple[int, tuple[int, ...], DimSplits] | None:
 
 
 def _find_flattened(x: Any) -> _Flattened | None:
-    """Return a lazy view as views of a stack; None if no dim of it is flattened."""
+    """Return the stack of which the lazy view ``x`` is a flattened view; None if no dim of it is flattened."""
     if not isinstance(x, LazyView) or x._origin.pinned or x._layout.dtype.is_complex or 0 in x._layout.shape:
         return None
     origin = x._origin
@@ -289,7 +289,7 @@ def _get_or_find_dims(
 def _find_dims(
     operator: OperatorSchema, marked: tuple[Any, Any], tensors: Sequence[Any], dims: tuple[int | None, ...]
 ) -> FlattenedDims | None:
-    """Return the position of the flattened dim in each operand and result; None if the operator depends on the order along it."""
+    """Return the index of the flattened dim in each operand and result; None if the operator depends on the order along it."""
     bound, rule = operator.bind(*_map_arguments(*marked, lambda mark: tensors[mark.place], _TensorMark)), lookup(operator.func)
     meshes = tuple(meshes_of(bound.values()))
     if len(meshes) > 1 or rule is None or operator.traits.per_element or rule.measured:
@@ -333,7 +333,7 @@ def _find_dims(
 
 # --- flatten and unflatten shards ------------------------------------------------------------------------------------------
 def _flatten_operand(x: DTensor, flattened: _Flattened | None, dim: int, leader: _Flattened) -> DTensor:
-    """Return ``x`` with the slices of ``dim`` in the order of ranks."""
+    """Return the operand ``x`` with each rank's shards flattened: the slices of ``dim`` are in the order of ranks."""
     if flattened is None or flattened.dim != dim or flattened.sizes != leader.sizes:
         shape = [*x.shape[:dim], *leader.sizes, *x.shape[dim + 1 :]]
         flattened = _Flattened(_aten.reshape.default(x, shape), dim, leader.sizes, (), dim)
@@ -348,7 +348,7 @@ def _flatten_operand(x: DTensor, flattened: _Flattened | None, dim: int, leader:
 
 
 def _unflatten_result(x: DTensor, dim: int, sizes: tuple[int, ...], cuts: DimSplits) -> DTensor:
-    """Return ``x``, which has the slices of ``dim`` in the order of ranks, as a view of a stack."""
+    """Return the result ``x`` of flattened shards as a lazy view, with the global order along ``dim``, of a stack."""
     flat_layout, stack = stack_layout(x._layout, dim, sizes, cuts)
 
     def unflatten_shard(member: int | None, shard: torch.Tensor) -> torch.Tensor:
@@ -377,7 +377,7 @@ class _TensorMark:
 def _map_arguments(
     args: Any, kwargs: Any, function: Callable[[Any], Any], kind: type = torch.Tensor
 ) -> tuple[Any, dict[str, Any]]:
-    """Return the arguments with each value of class ``kind`` replaced, in order."""
+    """Return the arguments of a call with ``function`` applied to each value of class ``kind``, in order."""
 
     def map_value(value: Any) -> Any:
         """Apply ``function`` to an argument, or to the items of a list argument, of class ``kind``."""

@@ -70,7 +70,7 @@ def _make_error(x: DTensor, name: str, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _become_view(x: DTensor, view: DTensor) -> None:
-    """Make ``x`` the tensor ``view``, a view of its memory.
+    """Give the Python object ``x`` the tensor ``view``, and ``view`` the old tensor, with which earlier views of ``x`` go.
 
     The old tensor moves to the other Python object, with all views of it.
     """

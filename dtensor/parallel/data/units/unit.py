@@ -25,7 +25,7 @@ from ....ranks.per_rank_functorch import unwrap_functorch
 from ....state.version_counters import VersionSnapshot
 from ....tensor.autograd import redistribute_no_grad
 from ....tensor.dtensor import DTensor
-from ....tensor.modules.materialize import check_values
+from ....tensor.modules.materialize import check_not_on_meta
 from .gradients.grad_accumulation import GradAccumulation
 from .gradients.schedule import Schedule
 from .parameters.buffers import ModuleBuffers
@@ -133,7 +133,7 @@ class FSDPUnit:
             units = list(dict.fromkeys(unit for unit in below if unit is not None))
             with_values = [unit for unit in units if unit.axes.mesh.device_type != "meta"]
             locations = {(id(at), name) for unit in with_values for x in unit.fsdp_params() for at, name in x.locations}
-            check_values(self.modules, locations)
+            check_not_on_meta(self.modules, locations)
             schedule = Schedule(units, self.axes.mesh)
             for unit in units:
                 unit.schedule = schedule
