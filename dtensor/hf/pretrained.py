@@ -133,8 +133,7 @@ def _own_class(model: nn.Module) -> type:
 
 
 def _weight_conversion(model: Any) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] | None:
-    """Return a function that applies the weight conversions of ``transformers`` to the tensors of a checkpoint; None before
-    version 5.
+    """Return a function that converts the tensors of a checkpoint as ``transformers`` does; None before its version 5.
 
     The conversions stack experts that files store one by one, and replace names of older versions.
     """
@@ -191,14 +190,14 @@ def _buffer_initializer(model: Any) -> Callable[[nn.Module], None]:
 
 
 def _sentinel_value(dtype: torch.dtype) -> Any:
-    """Return a value that no computed buffer is filled with."""
+    """Return a fill value of ``dtype`` by which a buffer that nothing computed is recognized."""
     if dtype is torch.bool:
         return True
     return float("nan") if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).max
 
 
 def _is_still_sentinel(table: torch.Tensor) -> bool:
-    """Return True if ``_init_weights`` left all elements of a buffer at the fill value of :func:`_sentinel_value`."""
+    """Return True if ``_init_weights`` left a buffer at the value of :func:`_sentinel_value`; never for a bool buffer."""
     whole = table.full_tensor() if isinstance(table, DTensor) else table
     if whole.dtype is torch.bool:
         return False

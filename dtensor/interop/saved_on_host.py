@@ -18,7 +18,7 @@ _torch_init: Any = save_on_cpu.__init__
 
 
 def install_save_on_cpu() -> None:
-    """Patch ``save_on_cpu`` so that the local tensors of DTensors move."""
+    """Patch ``save_on_cpu`` to move the local tensors of a DTensor to host memory."""
     patch_applied("torch.autograd.graph.save_on_cpu.__init__")
     save_on_cpu.__init__ = _init_hooks  # type: ignore[method-assign]
 

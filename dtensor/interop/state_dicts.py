@@ -119,7 +119,7 @@ def _tensors_of(model: nn.Module) -> list[Tensor]:
 
 
 def _load_onto_meta(model: nn.Module, state: dict[str, Any], strict: bool) -> Any:
-    """Load into a model on the meta device. Torch's function would ask the process group for a device."""
+    """Load a full state dict into a model on the meta device, where torch would ask the process group for a device."""
     own_state = model.state_dict()
     distributed = {key: x for key, x in own_state.items() if isinstance(x, DTensor) and isinstance(state.get(key), Tensor)}
     sharded = {key: _shard_full(state[key].to(x.dtype), x.device_mesh, x.placements) for key, x in distributed.items()}
@@ -155,7 +155,7 @@ def _shard_full(value: Tensor, mesh: Any, placements: Any) -> DTensor:
 
 
 def _set_value(x: DTensor, value: Tensor) -> DTensor:
-    """Return ``x`` with the global value ``value``, in its own memory if it has any."""
+    """Write the full tensor ``value`` into the DTensor ``x``; return a new DTensor if ``x`` is on the meta device."""
     distributed = _shard_full(value.to(x.dtype), x.device_mesh, x.placements)
     if x.is_meta:
         return distributed

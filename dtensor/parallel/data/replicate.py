@@ -162,7 +162,7 @@ def _make_unit(
     max_bytes: float | None,
     shared: bool,
 ) -> FSDPUnit:
-    """Make the unit of the modules, with parameters in buckets, and gradients reduced bucket by bucket."""
+    """Make the unit of replicated modules, with a parameter group for each bucket of gradients."""
     axes = axes_on_common_root(axes, modules)
     fsdp_params = make_fsdp_params(modules, axes, ignored, "replicate")
     move_to_common_mesh(fsdp_params, axes.mesh)

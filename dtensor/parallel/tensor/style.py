@@ -64,7 +64,7 @@ class ParallelStyle(ABC):
 
 
 def require_one_dim(mesh: DeviceMesh, style: ParallelStyle) -> DeviceMesh:
-    """Return ``mesh``.
+    """Return ``mesh``, or raise MeshError if a style over one mesh dim got a mesh with several.
 
     Raises:
         MeshError: the mesh has several dims.
@@ -80,7 +80,7 @@ StylePlacement: TypeAlias = Placement | NamedPlacements
 
 
 def placement_or_default(given: StylePlacement | None, default: Placement, name: str, style: ParallelStyle) -> StylePlacement:
-    """Return ``given``, or ``default`` for None. :func:`placement_over` reads it once the mesh is known.
+    """Return the placement argument ``given`` of a style, or ``default`` for None; raise if it is no placement.
 
     Raises:
         PlacementError: it is no form of one placement.
@@ -134,7 +134,7 @@ def tensor_of(module: nn.Module, name: str) -> torch.Tensor | None:
 
 
 def _compute_parametrized(module: nn.Module, name: str) -> Any:
-    """Return the value of a parametrization in evaluation mode. In training mode spectral norm advances its power iteration."""
+    """Return the value of a parametrized tensor, computed in evaluation mode, so that no state of it advances."""
     training_parts = [part for part in _original_tensors_of(module, name).modules() if part.training]
     for part in training_parts:
         part.training = False
@@ -151,7 +151,7 @@ def _original_tensors_of(module: nn.Module, name: str) -> nn.Module:
 
 
 def source_parameters_of(module: nn.Module, name: str) -> list[tuple[nn.Module, str]]:
-    """Return the parameter ``name`` of ``module`` as a pair of owner and name.
+    """Return the parameters behind ``name``, itself or those of its parametrization, as pairs of owner and name.
 
     If a parametrization computes it, return the parameters that it computes it from.
     """
@@ -220,7 +220,7 @@ def mesh_dim_of(mesh: DeviceMesh, submesh: DeviceMesh) -> int:
 
 
 def as_dtensor(x: Any, mesh: DeviceMesh, placement: Placement, global_size: int | None = None) -> DTensor:
-    """Return ``x`` if it is a DTensor, else a DTensor with local tensors ``x``. A DTensor on other mesh dims only gets both.
+    """Return ``x`` as a DTensor over ``mesh``: a plain ``x`` is a local tensor, a DTensor on other mesh dims is extended.
 
     Args:
         global_size: the global size of the dim that ``placement`` shards, if known; otherwise ranks exchange their sizes.
@@ -237,7 +237,7 @@ def as_dtensor(x: Any, mesh: DeviceMesh, placement: Placement, global_size: int 
 
 
 def _extend_to_mesh(x: Any, mesh: DeviceMesh, placement: Placement, global_size: int | None) -> DTensor:
-    """Return the DTensor ``x`` on its own mesh dims and that of ``mesh``, of which its local tensors are local tensors too.
+    """Return the DTensor ``x`` on a mesh with the further dim ``mesh``, along which its local tensors have ``placement``.
 
     Return ``x`` if it is on that mesh dim already.
     """
@@ -259,7 +259,7 @@ def _extend_to_mesh(x: Any, mesh: DeviceMesh, placement: Placement, global_size:
 
 
 def to_local_if(x: Any, use_local: bool, mesh: DeviceMesh, new: bool = False) -> Any:
-    """Return the local tensors of a DTensor ``x`` over ``mesh`` if ``use_local``, else ``x``.
+    """Return the local tensor of the DTensor ``x`` over the mesh dim of ``mesh`` if ``use_local``, else ``x``.
 
     Over other mesh dims the result stays a DTensor.
 

@@ -80,7 +80,7 @@ def _compare_over_tp(group: ParamGroup, mesh: DeviceMesh, pairs_here: Sequence[t
 
 
 def _sample_elements(grad: Tensor | None, device_type: str) -> Tensor:
-    """Return ``_SAMPLE_SIZE`` evenly spaced elements of a gradient."""
+    """Return ``_SAMPLE_SIZE`` evenly spaced elements of a gradient, to compare between ranks."""
     if grad is None or grad.numel() == 0:
         return torch.zeros(_SAMPLE_SIZE, device=device_type)
     flat = torch.view_as_real(grad).reshape(-1) if grad.is_complex() else grad.reshape(-1)

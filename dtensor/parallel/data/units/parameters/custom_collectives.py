@@ -146,7 +146,7 @@ class _StreamScope:
 
 # --- a user's primitives ---------------------------------------------------------------------------------------------
 def gather_rows(axes: MeshAxes, custom: AllGather, lengths_of: Lengths, row: Any) -> Pending[Any]:
-    """Gather the rows of all ranks with a custom all-gather, concatenated. ``lengths_of(member)``: the lengths of the rows."""
+    """Gather the rows of all ranks by the program's own all-gather; ranks may send rows of different length."""
     comm, device, dtype = communicator_of(axes.mesh), torch.device(axes.mesh.device_type), row.dtype
     _, order = _process_group_of(axes)
 
@@ -167,7 +167,7 @@ def gather_rows(axes: MeshAxes, custom: AllGather, lengths_of: Lengths, row: Any
 
 
 def scatter_row(axes: MeshAxes, custom: ReduceScatter, op: str, lengths_of: Lengths, row: Any) -> Pending[Any]:
-    """Reduce-scatter rows with a custom reduce-scatter. ``lengths_of(member)``: the lengths of the parts."""
+    """Reduce-scatter the rows of all ranks by the program's own reduce-scatter; parts may have different length."""
     comm, device, dtype = communicator_of(axes.mesh), torch.device(axes.mesh.device_type), row.dtype
     _, order = _process_group_of(axes)
 
@@ -194,7 +194,7 @@ def scatter_row(axes: MeshAxes, custom: ReduceScatter, op: str, lengths_of: Leng
 def _run_custom(
     kind: str, axes: MeshAxes, custom: Any, source: Any, output: Any, take: Any, nbytes: int, **options: Any
 ) -> Pending[Any]:
-    """Run a custom collective, and return ``take(member, output)`` once it is done.
+    """Start a program's own collective; the pending result is ``take(member, output)`` for each member.
 
     It is reported as one collective with ``nbytes`` from each other rank, whatever it issues.
     """
