@@ -31,7 +31,7 @@ from .watchdog.levels import set_level_from_environment
 
 
 def install_library() -> None:
-    """Register what lower packages use from higher ones, set the check level, and install the changes to torch."""
+    """Register providers of higher packages, set the check level, and install the patches of torch."""
     register_declaring_module("dtensor.rules.aten.library")
     register_provider("dtensor.sharding_spec.scattered_tensor", "reshard", "sharding_metadata")
     register_provider("dtensor.checkpoint.dcp_protocol", "write_items", "chunks", "shard_at")

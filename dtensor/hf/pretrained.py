@@ -146,8 +146,8 @@ def _weight_conversion(model: Any) -> Callable[[dict[str, torch.Tensor]], dict[s
     converters = [each for each in mapping if isinstance(each, library.WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
 
-    def arrange(stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return stored tensors under the names and in the form of the model's parameters."""
+    def convert_tensors(stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the stored tensors with the names, and in the shapes, that the model's parameters have."""
         results: dict[str, torch.Tensor] = {}
         collected: dict[str, Any] = {}
         for key in sorted(stored, key=library.dot_natural_key):
@@ -163,13 +163,13 @@ def _weight_conversion(model: Any) -> Callable[[dict[str, torch.Tensor]], dict[s
             results |= converter.convert(name, model=model, config=model.config)
         return results
 
-    return arrange
+    return convert_tensors
 
 
 def _buffer_initializer(model: Any) -> Callable[[nn.Module], None]:
     """Return a function that sets the non-persistent buffers of a module as the model sets them. All others are read."""
 
-    def init(module: nn.Module) -> None:
+    def compute_buffers(module: nn.Module) -> None:
         """Compute the non-persistent buffers of a module; raise if ``_init_weights`` does not compute them."""
         buffers = {name: module._buffers[name] for name in module._non_persistent_buffers_set}
         tables = {name: table for name, table in buffers.items() if table is not None and table.numel()}
@@ -186,7 +186,7 @@ def _buffer_initializer(model: Any) -> Callable[[nn.Module], None]:
                 "device and distribute it, instead of from_pretrained"
             )
 
-    return init
+    return compute_buffers
 
 
 def _sentinel_value(dtype: torch.dtype) -> Any:

@@ -214,7 +214,7 @@ def _make_random(
     """Return a tensor of random numbers; each rank has its block of one global draw."""
     layout, reduced, requires_grad = _parse_options(size, placements, device_mesh, options, fill)
 
-    def make_block(layouts: Sequence[Layout]) -> Any:
+    def draw_local_tensors(layouts: Sequence[Layout]) -> Any:
         """Draw the local tensors of a layout from the global random stream, in the current random mode."""
         (layout_to_draw,) = layouts
         if RANDOM_MODE.mode == "counter":
@@ -224,7 +224,7 @@ def _make_random(
     if functorch_active():
         torch.empty(0, device="cpu").uniform_()  # torch's own error if vmap's randomness is not set
     with below_transforms():
-        local = as_graph_op((reduced,), make_block)
+        local = as_graph_op((reduced,), draw_local_tensors)
     return _wrap_result(local, layout, reduced, requires_grad)
 
 

@@ -128,7 +128,7 @@ class _Boundary:
         """Return ``func`` as a function of DTensors: it gets their local tensors, and its outputs become DTensors."""
 
         @functools.wraps(func)
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
+        def call_with_local_tensors(*args: Any, **kwargs: Any) -> Any:
             """Call ``func`` with the local tensors of its arguments, and wrap its outputs."""
             flat, tree = tree_flatten(args)
             self._check_count(len(flat))
@@ -139,7 +139,7 @@ class _Boundary:
                 out = func(*tree_unflatten(locals_, tree), **kwargs)
             return _wrap_outputs(out, self.results, mesh or meshes[0]) if meshes else out
 
-        return wrapped
+        return call_with_local_tensors
 
     def _check_count(self, count: int) -> None:
         """Raise if the placements are not one for each flattened argument."""

@@ -172,12 +172,12 @@ def units_by_size(
     units: list[nn.Module] = []
     counted: set[nn.Parameter] = set()
 
-    def visit(submodule: nn.Module) -> list[nn.Parameter]:
+    def collect_units(submodule: nn.Module) -> list[nn.Parameter]:
         """Append the modules below ``submodule`` to make units of; return the parameters that remain in none."""
         uncovered = [p for p in submodule._parameters.values() if p is not None and p not in counted]
         counted.update(uncovered)
         for child in submodule.children():
-            uncovered += visit(child)
+            uncovered += collect_units(child)
         if (
             submodule is not module
             and not isinstance(submodule, tuple(never))
@@ -187,5 +187,5 @@ def units_by_size(
             return []
         return uncovered
 
-    visit(module)
+    collect_units(module)
     return [*units, module]

@@ -67,10 +67,12 @@ class PrepareModuleInput(ParallelStyle):
         """Register the hook that redistributes the inputs."""
         mesh = require_one_dim(device_mesh, self)
 
-        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        def redistribute_inputs(
+            _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
             return self._prepare_input_kwarg_fn(args, kwargs, mesh)
 
-        module.register_forward_pre_hook(hook, with_kwargs=True)
+        module.register_forward_pre_hook(redistribute_inputs, with_kwargs=True)
         return module
 
     # --- named and called as in PyTorch, for subclasses --------------------------------------------------------------

@@ -294,8 +294,10 @@ def _require_tensor(x: Any) -> torch.Tensor:
 def hook_first_input(module: nn.Module, prepare: Callable[[Any], Any]) -> None:
     """Register a hook that applies ``prepare`` to the first tensor argument of ``module``, positional or by keyword."""
 
-    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Prepare the first tensor argument."""
+    def prepare_first_input(
+        _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Replace the first tensor argument of the module by ``prepare`` of it."""
         if args:
             return (prepare(_require_tensor(args[0])), *args[1:]), kwargs
         for name, value in kwargs.items():
@@ -303,16 +305,16 @@ def hook_first_input(module: nn.Module, prepare: Callable[[Any], Any]) -> None:
                 return args, {**kwargs, name: prepare(value)}
         return args, kwargs
 
-    module.register_forward_pre_hook(hook, with_kwargs=True)
+    module.register_forward_pre_hook(prepare_first_input, with_kwargs=True)
 
 
 def hook_first_output(module: nn.Module, prepare: Callable[[Any], Any]) -> RemovableHandle:
     """Register a hook that applies ``prepare`` to the output of ``module``: the tensor, or the first item of a tuple."""
 
-    def hook(_: nn.Module, args: Any, output: Any) -> Any:
-        """Prepare the output tensor, or the first item of an output tuple."""
+    def prepare_first_output(_: nn.Module, args: Any, output: Any) -> Any:
+        """Replace the output tensor, or the first item of an output tuple, by ``prepare`` of it."""
         if isinstance(output, tuple) and output:
             return rebuild_sequence(output, (prepare(_require_tensor(output[0])), *output[1:]))
         return prepare(_require_tensor(output))
 
-    return module.register_forward_hook(hook)
+    return module.register_forward_hook(prepare_first_output)

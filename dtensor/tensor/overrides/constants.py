@@ -47,13 +47,13 @@ def _make_check(mesh: DeviceMesh, operator: str, shape: torch.Size, dtype: torch
     """Return a function that compares its first argument between ranks at its first call, and does nothing later."""
     unchecked = [True]
 
-    def check(value: Tensor) -> None:
+    def compare_once(value: Tensor) -> None:
         """Compare ``value`` between ranks, at the first call only."""
         if unchecked:
             check_same_on_all_ranks(mesh, value, operator)
             unchecked.clear()
 
-    return check
+    return compare_once
 
 
 def combinations(x: Any, r: int = 2, with_replacement: bool = False) -> Any:
@@ -107,10 +107,10 @@ def causal_attention(
 
 
 def ctc_loss(name: str) -> Callable[..., Any]:
-    """Return the mean CTC loss of one overload. Torch divides by the target lengths as a plain tensor."""
+    """Return an override of one overload of ``ctc_loss`` with mean reduction, which torch divides by a plain tensor."""
     overload = overload_named(name)
 
-    def run(
+    def compute_mean_loss(
         x: Any,
         targets: Any,
         input_lengths: Any,
@@ -119,14 +119,14 @@ def ctc_loss(name: str) -> Callable[..., Any]:
         reduction: int = 1,
         zero_infinity: bool = False,
     ) -> Any:
-        """Compute the mean of the losses, each divided by its plain target length."""
+        """Return the mean of the losses, each divided by its target length, which is a plain number."""
         if reduction != 1 or not isinstance(x, DTensor) or isinstance(target_lengths, DTensor):
             return NotImplemented
         losses = overload(x, targets, input_lengths, target_lengths, blank, 0, zero_infinity)
         counts = torch.as_tensor(target_lengths, dtype=losses.dtype, device=losses.device).clamp_min(1).reshape(losses.shape)
         return (losses / checked_constant(counts, x, "ctc_loss")).mean()
 
-    return run
+    return compute_mean_loss
 
 
 def cross_entropy(
@@ -147,7 +147,7 @@ def cross_entropy(
 
 
 def _shard_like(value: DTensor, dim: int, x: DTensor, dim_of_x: int) -> DTensor:
-    """Shard dim ``dim`` of a replicated state like dim ``dim_of_x`` of ``x``, so that time steps can write to it in place."""
+    """Shard dim ``dim`` of a replicated state like dim ``dim_of_x`` of ``x``, so that time steps write to it in place."""
     placements = (replace(p, dim=dim) if isinstance(p, Shard) and p.dim == dim_of_x else Replicate() for p in x.placements)
     return value.redistribute(placements=[*placements])
 
@@ -157,8 +157,8 @@ def recurrent_with_plain_state(name: str) -> Callable[..., Any]:
     is_packed, is_cell = name.endswith(".data"), name.endswith("_cell")  # packed sequences have their batch sizes first
     place = 2 if is_packed else 1
 
-    def run(x: Any, *args: Any, **options: Any) -> Any:
-        """Call the operator with plain initial states distributed as the input."""
+    def run_with_distributed_state(x: Any, *args: Any, **options: Any) -> Any:
+        """Call the recurrent operator with plain initial states replicated, or sharded along the batch like ``x``."""
         states = args[place - 1] if len(args) >= place else None
         if not isinstance(x, DTensor) or states is None:
             return NotImplemented
@@ -175,4 +175,4 @@ def recurrent_with_plain_state(name: str) -> Callable[..., Any]:
         state = new_states if isinstance(states, (list, tuple)) else new_states[0]
         return overload_named(name)(x, *args[: place - 1], state, *args[place:], **options)
 
-    return run
+    return run_with_distributed_state

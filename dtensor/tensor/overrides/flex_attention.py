@@ -137,7 +137,9 @@ def _choose_layouts(operands: list[Any], rows_per_block: int) -> list[Layout]:
 def _plan_layouts(operands: list[Any], unsharded: frozenset[str]) -> CallPlan:
     """Plan attention of these operands with some factors unsharded; return the call plan, and run nothing."""
 
-    def choose(rule: Rule, _: Factors, call: Call, inplace_results: Mapping[int, int]) -> StrategySelection | None:
+    def select_attention_strategies(
+        rule: Rule, _: Factors, call: Call, inplace_results: Mapping[int, int]
+    ) -> StrategySelection | None:
         """Select strategies by the factors of attention, with ``unsharded`` ones and without kernels."""
         table, sizes = attention_table(call), attention_sizes(call)
         assert sizes is not None, "flex_attention has checked the shapes"
@@ -147,7 +149,7 @@ def _plan_layouts(operands: list[Any], unsharded: frozenset[str]) -> CallPlan:
 
     operator = operator_schema_of(_RULE_OPERATOR)
     bound = operator.bind(tuple(x._layout for x in operands), {})
-    return propagate_sharding(operator, operands[0]._layout.mesh, bound, frozenset(), choose)
+    return propagate_sharding(operator, operands[0]._layout.mesh, bound, frozenset(), select_attention_strategies)
 
 
 def _divides_blocks(layout: Layout, rows_per_block: int) -> bool:

@@ -52,7 +52,7 @@ def _needs_one_node(x: Tensor, *others: Tensor | None) -> bool:
 
 
 class _OneNode(torch.autograd.Function):
-    """A decomposed operator with the autograd node and the saved tensors of the operator itself."""
+    """Autograd function of a decomposed operator, with the saved tensors of the operator itself."""
 
     @staticmethod
     def forward(ctx: Any, operator: Any, gradient: Callable[..., Any], weight_first: bool, x: Tensor, *others: Any) -> Tensor:
@@ -88,8 +88,8 @@ def keep_undecomposed(
     """
     operator, backward = getattr(torch.ops.aten, name).default, getattr(torch.ops.aten, backward_name).default
 
-    def run(keys: DispatchKeySet, x: Tensor, *args: Any) -> Any:
-        """Redispatch a product of DTensors as one operator, or as one autograd node."""
+    def run_undecomposed(keys: DispatchKeySet, x: Tensor, *args: Any) -> Any:
+        """Redispatch ``linear`` or ``matmul`` of DTensors as one operator, or decomposed with one autograd node."""
         below = keys & KEYS_BELOW
         has_dtensor = isinstance(x, DTensor) or isinstance(args[0], DTensor)
         if has_dtensor and below.has(_AUTOGRAD) and is_supported(x, *args) and _saves_no_extra_activation(x, *args):
@@ -108,17 +108,17 @@ def keep_undecomposed(
             return composed_backward(*args)
         return backward.redispatch(keys & KEYS_BELOW, *args)
 
-    register_kernel(operator.name(), run)
+    register_kernel(operator.name(), run_undecomposed)
     register_kernel(backward.name(), run_backward)
 
 
 def is_linear_supported(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
-    """Return True for a strided weight matrix of real floats. Torch's derivative omits the conjugate of complex numbers."""
+    """Return True if ``linear`` of these operands may stay one operator: a strided weight matrix of real floats."""
     return weight.ndim == 2 and x.dtype.is_floating_point and _is_strided(x) and _is_strided(weight)
 
 
 def is_matmul_supported(x: Tensor, y: Tensor) -> bool:
-    """Return True for strided real operands, unless batch dims of ``y`` alone would be flattened behind a matrix ``x``.
+    """Return True if ``matmul`` of these strided real operands may stay one operator, without flattened batch dims.
 
     In that case the memory order of the result depends on which operand requires a gradient.
     """

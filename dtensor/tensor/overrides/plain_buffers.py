@@ -116,7 +116,7 @@ def copied_into_out(name: str) -> Callable[..., Any]:
     packet = getattr(torch.ops.aten, packet_name)
     out_names = [argument.name for argument in getattr(packet, overload)._schema.arguments if argument.is_out]
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run_and_copy_into_out(*args: Any, **kwargs: Any) -> Any:
         """Compute the operator without ``out=``, and copy the results into DTensors."""
         outs = [kwargs.pop(out) for out in out_names]
         if not all(isinstance(out, DTensor) for out in outs):
@@ -126,7 +126,7 @@ def copied_into_out(name: str) -> Callable[..., Any]:
         written = [_copy_into(value, out) for value, out in zip(values, outs, strict=True)]
         return tuple(written) if len(written) > 1 else written[0]
 
-    return run
+    return run_and_copy_into_out
 
 
 def _copy_into(value: Any, out: Tensor) -> Tensor:
@@ -147,7 +147,7 @@ def matrix_rank_out(*args: Any, out: Tensor, **kwargs: Any) -> Tensor:
 
 
 def one_hot(x: Any, num_classes: int = -1) -> Any:
-    """Return one-hot rows in row-major order, whatever the strides of the labels.
+    """Return one-hot rows of the labels ``x`` in row-major order; each rank checks the range of its labels.
 
     For a tensor subclass torch compares labels with a range and does not check their bounds. Here each rank checks its own.
     """
@@ -225,7 +225,7 @@ def _records_backward(x: Tensor) -> bool:
 
 
 def prod(x: Tensor, dim: int | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
-    """Return the product with the gradient of plain tensors."""
+    """Return the product of elements of ``x``, by an autograd function with the gradient formula of plain tensors."""
     if not _records_backward(x):
         return NotImplemented
     converted = x if dtype is None else x.to(dtype)
@@ -253,5 +253,5 @@ class _RealFFT(torch.autograd.Function):
 
 
 def fft_r2c(x: Tensor, dim: list[int], normalization: int, onesided: bool) -> Any:
-    """Return the onesided transform of real values with a gradient that makes no plain buffer."""
+    """Return the onesided transform of real values, by an autograd function that makes no plain buffer in backward."""
     return _RealFFT.apply(x, dim, normalization) if onesided and _records_backward(x) else NotImplemented

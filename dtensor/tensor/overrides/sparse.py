@@ -47,7 +47,7 @@ def of_full_tensors(name: str) -> Callable[..., Tensor]:
     overload = overload_named(name)
     schema_name = overload._schema.name
 
-    def gather(x: Tensor) -> Tensor:
+    def gather_dtensor(x: Tensor) -> Tensor:
         """Return a DTensor as a plain full tensor; raise under ``explicit()`` if that communicates."""
         if not isinstance(x, DTensor):
             return x
@@ -57,7 +57,7 @@ def of_full_tensors(name: str) -> Callable[..., Tensor]:
             )
         return x.full_tensor()
 
-    return lambda *args, **kwargs: overload(*map_tensors(gather, args), **map_tensors(gather, kwargs))
+    return lambda *args, **kwargs: overload(*map_tensors(gather_dtensor, args), **map_tensors(gather_dtensor, kwargs))
 
 
 def embedding_bag_with_dense_gradient(name: str) -> Callable[..., Any]:
@@ -66,7 +66,7 @@ def embedding_bag_with_dense_gradient(name: str) -> Callable[..., Any]:
     arguments = overload._schema.arguments
     names = [argument.name for argument in arguments]
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run_with_dense_gradient(*args: Any, **kwargs: Any) -> Any:
         """Call the operator with ``sparse=False``, and warn of the dense gradient."""
         values = dict(zip(names, args, strict=False)) | kwargs
         if not values.get("sparse") or values.get("scale_grad_by_freq"):  # both together: torch raises
@@ -76,7 +76,7 @@ def embedding_bag_with_dense_gradient(name: str) -> Callable[..., Any]:
         positional = [values.pop(argument.name) for argument in arguments if not argument.kwarg_only and argument.name in values]
         return overload(*positional, **values)
 
-    return run
+    return run_with_dense_gradient
 
 
 def embedding_sparse_backward(grad: Tensor, indices: Tensor, num_weights: int, padding_idx: int, scale_grad_by_freq: bool) -> Any:

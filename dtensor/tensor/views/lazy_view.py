@@ -256,8 +256,10 @@ def make_lazy_runner(operator: OperatorSchema, plan: CallPlan) -> Runner:
     # a local view of shape ``stack_shape`` comes first: only the dim that is flattened of several remains lazy
     stack_shape = find_stack_shape(plan.call.operands[0], plan.results[0].shape) if operator.func in _VIEW_OPERATORS else None
 
-    def run(args: tuple[Any, ...], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
-        """Make the views; each is computed at its first use."""
+    def make_lazy_views(
+        args: tuple[Any, ...], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]
+    ) -> Any:
+        """Return the lazy views of ``args[0]``, behind a local view if only one dim must be lazy."""
         if stack_shape is not None and type(args[0]) is DTensor:
             return apply_views(args[0], ((operator.func, stack_shape), (operator.func, args[1])))
         static_args = (args[0], *specialize_symbols(args[1:]))  # a compiled program with the view as an input makes it again
@@ -266,7 +268,7 @@ def make_lazy_runner(operator: OperatorSchema, plan: CallPlan) -> Runner:
             share_versions(views, args[0])
         return views
 
-    return run
+    return make_lazy_views
 
 
 def apply_views(base: DTensor, calls: Sequence[tuple[Any, ...]]) -> Any:
@@ -294,18 +296,20 @@ def _make_inplace_runner(out_of_place: Any) -> Runner:
     Earlier views still show that memory. The local tensor is not changed, because these views, or the user, may hold it.
     """
 
-    def run(args: tuple[Any, ...], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
+    def change_into_view(
+        args: tuple[Any, ...], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]
+    ) -> Any:
         args[0]._adopt_memory(dispatch(DTensor, out_of_place, (), args, kwargs))
         return args[0]
 
-    return run
+    return change_into_view
 
 
 def _make_as_strided_runner(operator: OperatorSchema, plan: CallPlan) -> Runner:
     """Return the runner of ``as_strided``, which makes a lazy view of the first base: offsets count from its memory."""
 
-    def run(args: tuple[Any, ...], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
-        """Make the view of the base's memory that ``as_strided`` asks for."""
+    def run_as_strided(args: tuple[Any, ...], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
+        """Return ``as_strided`` of a view's first base, as a lazy view."""
         bound = operator.bind(args, kwargs)
         x, size, stride, offset = (bound[name] for name in operator.names)
         root = x._base
@@ -331,7 +335,7 @@ def _make_as_strided_runner(operator: OperatorSchema, plan: CallPlan) -> Runner:
         args = (root, size, stride, local_view.storage_offset() if offset is None else offset)
         return make_views(Origin(root, operator, args, {}, plan_of(operator, args, {})))
 
-    return run
+    return run_as_strided
 
 
 _AS_STRIDED = torch.ops.aten.as_strided.default

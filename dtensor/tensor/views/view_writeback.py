@@ -123,19 +123,19 @@ def _write_elementwise(operator: OperatorSchema, args: tuple[Any, ...], kwargs: 
     if func is _aten.copy_.default and _show_same_elements(view, args[1]):
         return view
 
-    def assign(destination: DTensor, shaped: Callable[[Any], Any]) -> None:
+    def write_elements(destination: DTensor, shaped: Callable[[Any], Any]) -> None:
         """Run the operator on a destination, with the other operands in its shape."""
 
-        def operand(value: Any) -> Any:
+        def reshape_operand(value: Any) -> Any:
             """Return a tensor operand expanded to the view's shape, then ``shaped`` like the destination."""
             if not isinstance(value, DTensor) or not value.ndim:
                 return value
             return shaped(value if list(value.shape) == shape else dispatch(DTensor, _aten.expand.default, (), (value, shape)))
 
-        others = {name: operand(value) for name, value in kwargs.items()}
-        dispatch(DTensor, func, (), (destination, *map(operand, args[1:])), others)
+        others = {name: reshape_operand(value) for name, value in kwargs.items()}
+        dispatch(DTensor, func, (), (destination, *map(reshape_operand, args[1:])), others)
 
-    _write_to_base(view, assign)
+    _write_to_base(view, write_elements)
     view._origin.results = None
     return view
 

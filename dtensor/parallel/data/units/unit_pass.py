@@ -158,11 +158,11 @@ def watch_saved_tensors(groups: Sequence[ParamGroup]) -> ExitStack:
     """Enter hooks by which graphs save only the shape of unsharded values; a backward that needs one raises."""
     storages = _unsharded_storages(groups)
 
-    def pack(x: Tensor) -> Any:
+    def save_shape_if_unsharded(x: Tensor) -> Any:
         return tuple(x.shape) if _is_in(storages, x) else x
 
     stack = ExitStack()
-    stack.enter_context(saved_tensors_hooks(pack, _unpack_saved))
+    stack.enter_context(saved_tensors_hooks(save_shape_if_unsharded, _unpack_saved))
     return stack
 
 

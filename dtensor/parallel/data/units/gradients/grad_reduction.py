@@ -97,8 +97,8 @@ class GradReduction:
             self._borrowed_buffers.append(buffer)
             return (buffer if buffer.numel() == nbytes else buffer[:nbytes]).view(dtype)
 
-        def pack(member: int) -> Tensor:
-            """Pack the gradients of one member, with flags of those that are missing, or fill its bucket."""
+        def pack_member(member: int) -> Tensor:
+            """Return the flat tensor of a member's gradients, followed by a flag for each: 0 where it is missing."""
             grads = [column[member if in_process else 0] for column in columns]
             if self._buckets is None:
                 flags = self._send_buffers.get_or_make_ones(len(grads), dtype, device)
@@ -114,7 +114,7 @@ class GradReduction:
                 bucket = self._buckets[member] = rows.allocate_bucket(self.indices, dtype, device, len(grads))
             return _fill_bucket(bucket, grads)
 
-        packed = comm.map(pack)
+        packed = comm.map(pack_member)
         if axes.reduce_scatter:
             return group.bind_reduce_scatter(self.indices, dtype, self._op)(packed)
         if self._comm_hook is not None:

@@ -200,23 +200,23 @@ def _run_custom(
     """
     mesh, size, comm = axes.mesh, axes.mesh.size_of(axes.shard), communicator_of(axes.mesh)
 
-    def issue() -> Pending[Any]:
-        """Issue the user's collective; the pending result is taken from its output."""
+    def start_collective() -> Pending[Any]:
+        """Start the program's collective; the pending result takes each member's part from ``output``."""
         group_handle, _ = _process_group_of(axes)
         work = mark_reported(custom)(output_tensor=output, input_tensor=source, group=group_handle, async_op=True, **options)
 
-        def wait() -> Any:
+        def take_results() -> Any:
             """Wait for the collective, and take the result of each member from its output."""
             if work is not None:
                 work.wait()
             return comm.map(take, output)
 
-        return Pending(wait)
+        return Pending(take_results)
 
     if not listeners:
-        return issue()
+        return start_collective()
     groups = dict.fromkeys(tuple(mesh.ranks[k] for k in mesh.members_of(axes.shard, member)) for member in comm.held)
-    return report_events(Event(kind, axes.shard, size, (size - 1) * nbytes, mesh, groups=tuple(groups)), issue)
+    return report_events(Event(kind, axes.shard, size, (size - 1) * nbytes, mesh, groups=tuple(groups)), start_collective)
 
 
 def _fill_padded(buffer: Tensor, parts: Sequence[Tensor], part_size: int) -> Tensor:

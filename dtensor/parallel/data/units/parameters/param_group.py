@@ -285,13 +285,13 @@ class ParamGroup:
         def part_lengths(member: int) -> list[int]:
             return self.param_rows(member).parts(indices, len(indices))
 
-        def bind() -> BoundCollective:
+        def bind_row_scatter() -> BoundCollective:
             """Return the reduce-scatter of one row per member: the program's own, or that of the communicator."""
             if custom is not None:
                 return functools.partial(scatter_row, self.axes, custom, op, part_lengths)
             return comm.bind_scatter(self.axes.reduce_scatter, part_lengths, op, dtype, self.name)
 
-        return self._get_or_bind((tuple(indices), dtype, op, custom, comm), bind)
+        return self._get_or_bind((tuple(indices), dtype, op, custom, comm), bind_row_scatter)
 
     def _get_or_bind(self, key: Any, bind: Callable[[], BoundCollective]) -> BoundCollective:
         """Return the bound collective under ``key``, made by ``bind()`` at the first call."""
