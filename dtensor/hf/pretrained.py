@@ -198,7 +198,7 @@ def _sentinel_value(dtype: torch.dtype) -> Any:
 
 def _is_still_sentinel(table: torch.Tensor) -> bool:
     """Return True if ``_init_weights`` left a buffer at the value of :func:`_sentinel_value`; never for a bool buffer."""
-    whole = table.full_tensor() if isinstance(table, DTensor) else table
-    if whole.dtype is torch.bool:
+    full = table.full_tensor() if isinstance(table, DTensor) else table
+    if full.dtype is torch.bool:
         return False
-    return bool((whole.isnan() if whole.dtype.is_floating_point else whole == torch.iinfo(whole.dtype).max).all())
+    return bool((full.isnan() if full.dtype.is_floating_point else full == torch.iinfo(full.dtype).max).all())

@@ -59,7 +59,7 @@ class _Flattened(NamedTuple):
     dim: int
 
     @property
-    def cuts(self) -> DimSplits:
+    def dim_splits(self) -> DimSplits:
         return self.stack._layout.splits[self.at : self.at + len(self.sizes)]
 
 
@@ -110,10 +110,10 @@ def run_on_stack(operator: OperatorSchema, args: tuple[Any, ...], kwargs: dict[s
         _cache_call(key, dims, flattened_by_tensor, leader)
     result = dispatch(DTensor, operator.func, (), *_map_arguments(*marked, lambda mark: operands[mark.place], _TensorMark))
     if not isinstance(result, (list, tuple)):
-        return result if dims[1][0] is None else _unflatten_result(result, dims[1][0], leader.sizes, leader.cuts)
+        return result if dims[1][0] is None else _unflatten_result(result, dims[1][0], leader.sizes, leader.dim_splits)
     result_dims = iter(dims[1])
     each = [
-        x if x is None or (dim := next(result_dims)) is None else _unflatten_result(x, dim, leader.sizes, leader.cuts)
+        x if x is None or (dim := next(result_dims)) is None else _unflatten_result(x, dim, leader.sizes, leader.dim_splits)
         for x in result
     ]
     return type(result)(each)
@@ -136,13 +136,13 @@ class _CachedCall(NamedTuple):
     Attributes:
         blocks: for each flattened argument the first and the last dim to flatten, and the layout of the flattened shards.
         dim: the flattened dim of the result; None if it has none.
-        sizes, cuts: the sizes and the splits of the dims that were flattened.
+        sizes, dim_splits: the sizes and the splits of the dims that were flattened.
     """
 
     blocks: tuple[tuple[int, int, Layout] | None, ...]
     dim: int | None
     sizes: tuple[int, ...]
-    cuts: DimSplits
+    dim_splits: DimSplits
 
 
 _CACHED_CALLS: BoundedDict[Any, _CachedCall] = BoundedDict(4096, "flattened_dims.calls")
@@ -171,12 +171,12 @@ def _cache_call(key: Any, dims: FlattenedDims, flattened_by_tensor: Sequence[_Fl
             continue
         if flattened is None or flattened.after or flattened.dim != dim or flattened.sizes != leader.sizes:
             return
-        split_layout, merged = merged_layout(flattened.stack._layout, dim, leader.sizes, leader.cuts)
+        split_layout, merged = merged_layout(flattened.stack._layout, dim, leader.sizes, leader.dim_splits)
         if split_layout is not flattened.stack._layout:
             return
         blocks.append((dim, dim + len(leader.sizes) - 1, merged))
     if len(dims[1]) == 1:
-        _CACHED_CALLS.keep(key, _CachedCall(tuple(blocks), dims[1][0], leader.sizes, leader.cuts))
+        _CACHED_CALLS.keep(key, _CachedCall(tuple(blocks), dims[1][0], leader.sizes, leader.dim_splits))
 
 
 def _run_cached_call(cached: _CachedCall, operator: OperatorSchema, args: tuple[Any, ...]) -> Any:
@@ -185,7 +185,7 @@ def _run_cached_call(cached: _CachedCall, operator: OperatorSchema, args: tuple[
         x if block is None else _flatten_shards(x._origin.base, *block) for x, block in zip(args, cached.blocks, strict=True)
     ]
     result = dispatch(DTensor, operator.func, (), tuple(operands), {})
-    return result if cached.dim is None else _unflatten_result(result, cached.dim, cached.sizes, cached.cuts)
+    return result if cached.dim is None else _unflatten_result(result, cached.dim, cached.sizes, cached.dim_splits)
 
 
 def _flatten_shards(stack: DTensor, first: int, last: int, merged: Layout) -> DTensor:
@@ -243,7 +243,7 @@ def _permute_stack(operator: OperatorSchema, args: tuple[Any, ...], kwargs: dict
 def find_flattened_dim(x: Any) -> tuple[int, tuple[int, ...], DimSplits] | None:
     """Return the flattened dim of a view, the sizes that were flattened and their splits; None if ``x`` is no such view."""
     flattened = _find_flattened(x)
-    return None if flattened is None or flattened.after else (flattened.dim, flattened.sizes, flattened.cuts)
+    return None if flattened is None or flattened.after else (flattened.dim, flattened.sizes, flattened.dim_splits)
 
 
 def _find_flattened(x: Any) -> _Flattened | None:
@@ -338,7 +338,7 @@ def _flatten_operand(x: DTensor, flattened: _Flattened | None, dim: int, leader:
         shape = [*x.shape[:dim], *leader.sizes, *x.shape[dim + 1 :]]
         flattened = _Flattened(_aten.reshape.default(x, shape), dim, leader.sizes, (), dim)
     at, count = flattened.at, len(flattened.sizes)
-    split_layout, merged = merged_layout(flattened.stack._layout, at, leader.sizes, leader.cuts)
+    split_layout, merged = merged_layout(flattened.stack._layout, at, leader.sizes, leader.dim_splits)
     local = _redistribute_local(flattened.stack, split_layout)
     result = wrap(communicator_of(split_layout.mesh).map(lambda _, block: block.flatten(at, at + count - 1), local), merged)
     for origin, place in flattened.after:
@@ -347,9 +347,9 @@ def _flatten_operand(x: DTensor, flattened: _Flattened | None, dim: int, leader:
     return result
 
 
-def _unflatten_result(x: DTensor, dim: int, sizes: tuple[int, ...], cuts: DimSplits) -> DTensor:
+def _unflatten_result(x: DTensor, dim: int, sizes: tuple[int, ...], dim_splits: DimSplits) -> DTensor:
     """Return the result ``x`` of flattened shards as a lazy view, with the global order along ``dim``, of a stack."""
-    flat_layout, stack = stack_layout(x._layout, dim, sizes, cuts)
+    flat_layout, stack = stack_layout(x._layout, dim, sizes, dim_splits)
 
     def unflatten_shard(member: int | None, shard: torch.Tensor) -> torch.Tensor:
         shape = stack.local_shape(flat_layout.mesh.coordinate_of(member))
