@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _add_command(commands: Any, name: str, about: str, run: Run | None, *examples: str) -> argparse.ArgumentParser:
-    """Add a subcommand with its help and examples."""
+    """Add a subcommand, which calls ``run``, with its help text and examples; return its parser."""
     command: argparse.ArgumentParser = commands.add_parser(
         name,
         help=about,
@@ -80,7 +80,7 @@ def _add_command(commands: Any, name: str, about: str, run: Run | None, *example
 
 
 def check_installed(module: str, extra: str, what: str) -> None:
-    """Raise an error if an optional package is missing, before work starts.
+    """Raise ArgumentError if the optional package ``module`` is missing, before a command starts to work.
 
     Raises:
         ArgumentError: ``module`` is not installed.
@@ -91,6 +91,7 @@ def check_installed(module: str, extra: str, what: str) -> None:
 
 # --- scripts ------------------------------------------------------------------------------------------------------------
 def _add_script(commands: Any, name: str, about: str, run: Run, *examples: str) -> argparse.ArgumentParser:
+    """Add a command that runs a Python script with arguments, and return its parser."""
     command = _add_command(commands, name, about, run, *examples)
     command.add_argument("script", type=Path, metavar="SCRIPT.py", help="Python program; under torchrun, each rank runs it")
     command.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
@@ -98,6 +99,7 @@ def _add_script(commands: Any, name: str, about: str, run: Run, *examples: str) 
 
 
 def _add_html(command: argparse.ArgumentParser) -> None:
+    """Add the option ``--html``, which also writes the report as a page."""
     command.add_argument(
         "--html",
         type=run_script.writable_path,
@@ -107,25 +109,27 @@ def _add_html(command: argparse.ArgumentParser) -> None:
 
 
 def _add_explain(commands: Any) -> None:
-    def run(options: argparse.Namespace) -> Callable[[], int]:
+    """Add the command ``explain``: report a script's communication, compute and memory."""
+
+    def run_explain(options: argparse.Namespace) -> Callable[[], int]:
         path = run_script.existing_file(options.script)
         return lambda: run_script.explain_script(path, options.arguments, options.html)
 
     about = "run a script and report its communication, compute and peak memory, by source line"
     examples = ("dtensor explain train.py --steps 1", "torchrun --nproc-per-node 4 -m dtensor explain --html page.html train.py")
-    _add_html(_add_script(commands, "explain", about, run, *examples))
+    _add_html(_add_script(commands, "explain", about, run_explain, *examples))
 
 
 def _add_trace(commands: Any) -> None:
-    """Add the command ``trace``."""
+    """Add the command ``trace``: run a script and write a timeline of its ranks."""
 
-    def run(options: argparse.Namespace) -> Callable[[], int]:
+    def run_trace(options: argparse.Namespace) -> Callable[[], int]:
         path = run_script.existing_file(options.script)
         return lambda: run_script.trace_script(path, options.arguments, options.output)
 
     about = "run a script and write a timeline of its ranks, for https://ui.perfetto.dev or chrome://tracing"
     examples = ("dtensor trace train.py", "torchrun --nproc-per-node 4 -m dtensor trace --output step.json.gz train.py")
-    command = _add_script(commands, "trace", about, run, *examples)
+    command = _add_script(commands, "trace", about, run_trace, *examples)
     name = "trace.json.gz"
     command.add_argument(
         "--output",
@@ -139,7 +143,8 @@ def _add_trace(commands: Any) -> None:
 def _add_plan(commands: Any) -> None:
     """Add the command ``plan``: plan the strategies of a script, or find the best mesh for a known model."""
 
-    def run(options: argparse.Namespace) -> int | Callable[[], int]:
+    def run_plan_command(options: argparse.Namespace) -> int | Callable[[], int]:
+        """Find layouts for a known model now, or return the call that plans a script."""
         if options.script.name in MODELS:
             about = "Find the fastest parallel layouts of a training step on a cluster, by the cost model."
             parser = argparse.ArgumentParser(prog=f"dtensor plan {options.script}", description=about)
@@ -160,7 +165,7 @@ def _add_plan(commands: Any) -> None:
         "dtensor plan llama3-8b --ranks 64         # options: dtensor plan llama3-8b --help",
         f"models: {', '.join(MODELS)}",
     )
-    command = _add_script(commands, "plan", about, run, *examples)
+    command = _add_script(commands, "plan", about, run_plan_command, *examples)
     _add_html(command)
     command.add_argument(
         "--json", type=run_script.writable_path, metavar="FILE", help="also write the plan as JSON, for capture(plan=)"
@@ -174,7 +179,7 @@ def _near_models(name: str) -> str:
 
 # --- measuring ----------------------------------------------------------------------------------------------------------
 def _add_bench(commands: Any) -> None:
-    """Add the command ``bench``, with its kinds ``redistribute`` and ``dispatch``."""
+    """Add the command ``bench``, which measures redistributions or the dispatch time of operators."""
     command = _add_command(
         commands,
         "bench",
@@ -240,7 +245,7 @@ def _bench_dispatch(options: argparse.Namespace) -> int:
 
 
 def _show_rows(options: argparse.Namespace, rows: Iterator[Any], count: int) -> int:
-    """Print measured rows as a table or JSON, and draw them if a plot is requested; return the exit status."""
+    """Print measured rows as a table or JSON, and plot them if requested; return the exit status."""
     if options.plot:
         check_installed("matplotlib", "plot", "--plot")
     results = list(iterate_with_progress(rows, count, f"measuring {options.kind}"))
@@ -255,7 +260,7 @@ def _show_rows(options: argparse.Namespace, rows: Iterator[Any], count: int) -> 
 
 
 def _add_calibrate(commands: Any) -> None:
-    """Add the command ``calibrate``."""
+    """Add the command ``calibrate``: measure this machine's collectives for the cost model."""
     about = "measure collectives and compute on this machine, and save the constants of the cost model"
     command = _add_command(commands, "calibrate", about, _run_calibrate, "dtensor calibrate --ranks 4")
     command.add_argument("--ranks", type=int, default=4, metavar="N", help="processes to start, unless torchrun did (default: 4)")
@@ -273,6 +278,7 @@ def _add_calibrate(commands: Any) -> None:
 
 
 def _run_calibrate(options: argparse.Namespace) -> int:
+    """Measure this machine's collectives, write the profile, and print it on one rank."""
     path, profile = calibrate.run_calibration(options.ranks, options.device, options.output, options.seconds)
     if run_script.is_printing_rank():
         for title, rows in calibrate.report_tables(profile, "nccl" if options.device == "cuda" else "gloo"):
@@ -289,9 +295,10 @@ def _add_doctor(commands: Any) -> None:
 
 
 def _add_ranks(commands: Any) -> None:
-    """Add the command ``ranks``."""
+    """Add the command ``ranks``: print what each rank did last, after a run that hung or died."""
 
-    def run(options: argparse.Namespace) -> int:
+    def print_rank_logs(options: argparse.Namespace) -> int:
+        """Print what each rank did last, from the logs of a folder."""
         if options.folder is not None and not options.folder.is_dir():
             raise ArgumentError(f"there is no folder {options.folder}")
         try:
@@ -301,7 +308,7 @@ def _add_ranks(commands: Any) -> None:
         return 0
 
     about = "report the last operations of each rank of a job on this host, also after the ranks were killed"
-    command = _add_command(commands, "ranks", about, run, "dtensor ranks --last 5")
+    command = _add_command(commands, "ranks", about, print_rank_logs, "dtensor ranks --last 5")
     command.add_argument(
         "folder",
         type=Path,
@@ -313,16 +320,18 @@ def _add_ranks(commands: Any) -> None:
 
 
 def _add_ops(commands: Any) -> None:
-    def run(options: argparse.Namespace) -> int:
+    """Add the command ``ops``: print how each operator runs, as Markdown tables."""
+
+    def print_operator_tables(options: argparse.Namespace) -> int:
         print(operator_tables(), end="")
         return 0
 
     about = "print how each operator runs, as Markdown tables: dims that may be sharded, collectives, partial inputs"
-    _add_command(commands, "ops", about, run, "dtensor ops > operators.md")
+    _add_command(commands, "ops", about, print_operator_tables, "dtensor ops > operators.md")
 
 
 def _add_verify(commands: Any) -> None:
-    """Add the command ``verify``."""
+    """Add the command ``verify``: run sharding rules on samples, and compare with plain torch."""
     about = "run operators under many placements and compare the results with PyTorch on plain tensors"
     examples = ('dtensor verify "*softmax*"', "dtensor verify my.module::halve")
     command = _add_command(commands, "verify", about, _verify_rules, *examples)
@@ -347,7 +356,7 @@ def _add_verify(commands: Any) -> None:
 
 
 def _verify_rules(options: argparse.Namespace) -> int:
-    """Verify the sharding rules that the words name, print those that are wrong, and return the exit status."""
+    """Verify the sharding rules that the arguments select, print the wrong ones, and return the exit status."""
     names = select_rules(options.words)
     unsampled = sorted({*names} & {*rules_without_sample()} | {name for name in names if name not in rules()})
     options_of_verify = {name: getattr(options, name) for name in ("limit", "budget", "seed", "device")}

@@ -61,7 +61,7 @@ def typed_by_first(function: Callable[Concatenate[Tensor, _P], Tensor]) -> Tenso
 
 
 def _with_any_arguments(function: Callable[..., Tensor]) -> TensorFunction[...]:
-    """Return ``function``, which has overloads, so that a checker does not check its arguments."""
+    """Return ``function``, declared for type checkers to take any arguments, because it has overloads."""
     declared: Any = function
     return declared
 

@@ -23,7 +23,7 @@ from .rules.registry import register_declaring_module
 from .tensor.async_tensor import AsyncCollectiveTensor
 from .tensor.dtensor import DTensor
 from .tensor.overrides.table import install_overrides
-from .tensor.replica_check import follow_check_level
+from .tensor.replica_check import install_replica_check
 from .tensor.views.inplace_view_ops import install_inplace_view_methods
 from .tensor.views.lazy_view import LazyView, install_view_dispatch
 from .tensor.views.view_writeback import dispatch_view
@@ -31,7 +31,7 @@ from .watchdog.levels import set_level_from_environment
 
 
 def install_library() -> None:
-    """Register what lower packages use from higher ones, set the check level, and install the changes to torch."""
+    """Register providers of higher packages, set the check level, and install the patches of torch."""
     register_declaring_module("dtensor.rules.aten.library")
     register_provider("dtensor.sharding_spec.scattered_tensor", "reshard", "sharding_metadata")
     register_provider("dtensor.checkpoint.dcp_protocol", "write_items", "chunks", "shard_at")
@@ -39,7 +39,7 @@ def install_library() -> None:
     register_provider("dtensor.rules.aten.reduction", "library_monoid")
     register_provider("dtensor.tensor.overrides.flex_attention", "compute_flex_attention")
     set_level_from_environment()
-    follow_check_level()
+    install_replica_check()
 
     # What the library defines on its tensors.
     install_view_dispatch(dispatch_view)

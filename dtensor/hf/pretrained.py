@@ -115,6 +115,7 @@ def save_pretrained(model: Any, path: str | Path, *, max_shard_size: int = 5_000
     save_safetensors(state, path, max_shard_size=max_shard_size, process_group=process_group)
 
     def write_settings() -> None:
+        """Write ``config.json`` and the generation settings."""
         config = copy.deepcopy(model.config)
         config.dtype = str(model.dtype).removeprefix("torch.")
         config.architectures = [_own_class(model).__name__]
@@ -132,8 +133,7 @@ def _own_class(model: nn.Module) -> type:
 
 
 def _weight_conversion(model: Any) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] | None:
-    """Return a function that applies the weight conversions of ``transformers`` to the tensors of a checkpoint; None before
-    version 5.
+    """Return a function that converts the tensors of a checkpoint as ``transformers`` does; None before its version 5.
 
     The conversions stack experts that files store one by one, and replace names of older versions.
     """
@@ -146,8 +146,8 @@ def _weight_conversion(model: Any) -> Callable[[dict[str, torch.Tensor]], dict[s
     converters = [each for each in mapping if isinstance(each, library.WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
 
-    def arrange(stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return stored tensors under the names and in the form of the model's parameters."""
+    def convert_tensors(stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the stored tensors with the names, and in the shapes, that the model's parameters have."""
         results: dict[str, torch.Tensor] = {}
         collected: dict[str, Any] = {}
         for key in sorted(stored, key=library.dot_natural_key):
@@ -163,13 +163,13 @@ def _weight_conversion(model: Any) -> Callable[[dict[str, torch.Tensor]], dict[s
             results |= converter.convert(name, model=model, config=model.config)
         return results
 
-    return arrange
+    return convert_tensors
 
 
 def _buffer_initializer(model: Any) -> Callable[[nn.Module], None]:
     """Return a function that sets the non-persistent buffers of a module as the model sets them. All others are read."""
 
-    def init(module: nn.Module) -> None:
+    def compute_buffers(module: nn.Module) -> None:
         """Compute the non-persistent buffers of a module; raise if ``_init_weights`` does not compute them."""
         buffers = {name: module._buffers[name] for name in module._non_persistent_buffers_set}
         tables = {name: table for name, table in buffers.items() if table is not None and table.numel()}
@@ -186,18 +186,19 @@ def _buffer_initializer(model: Any) -> Callable[[nn.Module], None]:
                 "device and distribute it, instead of from_pretrained"
             )
 
-    return init
+    return compute_buffers
 
 
 def _sentinel_value(dtype: torch.dtype) -> Any:
-    """Return a value that no computed buffer is filled with."""
+    """Return a fill value of ``dtype`` by which a buffer that nothing computed is recognized."""
     if dtype is torch.bool:
         return True
     return float("nan") if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).max
 
 
 def _is_still_sentinel(table: torch.Tensor) -> bool:
-    whole = table.full_tensor() if isinstance(table, DTensor) else table
-    if whole.dtype is torch.bool:
+    """Return True if ``_init_weights`` left a buffer at the value of :func:`_sentinel_value`; never for a bool buffer."""
+    full = table.full_tensor() if isinstance(table, DTensor) else table
+    if full.dtype is torch.bool:
         return False
-    return bool((whole.isnan() if whole.dtype.is_floating_point else whole == torch.iinfo(whole.dtype).max).all())
+    return bool((full.isnan() if full.dtype.is_floating_point else full == torch.iinfo(full.dtype).max).all())

@@ -12,8 +12,9 @@ _ACCELERATE_DIMS = ("dp_replicate", "dp_shard", "cp", "tp")  # names of accelera
 
 
 def prepared(trainer: Any, mesh: Any) -> Any:
-    """Prepare ``trainer`` (a ``Trainer`` of ``transformers``, or an object with an ``accelerator``) for a model that is
-    distributed already.
+    """Make ``trainer`` keep its model, which is distributed already, unwrapped, and give each rank its rows of a batch.
+
+    ``trainer`` is a ``Trainer`` of ``transformers``, or an object with an ``accelerator``.
 
     Under torchrun Accelerate would wrap the model in ``DistributedDataParallel``; now it leaves it unchanged. Each rank gets
     the rows of its position in ``mesh``: along ``"dp_shard"`` and ``"dp_replicate"`` its own, along ``"tp"`` and ``"cp"`` the

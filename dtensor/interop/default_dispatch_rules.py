@@ -44,5 +44,5 @@ def install_default_rules(*tensor_classes: type[torch.Tensor]) -> None:
 
 
 def _find_rule(rules: Any, dispatch_class: type) -> Callable[..., Any] | None:
-    """Return the rule of a class for one operator, else the default rule of the class, else None."""
+    """Return the dispatch rule of a class for one operator, else its default rule, else None."""
     return rules._data.get(dispatch_class) or _DEFAULT_RULES.get(dispatch_class)

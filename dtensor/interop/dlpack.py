@@ -29,6 +29,7 @@ _torch_to_dlpack: Any = vars(torch.utils.dlpack)["to_dlpack"]
 
 
 def to_dlpack(tensor: Tensor, **options: Any) -> Any:
+    """Return the DLPack capsule of a tensor; for a DTensor it holds a copy of the global value."""
     if isinstance(tensor, DTensor):
         return tensor.__dlpack__(**options)
     if isinstance(tensor, PerRank):

@@ -105,6 +105,7 @@ def _codes_of(value: Any, file: str | None) -> Iterator[CodeType]:
 
 
 def _nested_codes(code: CodeType) -> Iterator[CodeType]:
+    """Yield a code object and those of the functions that are defined inside it."""
     yield code
     for value in code.co_consts:
         if isinstance(value, CodeType):

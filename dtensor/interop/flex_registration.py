@@ -38,6 +38,7 @@ def _install(module: Any) -> None:
         return
 
     def setup_compilation_env(*args: Any, **kwargs: Any) -> Any:
+        """Return torch's compilation settings, without the compiler if the caller's operands are DTensors."""
         environment, caller = make_environment(*args, **kwargs), sys._getframe(1).f_locals
         is_distributed = any(isinstance(caller.get(name), DTensor) for name in ("query", "key", "value"))
         return _without_compiler(environment) if is_distributed else environment
@@ -65,6 +66,7 @@ def _allow_captured_tensors(module: Any) -> None:
     trace_function = kind.create_wrapped_node
 
     def create_wrapped_node(*args: Any, **kwargs: Any) -> Any:
+        """Trace the function while plain tensors count as replicated."""
         with implicit_replication():
             return trace_function(*args, **kwargs)
 

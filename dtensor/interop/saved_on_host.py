@@ -18,7 +18,7 @@ _torch_init: Any = save_on_cpu.__init__
 
 
 def install_save_on_cpu() -> None:
-    """Patch ``save_on_cpu`` so that the local tensors of DTensors move."""
+    """Patch ``save_on_cpu`` to move the local tensors of a DTensor to host memory."""
     patch_applied("torch.autograd.graph.save_on_cpu.__init__")
     save_on_cpu.__init__ = _init_hooks  # type: ignore[method-assign]
 
@@ -30,6 +30,7 @@ def _init_hooks(self: Any, pin_memory: bool = False, device_type: str = "cuda") 
     pins = pin_memory and getattr(torch, device_type, torch.cuda).is_available()
 
     def pack_any(tensor: torch.Tensor) -> Any:
+        """Return a saved tensor's device and its copy in host memory; for a DTensor local tensors move."""
         if not isinstance(tensor, DTensor):
             return pack(tensor)
         on_host = tensor.cpu()

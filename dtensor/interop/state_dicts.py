@@ -44,11 +44,13 @@ def _patch_utils(module: Any) -> None:
         return  # torch was built without distributed, or has other names
 
     def iterate_state_dict(value: Any, sharded: Any, dtensor: Any, plain: Any, **options: Any) -> Any:
+        """Iterate a state dict as torch does, with its DTensor function for DTensors of this library."""
         return iterate(
             value, sharded, _adapt_function(dtensor, plain) if isinstance(value, DTensor) else dtensor, plain, **options
         )
 
     def broadcast_tensors(full: dict[str, Any], local: dict[str, Any], keys: list[str], *rest: Any) -> None:
+        """Broadcast the first rank's full tensors, then write them into the local DTensors."""
         distributed = {key: local[key] for key in keys if isinstance(local.get(key), DTensor)}
         local.update({key: torch.empty(0, device="cpu") for key in distributed})  # replaced by the full value
         broadcast(full, local, keys, *rest)
@@ -73,6 +75,7 @@ def _patch_for_ranks_in_process(module: Any) -> None:
         return
 
     def verify_options(model: Any, *args: Any, **options: Any) -> Any:
+        """Verify the options; turn off the broadcast from the first rank if all ranks are in this process."""
         info = verify(model, *args, **options)
         if info.broadcast_from_rank0 and _has_all_ranks(model):
             info.broadcast_from_rank0 = False  # this process has the values of the first rank, and all ranks
@@ -94,6 +97,8 @@ def _patch_stager(module: Any) -> None:
         return
 
     def offload_tensor(stager: Any, x: Tensor, memo: dict[int, Any], non_blocking: bool = False) -> Any:
+        """Copy a tensor to host memory; for a DTensor, copy its local tensors and user attributes."""
+
         def stage_value(value: Any) -> Any:
             return stager.deepcopy_with_tensor_offload(value, memo, non_blocking=non_blocking)
 
@@ -114,7 +119,7 @@ def _tensors_of(model: nn.Module) -> list[Tensor]:
 
 
 def _load_onto_meta(model: nn.Module, state: dict[str, Any], strict: bool) -> Any:
-    """Load into a model on the meta device. Torch's function would ask the process group for a device."""
+    """Load a full state dict into a model on the meta device, where torch would ask the process group for a device."""
     own_state = model.state_dict()
     distributed = {key: x for key, x in own_state.items() if isinstance(x, DTensor) and isinstance(state.get(key), Tensor)}
     sharded = {key: _shard_full(state[key].to(x.dtype), x.device_mesh, x.placements) for key, x in distributed.items()}
@@ -150,7 +155,7 @@ def _shard_full(value: Tensor, mesh: Any, placements: Any) -> DTensor:
 
 
 def _set_value(x: DTensor, value: Tensor) -> DTensor:
-    """Return ``x`` with the global value ``value``, in its own memory if it has any."""
+    """Write the full tensor ``value`` into the DTensor ``x``; return a new DTensor if ``x`` is on the meta device."""
     distributed = _shard_full(value.to(x.dtype), x.device_mesh, x.placements)
     if x.is_meta:
         return distributed

@@ -42,7 +42,7 @@ except AttributeError:  # torch before 2.14
 
 
 def register_constants(*kinds: type) -> None:
-    """Register classes of which objects are constants of a graph.
+    """Register classes, such as layouts and meshes, with torch.compile, so that their objects are constants of a graph.
 
     Torch 2.11 takes only its own classes: there the graph breaks at them.
     """
@@ -58,7 +58,7 @@ def register_constants(*kinds: type) -> None:
 
 
 def _traceable_methods(kind: type) -> set[str]:
-    """Return the names of methods of ``kind``.
+    """Return the names of the methods of ``kind`` that traced code may call, without properties that compute.
 
     Torch reads all of them from an object, so properties that compute are not included.
     """
@@ -76,7 +76,7 @@ _DUNDER_METHODS = frozenset({"__getitem__", "__repr__", "__str__"})
 
 
 def _fx_repr(value: Any) -> tuple[str, dict[str, Any]]:
-    """Return the text of a constant in a graph, and the names that it uses.
+    """Return the source text of a constant in the code of a graph, and the names that the text uses.
 
     The text is an expression for a placement, else a registered object.
 
@@ -116,14 +116,14 @@ def _install(module: Any) -> None:
 
 
 def _pass_through(x: Any) -> Any:
-    """Return ``x``, a plain tensor or DTensor: ``torch.func`` hides neither in a graph. A PerRank tensor breaks the graph."""
+    """Replace ``torch.func`` unwrapping in traced code: return ``x``; a PerRank tensor breaks the graph."""
     if isinstance(x, PerRank):
         _graph_break(msg=ALL_RANKS)
     return x
 
 
 def _as_tuple(x: Any) -> Any:
-    """Return ``(x,)``: the local tensors of one rank. A PerRank tensor breaks the graph."""
+    """Replace ``shards_of`` in traced code: return ``(x,)``; a PerRank tensor breaks the graph."""
     if isinstance(x, PerRank):
         _graph_break(msg=ALL_RANKS)
     return (x,)
@@ -132,6 +132,7 @@ def _as_tuple(x: Any) -> Any:
 def _from_local_in_graph(
     local: torch.Tensor, mesh: DeviceMesh, placements: Any, shape: Any, stride: Any, grad_placements: Any
 ) -> Any:
+    """Return ``DTensor.from_local`` of the arguments as an operation of a graph, with the check across ranks first."""
     if shape is None and not is_traced(local) and exchanges_sizes(mesh, placements):  # the graph assumes equal shapes
         EqualLocalsCheck(mesh, local.dtype, str(placements))((*local.shape, *local.stride()))
     return DTensor.from_local(local, mesh, placements, shape=shape, stride=stride, grad_placements=grad_placements)
@@ -167,6 +168,7 @@ def _make_factory_pair(function: Any) -> tuple[Any, Any]:
         return function(*size, **options)
 
     def substitute(*size: Any, **options: Any) -> Any:
+        """Break the graph unless the call names a mesh on processes; else call the factory."""
         if not _is_on_processes(options.get("device_mesh")):
             _graph_break(msg=ALL_RANKS)
         if options.get("device_mesh") is None:
@@ -213,6 +215,7 @@ def _traced_as_mesh(mesh: Any = None) -> DeviceMesh:
 
 
 def _distribute_in_graph(tensor: torch.Tensor, mesh: DeviceMesh, placements: Any, source: int | None) -> DTensor:
+    """Return ``distribute_tensor`` of the arguments as an operation of a graph; no gradient flows back to a plain leaf."""
     if isinstance(tensor, DTensor) or not tensor.requires_grad:
         return distribute_tensor(tensor, mesh, placements, src_data_rank=source)
     return cast(DTensor, _DistributeLeaf.apply(tensor, mesh, placements, source))

@@ -58,6 +58,7 @@ def _patch_memory_tracker(module: ModuleType) -> None:
         return {storage for local in local_tensors_of(x) for storage in storages(local)}
 
     def track_module(tracker: Any, module: nn.Module, install_grad_hooks: bool = True) -> Any:
+        """Track a module, without its gradient hooks if some parameters are no leaves."""
         leaves = all(p.is_leaf for p in module.parameters())  # hooks on the sharded parameters track the gradients
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
@@ -84,6 +85,7 @@ def _register_mode(module: ModuleType, where: str, record: Callable[..., None], 
         return
 
     def defer_to_dtensor(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Record an aten operator of DTensors and return ``NotImplemented``, so that the mode sees its local operators."""
         if func.namespace != "aten" or not any(issubclass(each, (DTensor, PerRank)) for each in types):
             return mode.__torch_dispatch__(func, types, args, kwargs)
         if any(issubclass(each, DTensor) for each in types):

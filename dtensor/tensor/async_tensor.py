@@ -89,6 +89,7 @@ class AsyncCollectiveTensor(DTensor):
 
 
 def _make_pending(pending: Any, layout: Layout, like: Any) -> Any:
+    """Return an async tensor of ``layout`` that waits for ``pending`` at its first use; its device is that of ``like``."""
     result: Any = _make(AsyncCollectiveTensor, layout.shape, strides=layout.stride, dtype=layout.dtype, device=like.device)
     result._pending, result._layout = pending, layout
     return result

@@ -49,7 +49,7 @@ BATCH_GRAD_PLACEMENTS = "_own_uses"
 
 
 def grad_layout(layout: Layout, placements: Placements | None) -> Layout:
-    """Return the layout of a gradient that crosses between local and global tensors.
+    """Return the gradient's layout: ``layout`` with ``placements`` if given, else with Partial replaced by Replicate.
 
     With ``placements`` it has these. By default, and along mesh dims that placements by name leave out, it is ``layout`` with
     Partial replaced by Replicate.
@@ -59,7 +59,7 @@ def grad_layout(layout: Layout, placements: Placements | None) -> Layout:
 
 
 def local_grad_layout(x: Any, layout: Layout, placements: Placements | None) -> Layout:
-    """Return the layout of the gradient of local tensors of ``x``, which have ``layout``.
+    """Return the layout of the gradient of ``x.to_local()``; partial over the batch's mesh dims for FSDP parameters.
 
     As :func:`grad_layout`, except for parameters of data-parallel units (``BATCH_GRAD_PLACEMENTS``): along mesh dims that shard
     the batch, ranks compute different gradients of equal values, so there the gradient is partial.
@@ -77,7 +77,7 @@ def _without_partials(layout: Layout) -> Layout:
 
 
 def redistribute_no_grad(x: Any, target: Layout) -> Any:
-    """Return the DTensor ``x`` with the placements of ``target``.
+    """Return ``x`` redistributed to the placements of ``target``, without autograd.
 
     No gradient is recorded, and the result may share memory with ``x``.
     """
@@ -85,7 +85,7 @@ def redistribute_no_grad(x: Any, target: Layout) -> Any:
     return wrap_local(local, x._layout.replace(placements=target.placements))
 
 
-def empty_local(local: torch.Tensor, layout: Layout) -> torch.Tensor:
+def zeros_outside_mesh(local: torch.Tensor, layout: Layout) -> torch.Tensor:
     """Return the local tensor of a rank outside the mesh: zeros, whatever that rank passed."""
     return local.detach().new_zeros(layout.local_shape(None))
 
@@ -108,13 +108,15 @@ class FromLocal(_DTensorFunction):
 
     @staticmethod
     def forward(layout: Layout, backward: Layout, copied: bool, *locals_: torch.Tensor) -> Any:
+        """Return the DTensor of the local tensors, as copies if ``copied``; a rank outside the mesh gets zeros."""
         comm = communicator_of(layout.mesh)
         if not comm.held:
-            return wrap_local(empty_local(locals_[0], layout), layout)
+            return wrap_local(zeros_outside_mesh(locals_[0], layout), layout)
         return wrap_local(comm.local([local.detach().clone() if copied else local.detach() for local in locals_]), layout)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Save the layout, the gradient layout, and the shapes of the local tensors for backward."""
         ctx.layout, ctx.target, ctx.copied = inputs[:3]
         ctx.shapes, ctx.device = [local.shape for local in inputs[3:]], inputs[3].device
         ctx.set_materialize_grads(False)
@@ -154,6 +156,7 @@ class ToLocal(_DTensorFunction):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Save the source's layout, the gradient layout, and the program line that :func:`compare_replicas` names."""
         _, ctx.source, target = inputs
         ctx.target = _without_repeated_dims(target)
         ctx.use = find_use(ctx.target)
@@ -165,6 +168,7 @@ class ToLocal(_DTensorFunction):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        """Return the local gradients as a DTensor, after replicas compared their gradients."""
         layout, local_grads = ctx.target, list(map(to_plain_grad, grads))
         compare_replicas(layout, local_grads, ctx.use)
         return from_local_recorded(layout, grad_layout(layout, None), False, *map(_make_writable, local_grads)), None, None
@@ -329,7 +333,7 @@ def to_plain_grad(grad: Any) -> Any:
 
 
 def _make_writable(grad: Any) -> Any:
-    """Return a gradient in which each element has memory of its own. Autograd adds up gradients in place."""
+    """Return ``grad``, as a copy if elements share memory (stride 0): autograd adds to gradients in place."""
     return grad.contiguous() if grad is not None and 0 in grad.stride() and grad.numel() > 1 else grad
 
 
@@ -370,7 +374,7 @@ def _second_grad_layout(grad: Layout, source: Layout, copied: bool) -> Layout:
 
 
 def copies_for_ranks(value: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
-    """Return one plain tensor as the local tensor of each rank in this process.
+    """Return ``value`` as the local tensor of each rank in this process; of replicas only the first gets a gradient.
 
     If all ranks are in this process, the replicas are one value, and so are the copies on a submesh. The gradient arrives once,
     from the first of them; the others are detached.

@@ -31,7 +31,7 @@ from .autograd import grad_layout, redistribute_no_grad, to_dtensor_grad, to_ful
 
 
 class FlattenMethod:
-    """Descriptor of ``__tensor_flatten__``.
+    """Descriptor of ``__tensor_flatten__``, which raises for DTensors that ``torch.compile`` does not support.
 
     Torch checks whether an instance has the attribute, so the answer can differ by mesh.
     """
@@ -90,6 +90,7 @@ class _MarkSet(set[int]):
 
     @staticmethod
     def of(x: Any) -> _MarkSet:
+        """Return an empty set of marks of the tensor ``x``."""
         marks = _MarkSet()
         marks.x = x
         return marks
@@ -107,7 +108,7 @@ GraphConstants = tuple[tuple[Any, ...], bool, bool, bool]
 
 
 def flatten_dtensor(x: Any) -> tuple[list[str], GraphConstants]:
-    """Return the name of the inner tensor, and the constants on which graphs are guarded.
+    """Return, as ``__tensor_flatten__``, the name of the inner tensor, and the constants on which graphs are guarded.
 
     The constants are the layout without its sizes, the modes that plans depend on, and ``requires_grad``. Guards call this twice
     for each argument of each call, so it must be fast.
@@ -123,7 +124,7 @@ def flatten_dtensor(x: Any) -> tuple[list[str], GraphConstants]:
     if "_dynamo_dynamic_indices" in local_attributes:  # torch marks inner tensors, too: see DynamicMarks
         _add_weak_marks(local, local_attributes.pop("_dynamo_dynamic_indices"))
     if (task := graph_task()) >= 0:
-        _note_memory(local, task)
+        _record_memory(local, task)
     # torch marks the sizes of parameters static, but not those of their inner tensors
     if "_dynamo_static_indices" not in local_attributes and isinstance(x, Parameter):
         local._dynamo_static_indices = set(range(local.ndim))
@@ -135,7 +136,7 @@ def flatten_dtensor(x: Any) -> tuple[list[str], GraphConstants]:
 def unflatten_dtensor(
     inner_tensors: dict[str, torch.Tensor], constants: GraphConstants, size: Sequence[int], stride: Sequence[int]
 ) -> Any:
-    """Return the DTensor with the inner tensor ``inner_tensors["_local"]``.
+    """Return, as ``__tensor_unflatten__``, the DTensor with the local tensor ``inner_tensors["_local"]``.
 
     Sizes may be symbols. Then it becomes a guard that the local tensor has the local sizes of this rank.
     """
@@ -155,7 +156,7 @@ _IS_PROGRAM_INPUT = "_given"  # attribute of local tensors that are inputs of a 
 
 
 def _matches_local_shape(layout: Layout, local_shape: tuple[int, ...]) -> bool:
-    """Return True if the local tensor of this rank may have ``local_shape``.
+    """Return True if this rank's local tensor under ``layout`` has the shape ``local_shape``, which may be symbolic.
 
     For even shards the global size is compared with a multiple of the local size, so that torch derives one symbol from the
     other.
@@ -168,19 +169,19 @@ def _matches_local_shape(layout: Layout, local_shape: tuple[int, ...]) -> bool:
 
 
 def _unshare_gradient(local: torch.Tensor, task: int) -> torch.Tensor:
-    """Return a gradient of a compiled backward pass in memory that no other gradient of the pass has.
+    """Return the local gradient of a compiled backward pass, cloned if another gradient of the pass shares its memory.
 
     A graph may return one tensor for several gradients (of ``x + y``), or an input. Autograd takes each wrapper for a tensor that
     it alone holds, and writes to it.
     """
     has_overlap = 0 in local.stride() and local.numel() > 1
-    if has_overlap or _note_memory(local, task):
+    if has_overlap or _record_memory(local, task):
         return local.clone(memory_format=torch.contiguous_format if has_overlap else torch.preserve_format)
     return local
 
 
-def _note_memory(local: torch.Tensor, task: int) -> bool:
-    """Note the memory of ``local`` for this backward pass. Return True if it was noted before."""
+def _record_memory(local: torch.Tensor, task: int) -> bool:
+    """Record the address of ``local`` for this backward pass. Return True if it was recorded before."""
     if type(local) is not torch.Tensor:  # a fake tensor
         return False
     addresses_by_task = vars(_BACKWARD).setdefault("seen", {})
@@ -197,13 +198,13 @@ _BACKWARD = threading.local()
 
 
 def to_tangent_layout(x: Any) -> Any:
-    """Return a result in the layout that its gradient is expected to have, while the backward pass is traced."""
+    """Redistribute a traced program's result to the layout that its gradient will be expected to have."""
     layout = grad_layout(x._layout, None)
     return x if layout is x._layout else redistribute_no_grad(x, layout)
 
 
 def to_expected_tangent(x: Any, constants: GraphConstants | None, expected: type | None = None) -> Any:
-    """Return a gradient in the layout that was expected when the backward pass was traced.
+    """Redistribute a gradient, at run time, to the layout that was assumed when the backward pass was traced.
 
     ``constants`` None: a plain gradient was expected. Then the full tensor is returned, or ``x`` if no class was expected.
     """
@@ -225,7 +226,7 @@ def to_expected_tangent(x: Any, constants: GraphConstants | None, expected: type
 
 
 def plain_to_expected_tangent(x: Any, constants: GraphConstants | None, expected: type | None = None) -> Any:
-    """Return a plain gradient, equal on all ranks, as the DTensor that the traced backward pass expects.
+    """Return a plain gradient, equal on all ranks, as the DTensor that the compiled backward pass expects.
 
     Torch makes plain zeros for results that need no gradient. Returns None, which torch refuses, if it expects no DTensor.
     """
@@ -236,7 +237,7 @@ def plain_to_expected_tangent(x: Any, constants: GraphConstants | None, expected
 
 
 def make_cache_text(x: Any) -> str:
-    """Return the text under which torch stores compiled programs of this argument, also on disk.
+    """Return the text that identifies the argument ``x`` in the key of torch's cache of compiled programs.
 
     It names this process, because a program of another process refers to process groups that do not exist here.
     """

@@ -25,7 +25,7 @@ _AS_RANK_SHARDS: ModeStack[None] = ModeStack("rank_shards_while_loading")
 
 
 def shallow_copy(x: Any) -> Any:
-    """Return another DTensor that shares the memory of ``x``."""
+    """Return a detached DTensor with the memory of ``x``, its flags and its user attributes, as ``copy.copy`` does."""
     result = x.detach()
     _copy_flags(result, x)
     result.__dict__.update(user_attributes(x))
@@ -33,7 +33,7 @@ def shallow_copy(x: Any) -> Any:
 
 
 def deep_copy(x: Any, memo: dict[int, Any]) -> Any:
-    """Return a leaf with memory of its own."""
+    """Return a copy of a leaf with memory of its own, its gradient, flags and user attributes, as ``copy.deepcopy`` does."""
     if not x.is_leaf:
         raise UnsupportedOperationError("only leaf DTensors can be deep-copied; use x.detach().clone()")
     if id(x) in memo:
@@ -51,14 +51,14 @@ def deep_copy(x: Any, memo: dict[int, Any]) -> Any:
 
 
 def dense_copy(x: Any) -> Any:
-    """Return a copy with local tensors that have the strides of the layout."""
+    """Return a copy of ``x`` with local tensors that have the strides of the layout, not those of a view."""
     layout = x._layout
     local = communicator_of(layout.mesh).map(lambda member, shard: layout.new_local_like(shard, member).copy_(shard), x._local)
     return wrap_local(local, layout)
 
 
 def reduce_for_pickle(x: Any, protocol: Any) -> Any:
-    """Return how to restore ``x``: this rank's local tensor and the layout, without process groups.
+    """Return the function and the arguments by which pickle restores ``x``: the local tensor, the layout and flags.
 
     It can be restored on the same rank, or, with all ranks in this process, in such a process.
     """
@@ -93,7 +93,7 @@ def load_as_rank_shards() -> AbstractContextManager[None]:
 def restore_tensor(
     local: Any, layout: Layout, requires_grad: bool, is_param: bool, marks: Any = None, member: int | None = None
 ) -> Any:
-    """Return the DTensor with the local tensor of ``member``.
+    """Return the unpickled DTensor with the local tensor of ``member``; raise on a rank that has another shard.
 
     ``member`` None: a rank outside the mesh, or a file that does not contain the position.
     """
@@ -131,7 +131,7 @@ def _have_same_shard(layout: Layout, one: int, other: int) -> bool:
 
 
 def _copy_flags(leaf: Any, like: Any) -> None:
-    """Copy the flags of ``like`` to a new leaf."""
+    """Make the new ``leaf`` a parameter, or one that requires grad, if ``like`` is."""
     if getattr(like, "_is_param", False):
         leaf._is_param = True
     if like.requires_grad:

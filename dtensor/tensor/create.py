@@ -163,6 +163,8 @@ def _make_filled(fill: Any, size: Any, **options: Any) -> DTensor:
     """Return a tensor with local tensors that ``fill(shape)`` makes; ranks outside the mesh get zeros."""
 
     def make_blocks(layout: Layout, **kind: Any) -> Callable[[int | None], torch.Tensor]:
+        """Return a function that makes the local tensor of a member (None: a rank outside the mesh, which gets zeros)."""
+
         def make_block(member: int | None) -> torch.Tensor:
             make, coordinate = (torch.zeros, None) if member is None else (fill, layout.mesh.coordinates[member])
             return cast(torch.Tensor, make(layout.local_shape(coordinate), **kind))
@@ -198,7 +200,7 @@ def _make_by_blocks(
     device_mesh: Any = None,
     **options: Any,
 ) -> DTensor:
-    """Return a tensor with the local tensors ``make_blocks(layout, dtype=, device=)(member)``."""
+    """Return a DTensor of which ``make_blocks(layout, dtype=, device=)(member)`` makes the local tensors."""
     layout, reduced, requires_grad = _parse_options(size, placements, device_mesh, options, fill)
     kind = {"dtype": layout.dtype, "device": torch.device(layout.mesh.device_type)}
     with below_transforms():
@@ -212,7 +214,8 @@ def _make_random(
     """Return a tensor of random numbers; each rank has its block of one global draw."""
     layout, reduced, requires_grad = _parse_options(size, placements, device_mesh, options, fill)
 
-    def make_block(layouts: Sequence[Layout]) -> Any:
+    def draw_local_tensors(layouts: Sequence[Layout]) -> Any:
+        """Draw the local tensors of a layout from the global random stream, in the current random mode."""
         (layout_to_draw,) = layouts
         if RANDOM_MODE.mode == "counter":
             return draw_counted(layout_to_draw, SAMPLERS["uniform" if fill is torch.rand else "normal"], {})
@@ -221,14 +224,14 @@ def _make_random(
     if functorch_active():
         torch.empty(0, device="cpu").uniform_()  # torch's own error if vmap's randomness is not set
     with below_transforms():
-        local = as_graph_op((reduced,), make_block)
+        local = as_graph_op((reduced,), draw_local_tensors)
     return _wrap_result(local, layout, reduced, requires_grad)
 
 
 def _parse_options(
     size: Any, placements: Any, device_mesh: Any, options: dict[str, Any], fill: Any
 ) -> tuple[Layout, Layout, bool]:
-    """Return the layout, the layout with Partial replaced by Replicate, and ``requires_grad``."""
+    """Return a factory's layout, that layout with Partial replaced by Replicate, and ``requires_grad``."""
     mesh = as_mesh(device_mesh)
     shape = check_sizes(size[0] if len(size) == 1 and isinstance(size[0], Iterable) else size, "the size of a tensor")
     requires_grad = bool(options.pop("requires_grad", False))
@@ -247,7 +250,7 @@ def _parse_options(
 
 
 def _wrap_result(local: Any, layout: Layout, reduced: Layout, requires_grad: bool) -> DTensor:
-    """Return the DTensor of local tensors under ``reduced``, redistributed to ``layout``."""
+    """Return new local tensors of layout ``reduced`` as a DTensor redistributed to ``layout``."""
     with below_transforms():
         result = wrap(local if reduced is layout else redistribute_local(local, reduced, layout), layout)
     result = as_writable_in_transform(result)

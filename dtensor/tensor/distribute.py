@@ -109,18 +109,20 @@ def _agree_on_layout(tensor: torch.Tensor, mesh: DeviceMesh, placements: Any, so
     is_recorded = current_recorder() is not None  # then the broadcast is a recorded step, which is replayed
 
     def find_layout() -> tuple[Layout, int, bool, list[str]]:
+        """Return the layout, the source's position, whether this rank is the source, and what prevents an early payload."""
         layout = _make_layout(tensor, mesh, placements)
         position, is_source = _find_source(mesh, check_int(source, "src_data_rank"))
         is_wrapper = is_traceable_wrapper_subclass(tensor)
         differences = (("recorded", is_recorded), ("no data", tensor.is_meta), (type(tensor).__name__, is_wrapper))
         return layout, position, is_source, [word for word, holds in differences if holds]
 
-    def describe(find_layout: tuple[Layout, int, bool, list[str]]) -> tuple[Any, tuple[int, ...], bytes]:
-        layout, position, is_source, special = find_layout
+    def describe_arguments(own: tuple[Layout, int, bool, list[str]]) -> tuple[Any, tuple[int, ...], bytes]:
+        """Return what ranks compare: the arguments, the strides, and the bytes of a small tensor of the source."""
+        layout, position, is_source, special = own
         payload = content_bytes(tensor) if is_source and not special and layout.nbytes <= payload_bytes(mesh) else b""
         return (layout, position, tensor.requires_grad, *special), layout.stride, payload
 
-    (layout, position, _, special), by_rank = check_identical(mesh, "distribute_tensor", find_layout, describe)
+    (layout, position, _, special), by_rank = check_identical(mesh, "distribute_tensor", find_layout, describe_arguments)
     if by_rank is None:
         return layout, None
     layout = layout.replace(stride=by_rank.numbers[position])  # this rank's tensor may have other strides
@@ -138,7 +140,7 @@ def _find_source(mesh: DeviceMesh, source: int) -> tuple[int, bool]:
 def _distribute_in_graph(tensor: torch.Tensor, layout: Layout, placements: Any, source: int) -> DTensor:
     """Return the DTensor of a traced tensor. All communication is one operator of the graph."""
 
-    def distribute(layouts: Sequence[Layout], value: torch.Tensor) -> torch.Tensor:
+    def distribute_to_layout(layouts: Sequence[Layout], value: torch.Tensor) -> torch.Tensor:
         """Distribute the tensor, and raise if its layout is not the one that the graph was compiled for."""
         (target,) = layouts
         result = distribute_tensor(value, target.mesh, placements, src_data_rank=source)
@@ -149,11 +151,11 @@ def _distribute_in_graph(tensor: torch.Tensor, layout: Layout, placements: Any, 
             )
         return result._local
 
-    return wrap(as_graph_op((layout,), distribute, tensor.detach()), layout)
+    return wrap(as_graph_op((layout,), distribute_to_layout, tensor.detach()), layout)
 
 
 def _make_layout(tensor: torch.Tensor, mesh: DeviceMesh, placements: Any) -> Layout:
-    """Return the layout of the distributed tensor.
+    """Return the layout of the result of ``distribute_tensor``; raise if ``tensor`` is no leaf.
 
     Raises:
         LayoutError: the tensor is not a leaf, or has a forward-mode tangent.
@@ -221,7 +223,7 @@ def _bind_scatter(layout: Layout, position: int) -> BoundCollective:
     full = Layout.replicated(mesh, layout.shape, layout.stride, layout.dtype)
 
     @functools.cache
-    def route_of(member: int) -> SendRecvPlan:
+    def plan_member(member: int) -> SendRecvPlan:
         """Return the regions that one member sends if it is the source, and the one that it receives."""
         group = mesh.members_of(mesh_dims, member)
         shape, size = tuple(layout.shape), layout.local_shape(mesh.coordinates[member])
@@ -237,7 +239,7 @@ def _bind_scatter(layout: Layout, position: int) -> BoundCollective:
     traffic = Traffic(layout.max_local_nbytes // layout.dtype.itemsize, 1, True)
     text = f"{layout_text(full)} from {position} -> {placements_text(layout)}"
     return communicator_of(mesh).bind_transfer(
-        mesh_dims, Transfer(route_of, layout.dtype, _collective_name(layout), lambda _: traffic, text)
+        mesh_dims, Transfer(plan_member, layout.dtype, _collective_name(layout), lambda _: traffic, text)
     )
 
 

@@ -40,7 +40,6 @@ from ..state.wrap import install_tensor_class, wrap_local
 from . import compile_protocol, copies, host_access
 from .autograd import (
     copies_for_ranks,
-    empty_local,
     from_local_recorded,
     grad_layout,
     is_recorded,
@@ -49,9 +48,10 @@ from .autograd import (
     redistribute_to_copy,
     to_full_tensor,
     to_local_recorded,
+    zeros_outside_mesh,
 )
 from .leaf_gradients import grad_placements_of as grad_placements_of  # placements of a leaf's gradient
-from .leaf_gradients import install_grad_hook, note_layout_change
+from .leaf_gradients import install_grad_hook, update_hook_layout
 from .local_layout import layout_of_locals
 from .observers import ACTIVE_OBSERVERS, expose_local, notify_layout_read
 from .printing import format_local_tensors
@@ -180,7 +180,7 @@ class DTensor(TensorMethods):
             return mark_local_exposed(
                 from_local_recorded(layout, backward, comm.holds_all, *copies_for_ranks(local_tensor, layout))
             )
-        return mark_local_exposed(wrap(local_tensor.detach() if comm.held else empty_local(local_tensor, layout), layout))
+        return mark_local_exposed(wrap(local_tensor.detach() if comm.held else zeros_outside_mesh(local_tensor, layout), layout))
 
     def to_local(self, *, grad_placements: Placements | None = None) -> LocalTensor:
         """Return this rank's local tensor; differentiable, no communication.
@@ -354,11 +354,11 @@ class DTensor(TensorMethods):
         join_alias_groups(self, other)
 
     def _adopt_memory(self, other: DTensor) -> None:
-        """Replace the memory and the shape by those of ``other``. The version counter and autograd's base stay."""
+        """Replace the memory and the shape of this tensor by those of ``other``; its version counter and ``_base`` stay."""
         mark_local_exposed(self)
         torch.Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
         other._assign_memory_to(self)
-        note_layout_change(self)
+        update_hook_layout(self)
 
     def _assign_memory_to(self, target: DTensor) -> None:
         """Replace the memory of ``target`` by that of this tensor."""

@@ -44,7 +44,7 @@ def make_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     apply_directly = super(torch.autograd.Function, function).apply  # type: ignore[misc]  # the method in C++
     if not issubclass(function, FunctorchFunction):
 
-        def apply(*args: Any) -> Any:
+        def apply_outside_transforms(*args: Any) -> Any:
             """Apply the function; raise inside of transforms of ``torch.func``."""
             if functorch_active():
                 raise UnsupportedOperationError(
@@ -53,9 +53,10 @@ def make_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
                 )
             return apply_directly(*args)
 
-        return apply
+        return apply_outside_transforms
 
     def apply_with_or_without_transforms(*args: Any) -> Any:
+        """Apply the function in the form that the active ``torch.func`` or legacy ``vmap`` transform needs."""
         if functorch_active():
             return boxed.apply(*map(_LayoutBox.of, args))
         return apply_batched(*args) if any(map(is_legacy_wrapped, args)) else apply_directly(*args)

@@ -23,7 +23,7 @@ from ..state.functorch import below_transforms
 
 
 def full_value(x: Any) -> Tensor:
-    """Return the global value as a plain tensor, without gradient."""
+    """Return the global value of ``x`` as a plain tensor, gathered without autograd."""
     with below_transforms():
         value: Tensor = x.detach().full_tensor()
     return value
@@ -42,7 +42,7 @@ def to_numpy(self: Any, *, force: bool = False) -> Any:
 
 
 def to_array(self: Any, dtype: Any = None, copy: bool | None = None) -> Any:
-    """Return the array that NumPy asks for. ``copy=False`` raises, as NumPy requires, because a copy is needed."""
+    """Return the global value as a NumPy array, for ``__array__``; raise for ``copy=False``, because it is a copy."""
     if copy is False:
         raise ValueError("the array of a DTensor is always a copy: leave out copy=False")
     value = self.numpy()
@@ -125,6 +125,7 @@ def with_subclass_dispatch(convert: Callable[[Any], Any]) -> Callable[[Any], Any
 
     @functools.wraps(convert)
     def convert_with_dispatch(x: Any) -> Any:
+        """Call ``convert`` with the Python dispatch keys enabled, which ``torch.tensor([...])`` disables."""
         if not is_key_excluded(_PYTHON):
             return convert(x)
         included, excluded = included_keys(), excluded_keys()

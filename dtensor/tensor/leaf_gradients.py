@@ -34,9 +34,9 @@ BATCH_NBYTES = 25 << 20  # bytes of the largest local tensors, equal on all rank
 
 
 def install_grad_hook(leaf: Any) -> None:
-    """Redistribute each gradient of ``leaf`` to the layout of the leaf, before it is accumulated.
+    """Install the hook that redistributes each gradient of ``leaf`` to the layout of the leaf before accumulation.
 
-    The hook holds only the layout, which :func:`note_layout_change` updates when ``.data`` is assigned. A reference would keep
+    The hook holds only the layout, which :func:`update_hook_layout` updates when ``.data`` is assigned. A reference would keep
     the leaf alive, and a weak reference would prevent ``torch.utils.swap_tensors``.
     """
     if "_grad_layout" in leaf.__dict__:
@@ -76,8 +76,8 @@ def install_grad_hook(leaf: Any) -> None:
     leaf.__dict__["_grad_layout"] = layout_cell
 
 
-def note_layout_change(leaf: Any) -> None:
-    """Update the layout that the gradient hook of ``leaf`` uses."""
+def update_hook_layout(leaf: Any) -> None:
+    """Make the gradient hook of ``leaf`` use its present layout; do nothing if it has no hook."""
     if (current := leaf.__dict__.get("_grad_layout")) is not None:
         current[0] = leaf._layout
 
@@ -94,7 +94,7 @@ def grad_placements_of(leaf: Any) -> tuple[Placement, ...]:
 
 
 def _needs_dense_copy(layout: Layout) -> bool:
-    """Return True if gradients with this layout have overlapping memory, and the first shard is smaller than another one.
+    """Return True if a gradient with ``layout`` has stride-0 dims and uneven shards, and must be copied before autograd does.
 
     Autograd stores a copy of a gradient with overlapping memory. Its copy operator uses more memory than the gradient, so
     sharding propagation would choose even shards for it. The copy that is made here keeps the layout.
@@ -103,7 +103,7 @@ def _needs_dense_copy(layout: Layout) -> bool:
 
 
 def _redistribute_in_batch(grad: Any, target: Layout) -> Any:
-    """Return ``grad`` with the layout ``target``, as a pending tensor of the current batch if possible.
+    """Redistribute ``grad`` to ``target``, in the batch of this backward pass if it communicates and nothing observes it.
 
     It is redistributed at once if that needs no communication, or if autograd, an observer or a compiler must see the step.
     """
@@ -111,11 +111,11 @@ def _redistribute_in_batch(grad: Any, target: Layout) -> Any:
     if not steps.communicates or is_recorded(grad) or ACTIVE_OBSERVERS or graph_task() == -1 or is_tracing():
         return redistribute_if_needed(grad, target.placements)
     batch = _current_batch()
-    return _wrap_arriving(batch.add(grad, steps), batch.waiting, target, grad._local)
+    return _wrap_pending_grad(batch.add(grad, steps), batch.waiting, target, grad._local)
 
 
-def _wrap_arriving(pending: Pending[Any], waiting: list[weakref.ref[Any]], target: Layout, like: Any) -> Any:
-    """Return the pending gradient.
+def _wrap_pending_grad(pending: Pending[Any], waiting: list[weakref.ref[Any]], target: Layout, like: Any) -> Any:
+    """Return a gradient of layout ``target`` that waits for ``pending``, and add it to its batch's list ``waiting``.
 
     This function has a frame of its own, without communication. A debugger that holds the frame of a collective would hold the
     gradient, and autograd would then copy it, and wait for it, on this rank only.
@@ -144,7 +144,7 @@ class _GradBatch:
         self.cause = GradBatchCause(autograd_node()) if listeners else None
 
     def add(self, grad: Any, steps: Plan) -> Pending[Any]:
-        """Add a gradient to the batch. Return its pending local tensor."""
+        """Add a gradient and its redistribution plan to the batch; start the batch if it is full. Return the pending result."""
         index, local = len(self.plans), grad._local  # read once: a lazy view may return another one each time
         self.plans.append(steps)
         self.entries.append((grad, local, WriteCheck((grad, *shards_of(local)))))
@@ -188,7 +188,7 @@ _CURRENT = threading.local()  # .batch: weak reference to the next batch of this
 
 
 def _current_batch() -> _GradBatch:
-    """Return the open batch of leaf gradients of this backward pass, or start one."""
+    """Return the batch of this backward pass that is not started yet, or a new one that ends with the pass."""
     task, last = graph_task(), getattr(_CURRENT, "batch", lambda: None)()
     if last is not None and last.task == task and last.pending is None:
         return cast(_GradBatch, last)

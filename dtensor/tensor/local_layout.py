@@ -37,7 +37,7 @@ def layout_of_locals(
     *,
     check: bool,
 ) -> Layout:
-    """Return the layout of the global tensor with the local tensors ``local``.
+    """Return the layout of the global tensor that consists of the local tensors ``local``; ranks may exchange sizes.
 
     Raises:
         LayoutError: a local tensor does not have the shape that the layout gives it, or (``check``) ranks disagree.
@@ -102,7 +102,7 @@ def _layout_of_unsized(
     dtype: torch.dtype,
     check: bool,
 ) -> Layout:
-    """Return the layout for a call without ``shape``.
+    """Return the layout for ``from_local`` without ``shape``, from sizes that ranks exchange if needed.
 
     Ranks exchange the shapes of their local tensors if a tensor dim is sharded without given sizes, or if ``check`` is set.
     """
@@ -112,7 +112,7 @@ def _layout_of_unsized(
         key = (mesh, placements, shapes, strides if stride is None else stride, dtype)
         layout = _LAYOUTS.get(key)
         if layout is None:
-            local_strides = strides[_most_telling_rank(shapes)] if stride is None else stride
+            local_strides = strides[_rank_that_defines_order(shapes)] if stride is None else stride
             layout = _LAYOUTS.keep(key, _layout_from_shapes(mesh, placements, shapes, local_strides, stride is None, dtype))
         return layout
     for p in _effective_shards(mesh, placements):
@@ -153,8 +153,8 @@ def _layout_from_shapes(
     return layout
 
 
-def _most_telling_rank(shapes: Sequence[tuple[int, ...]]) -> int:
-    """Return the position of the rank with strides that define the order of dims in memory.
+def _rank_that_defines_order(shapes: Sequence[tuple[int, ...]]) -> int:
+    """Return the position of the rank with local strides that define the order of dims in memory.
 
     It is the rank with most dims larger than 1. A dim of one element, and an empty local tensor, may have any stride.
     """
@@ -250,7 +250,7 @@ class EqualLocalsCheck:
 
 
 def _split_of_dim(mesh: DeviceMesh, placements: tuple[Placement, ...], dim: int, shapes: Sequence[tuple[int, ...]]) -> Split:
-    """Return the split of a tensor dim. Sizes are read along the mesh dims that shard it, at index 0 of other mesh dims."""
+    """Return the split of tensor dim ``dim``, from the local sizes of the ranks that shard it; other mesh dims at index 0."""
     dim_placements = [Shard(0, None, p.level) if isinstance(p, Shard) and p.dim == dim else Replicate() for p in placements]
     mesh_dims = Layout.of(mesh, dim_placements, (mesh.size(),)).splits[0].mesh_dims  # type: ignore[union-attr]  # it is sharded
     mesh_strides = [1] * mesh.ndim
@@ -290,7 +290,7 @@ def _check_own_shapes(layout: Layout, locals_: Sequence[torch.Tensor]) -> None:
 
 
 def _check_values(layout: Layout, locals_: Sequence[torch.Tensor]) -> None:
-    """Compare dtypes and ``requires_grad`` of all ranks, and the values of replicas (``run_check``).
+    """Compare dtypes and ``requires_grad`` of local tensors on all ranks, and the values of replicas (``run_check``).
 
     Raises:
         LayoutError: on all ranks; it names the rank that differs.
@@ -326,7 +326,7 @@ def _check_values(layout: Layout, locals_: Sequence[torch.Tensor]) -> None:
 
 
 def _describe_local(local: torch.Tensor) -> tuple[str, tuple[int, ...], tuple[int, ...], bytes]:
-    """Return dtype and ``requires_grad`` as text, the shape, the stride, and a hash of the values.
+    """Return what ranks compare of a local tensor: dtype and ``requires_grad``, shape, stride, and a hash of the values.
 
     The text must be equal on all ranks, the hash on replicas.
     """

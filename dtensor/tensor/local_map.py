@@ -111,12 +111,12 @@ def local_map(
     A call communicates what ``redistribute_inputs`` asks for, and what ``func`` does.
     """
     boundary = _Boundary(out_placements, in_placements, in_grad_placements, device_mesh, redistribute_inputs)
-    return boundary.around if func is None else boundary.around(func)
+    return boundary.wrap_function if func is None else boundary.wrap_function(func)
 
 
 @dataclass(frozen=True, slots=True)
 class _Boundary:
-    """Placements of the arguments and results of a function."""
+    """Placements of the arguments and results of a ``local_map`` function."""
 
     results: Any
     arguments: tuple[Placements | None, ...] | None
@@ -124,22 +124,22 @@ class _Boundary:
     mesh: Any
     redistribute: bool
 
-    def around(self, func: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap ``func`` to get local tensors, and its outputs to become DTensors."""
+    def wrap_function(self, func: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``func`` as a function of DTensors: it gets their local tensors, and its outputs become DTensors."""
 
         @functools.wraps(func)
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
+        def call_with_local_tensors(*args: Any, **kwargs: Any) -> Any:
             """Call ``func`` with the local tensors of its arguments, and wrap its outputs."""
             flat, tree = tree_flatten(args)
             self._check_count(len(flat))
             mesh: DeviceMesh | None = None if self.mesh is None else as_mesh(self.mesh)
             meshes: list[DeviceMesh] = []
             with contextlib.ExitStack() as modules:
-                locals_ = [self._local_of(i, value, meshes, modules) for i, value in enumerate(flat)]
+                locals_ = [self._localize_argument(i, value, meshes, modules) for i, value in enumerate(flat)]
                 out = func(*tree_unflatten(locals_, tree), **kwargs)
             return _wrap_outputs(out, self.results, mesh or meshes[0]) if meshes else out
 
-        return wrapped
+        return call_with_local_tensors
 
     def _check_count(self, count: int) -> None:
         """Raise if the placements are not one for each flattened argument."""
@@ -149,8 +149,8 @@ class _Boundary:
             if entries is not None and len(entries) != count:
                 raise ContradictionError(f"local_map: {count} flattened arguments, but {name} has {len(entries)} entries")
 
-    def _local_of(self, i: int, value: Any, meshes: list[DeviceMesh], modules: contextlib.ExitStack) -> Any:
-        """Return the value that the function gets for argument ``i``, and add its meshes to ``meshes``.
+    def _localize_argument(self, i: int, value: Any, meshes: list[DeviceMesh], modules: contextlib.ExitStack) -> Any:
+        """Return the local value that the function gets for argument ``i``, and add its meshes to ``meshes``.
 
         The DTensors of a module are replaced by local tensors until ``modules`` closes.
         """
@@ -160,7 +160,7 @@ class _Boundary:
             _localize, position=i, wanted=placements, grad=grad_placements, redistribute=self.redistribute
         )
         if isinstance(value, nn.Module) and placements is not None:
-            meshes += modules.enter_context(_with_locals(value, localize))
+            meshes += modules.enter_context(_swap_in_local_tensors(value, localize))
         elif isinstance(value, DTensor):
             meshes.append(value.device_mesh)
             if self.arguments is not None and placements is None:
@@ -172,8 +172,8 @@ class _Boundary:
 
 
 @contextlib.contextmanager
-def _with_locals(module: nn.Module, localize: Callable[[DTensor], Any]) -> Iterator[list[DeviceMesh]]:
-    """Replace the DTensors of a module by local tensors in this context; yield their meshes.
+def _swap_in_local_tensors(module: nn.Module, localize: Callable[[DTensor], Any]) -> Iterator[list[DeviceMesh]]:
+    """Replace a module's parameters and buffers that are DTensors by local tensors in this context; yield their meshes.
 
     A DTensor that is used in several places has one local tensor.
     """
@@ -195,7 +195,7 @@ def _with_locals(module: nn.Module, localize: Callable[[DTensor], Any]) -> Itera
 
 
 def _localize(value: DTensor, position: int, wanted: Placements | None, grad: Placements | None, redistribute: bool) -> Any:
-    """Return the local tensor of argument ``position``, redistributed to ``wanted`` if ``redistribute`` is set.
+    """Return the local tensor of argument ``position``; redistribute to ``wanted`` first, or raise if that is not allowed.
 
     Raises:
         PlacementError: it has other placements.

@@ -40,14 +40,14 @@ def notify_redistributed(x: Any, made: Any) -> Any:
 
 
 def notify_gradient(grad: Any, leaf: list[Layout]) -> None:
-    """Report a gradient of a leaf, unless it is plain or on another mesh."""
+    """Report to observers a gradient of a leaf, unless it is plain or on another mesh."""
     if hasattr(grad, "_layout") and grad._layout.mesh is leaf[0].mesh:
         for observer in OBSERVERS.values():
             observer.on_leaf_gradient(grad, leaf)
 
 
 def notify_layout_read(x: Any) -> None:
-    """Report that the program reads the placements or the local tensors of ``x``."""
+    """Report to observers that the program reads the placements or the local tensors of ``x``."""
     for observer in OBSERVERS.values():
         observer.on_layout_read(x)
 

@@ -87,7 +87,8 @@ class RedistributeMany(torch.autograd.Function):
         plans = [plan(x._layout, target) for x, target in zip(xs, targets, strict=True)]
         pending_values = execute_many(plans, [x._local for x in xs])
 
-        def own_memory(values: list[Any]) -> list[Any]:
+        def clone_aliased_results(values: list[Any]) -> list[Any]:
+            """Return the results, with copies of those that would share memory with their inputs."""
             # each result has memory of its own, as in Redistribute
             return [
                 value if steps.communicates else clone_if_aliased(value, storage_addresses(x._local))
@@ -95,8 +96,8 @@ class RedistributeMany(torch.autograd.Function):
             ]
 
         if not async_op:
-            return tuple(map(wrap_local, own_memory(pending_values.wait()), targets))
-        all_pending = check_unwritten(pending_values.then(own_memory), xs)
+            return tuple(map(wrap_local, clone_aliased_results(pending_values.wait()), targets))
+        all_pending = check_unwritten(pending_values.then(clone_aliased_results), xs)
         pending_by_tensor = [all_pending.then(operator.itemgetter(i)) for i in range(len(xs))]
         return tuple(
             wrap_pending(pending, target, x._local) for pending, target, x in zip(pending_by_tensor, targets, xs, strict=True)

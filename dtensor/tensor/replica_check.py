@@ -31,7 +31,7 @@ class _StepHook:
 
 
 def _update_hook() -> None:
-    """Install or remove the hook, after ``Level.replicas`` has changed."""
+    """Install or remove the optimizer hook, as ``check_ranks(replicas=)`` says now."""
     if _StepHook.handle is not None:
         _StepHook.handle.remove()
         _StepHook.handle = None
@@ -73,7 +73,7 @@ def check_optimizer_replicas(optimizer: Optimizer, step: int) -> None:
 
 
 def _find_difference(sums_by_rank: dict[int, dict[str, int]]) -> dict[int, tuple[int, str]]:
-    """Return for each rank its checksum of the first tensor that differs, and a text that names it."""
+    """Return for each rank its checksum of the first tensor that differs between ranks, and a text that names the tensor."""
     first = next(iter(sums_by_rank.values()))
     different = [name for name in first if len({sums.get(name) for sums in sums_by_rank.values()}) > 1] or ["what there is"]
     more = f" (and {len(different) - 1} more)" if len(different) > 1 else ""
@@ -82,7 +82,7 @@ def _find_difference(sums_by_rank: dict[int, dict[str, int]]) -> dict[int, tuple
 
 
 def _replica_checksums(optimizer: Optimizer) -> ReplicaChecksums:
-    """Return the checksums of all replicated tensors, and of the random state."""
+    """Return the checksums of all replicated tensors and random states, by mesh and mesh dims of the copies."""
     checksums: ReplicaChecksums = {}
     for name, tensor, parameter in _named_tensors(optimizer):
         like = tensor if isinstance(tensor, DTensor) else parameter
@@ -113,7 +113,7 @@ def _named_tensors(optimizer: Optimizer) -> Iterator[tuple[str, Any, DTensor]]:
 
 
 def local_checksum(local: torch.Tensor) -> int:
-    """Return 64 bits: the exclusive or of the tensor's words, which does not depend on an order of addition."""
+    """Return a 64-bit checksum of a local tensor, the exclusive or of its words."""
     data = flatten_to_bytes(local)
     aligned = data.numel() // 8 * 8
     words = data[:aligned].view(torch.int64)
@@ -121,7 +121,7 @@ def local_checksum(local: torch.Tensor) -> int:
     return (result ^ int.from_bytes(bytes(data[aligned:].tolist()), "little") ^ data.numel()) & (2**64 - 1)
 
 
-def follow_check_level() -> None:
-    """Check replicas as ``check_ranks(replicas=)`` says, from now on."""
+def install_replica_check() -> None:
+    """Install the optimizer hook that checks replicas, and update it when ``check_ranks(replicas=)`` changes."""
     CheckLevel.changed.append(_update_hook)
     _update_hook()  # the environment may have set a level

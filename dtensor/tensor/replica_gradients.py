@@ -46,7 +46,7 @@ _PASSES: BoundedDict[tuple[LocalUse, int], int] = BoundedDict(
 
 
 def find_use(layout: Layout) -> LocalUse | None:
-    """Return the line that uses local tensors of ``layout`` now; None if ranks have nothing to exchange."""
+    """Return the user's line that makes local tensors of ``layout``; None if their gradients need no comparison."""
     if (
         CheckLevel.now == "off"
         or not _replicated_dims(layout)
@@ -59,7 +59,7 @@ def find_use(layout: Layout) -> LocalUse | None:
 
 
 def compare_replicas(layout: Layout, grads: Sequence[torch.Tensor], use: LocalUse | None) -> None:
-    """Compare the gradients of local tensors of ``layout``, given one for each rank of this process.
+    """Raise if ranks have different gradients for local tensors that are replicas; ``use`` is the line that made these.
 
     On process groups it costs one exchange of 64 KiB in all, at the first, second, fourth, eighth ... pass that reaches the use.
     ``check_ranks("off")`` turns it off.
@@ -85,7 +85,7 @@ def _replicated_dims(layout: Layout) -> list[int]:
 
 
 def _is_due(use: LocalUse) -> bool:
-    """Count the passes that reached ``use``. Return True if their number is a power of two."""
+    """Count a gradient of ``use`` in this backward pass. Return True if 1, 2, 4, 8 ... passes have reached it."""
     task = graph_task()
     if task != _PASS.task:
         _PASS.task, _PASS.counts = task, {}
@@ -96,7 +96,7 @@ def _is_due(use: LocalUse) -> bool:
 
 @untracked
 def _compare_on_processes(layout: Layout, dims: Sequence[int], grad: torch.Tensor) -> None:
-    """Compare a summary of ``grad`` on all ranks of the mesh, so that all of them raise."""
+    """Exchange a summary of ``grad`` over all ranks of the mesh, and raise on all if replicas differ."""
     mesh, size = layout.mesh, payload_bytes(layout.mesh)
     numbers, scale = _summarize(grad, size // 8 - 2)
     payload = torch.cat([numbers.new_tensor([len(numbers), scale]), numbers]).numpy().tobytes()
@@ -117,7 +117,7 @@ def _compare_on_processes(layout: Layout, dims: Sequence[int], grad: torch.Tenso
 
 
 def _summarize(grad: torch.Tensor, count: int) -> tuple[torch.Tensor, float]:
-    """Return at most ``count`` sums of neighboring elements, and the scale of their rounding errors."""
+    """Return at most ``count`` sums of neighboring elements of a gradient, and the scale of their rounding errors."""
     flat = (torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad).reshape(-1).cpu().double()
     chunk_length = max(1, -(-flat.numel() // max(count, 1)))
     finite = flat[flat.isfinite()]

@@ -24,6 +24,7 @@ class HiddenStorage(torch.UntypedStorage):
     device: Any = torch.device("meta")
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise UnsupportedOperationError: the bytes are in the local tensors."""
         raise UnsupportedOperationError(
             "a DTensor has no storage of its own: use x.to_local().untyped_storage() for this rank's shard, "
             "or x.full_tensor().untyped_storage() for a copy of the full tensor"
@@ -46,7 +47,7 @@ class HiddenStorage(torch.UntypedStorage):
 
 
 def storage_of(x: Any) -> torch.UntypedStorage:
-    """Return the storage of a DTensor.
+    """Return ``x.untyped_storage()``: a :class:`HiddenStorage`, or for traced arguments the one that identifies their memory.
 
     While a program is traced: torch's own storage, which is not read; for an argument, the storage that shows its aliases.
     """

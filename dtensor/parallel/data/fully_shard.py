@@ -103,7 +103,7 @@ def _make_unit(
     policy: MixedPrecisionPolicy,
     reshard_after_forward: Any,
 ) -> FSDPUnit:
-    """Make the FSDP unit of the modules, with a parameter group for each set of mesh axes."""
+    """Make the FSDP unit of the modules, with a parameter group for each set of mesh axes that its parameters have."""
     make_reshard_group(axes, reshard_after_forward)  # raises before any change
     axes = axes_on_common_root(axes, modules)
     fsdp_params = make_fsdp_params(modules, axes, ignored, "fully_shard", placement_fn)
@@ -172,12 +172,12 @@ def units_by_size(
     units: list[nn.Module] = []
     counted: set[nn.Parameter] = set()
 
-    def visit(submodule: nn.Module) -> list[nn.Parameter]:
-        """Return the parameters below ``submodule`` that are in no unit yet."""
+    def collect_units(submodule: nn.Module) -> list[nn.Parameter]:
+        """Append the modules below ``submodule`` to make units of; return the parameters that remain in none."""
         uncovered = [p for p in submodule._parameters.values() if p is not None and p not in counted]
         counted.update(uncovered)
         for child in submodule.children():
-            uncovered += visit(child)
+            uncovered += collect_units(child)
         if (
             submodule is not module
             and not isinstance(submodule, tuple(never))
@@ -187,5 +187,5 @@ def units_by_size(
             return []
         return uncovered
 
-    visit(module)
+    collect_units(module)
     return [*units, module]

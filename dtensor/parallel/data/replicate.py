@@ -162,7 +162,7 @@ def _make_unit(
     max_bytes: float | None,
     shared: bool,
 ) -> FSDPUnit:
-    """Make the unit of the modules, with parameters in buckets, and gradients reduced bucket by bucket."""
+    """Make the unit of replicated modules, with a parameter group for each bucket of gradients."""
     axes = axes_on_common_root(axes, modules)
     fsdp_params = make_fsdp_params(modules, axes, ignored, "replicate")
     move_to_common_mesh(fsdp_params, axes.mesh)
@@ -188,6 +188,7 @@ def _requested_mesh(mesh: Any, device_mesh: Any, process_group: Any, modules: Se
 
 
 def _bucket_bytes(bucket_cap_mb: float | None) -> float | None:
+    """Return ``bucket_cap_mb`` in bytes; None means no limit."""
     if bucket_cap_mb is None:
         return None
     if not bucket_cap_mb > 0:

@@ -103,7 +103,7 @@ class DistributedBatchSampler(Sampler[list[int]]):
             yield batch[here]
 
     def _own_slice(self) -> slice:
-        """Return the rows of a batch that this rank reads."""
+        """Return the slice of a global batch that this rank reads; everything if all ranks are in this process."""
         coordinate = self.mesh.get_coordinate()
         if coordinate is None:
             return slice(0, 0)  # outside of the mesh
@@ -117,12 +117,12 @@ class DistributedBatchSampler(Sampler[list[int]]):
 
     # --- position ----------------------------------------------------------------------------------------------------
     def set_epoch(self, epoch: int) -> None:
-        """Go to the start of an epoch. Nothing changes if it is the current one."""
+        """Move the sampler to the start of ``epoch``; do nothing if that is the current epoch."""
         if epoch != self.epoch:
             self.epoch, self._samples = epoch, 0
 
     def seek(self, step: int) -> None:
-        """Go to the position after ``step`` global batches, counted from the first epoch.
+        """Move the sampler to the position after ``step`` global batches, counted from the first epoch.
 
         A ``DataLoader`` with workers requests batches ahead of the program, and ``state_dict`` counts requested batches. With
         workers, seek the number of steps made, or use torchdata's ``StatefulDataLoader``, which counts returned batches.
@@ -131,7 +131,7 @@ class DistributedBatchSampler(Sampler[list[int]]):
         self._samples = batches * self.batch_size
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, and what the order depends on. It may be loaded with another mesh or batch size."""
+        """Return the sampler's position, seed and length; it may be loaded with another mesh or batch size."""
         return {
             "epoch": self.epoch,
             "samples": self._samples,
@@ -141,7 +141,7 @@ class DistributedBatchSampler(Sampler[list[int]]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to the position of a result of ``state_dict()``.
+        """Move the sampler to the position of a result of ``state_dict()``; raise if its order of samples differs.
 
         Raises:
             LayoutError: samples had another order there.
@@ -170,7 +170,7 @@ class DistributedBatchSampler(Sampler[list[int]]):
         return DTensor.from_local(samples, self.mesh, self._with_shard_order(placements), shape=shape)
 
     def _with_shard_order(self, placements: list[Placement]) -> list[Placement]:
-        """Return ``placements`` with levels that shard in the order of ``mesh_dims``, if it is not the order of the mesh."""
+        """Set the levels of ``Shard`` placements so that data is split in the order of ``mesh_dims``."""
         if list(self.mesh_dims) != sorted(self.mesh_dims):
             for level, dim in enumerate(self.mesh_dims):
                 placements[dim] = Shard(0, level=level)

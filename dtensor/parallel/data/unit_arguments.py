@@ -43,7 +43,7 @@ def check_offload_policy(offload_policy: Any) -> None:
 
 
 def check_can_be_unit(module: Any, name: str) -> None:
-    """Check that ``module`` can be made a unit.
+    """Raise if ``fully_shard`` or ``replicate`` cannot make ``module`` a unit.
 
     Raises:
         TypeError: it is not a module.

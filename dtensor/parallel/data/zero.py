@@ -107,7 +107,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         inner_groups = [{**group, "params": self._shard_params(group["params"])} for group in groups]
         self.inner = optimizer_class(inner_groups, **defaults)
         super().__init__(groups, self.inner.defaults)
-        self._share_options()
+        self._set_missing_outer_options()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, and one of its shards to the inner optimizer."""
@@ -115,10 +115,10 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         if hasattr(self, "state") and len(self.inner.param_groups) < len(self.param_groups):
             group = self.param_groups[-1]
             self.inner.add_param_group({**group, "params": self._shard_params(group["params"])})
-            self._share_options()
+            self._set_missing_outer_options()
 
-    def _share_options(self) -> None:
-        """Copy missing options of the inner parameter groups to the outer ones, on which learning-rate schedulers work."""
+    def _set_missing_outer_options(self) -> None:
+        """Copy options that only the inner parameter groups have to the outer ones, which learning-rate schedulers read."""
         for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             for name, value in inner.items():
                 if name != "params":
@@ -133,7 +133,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         if ACTIVE_RECORDERS and (recorder := current_recorder()) is not None:  # replays do not check versions, and set no options
             recorder.isolate_state(self, {"_param_versions": dict.fromkeys(self._param_versions)})
             recorder.isolate_state(self.inner, {"param_groups": [dict(group) for group in self.inner.param_groups]})
-        self._pass_options()
+        self._copy_options_to_inner()
         with torch.no_grad():
             for k, x in enumerate(self._sharded_params):
                 if self._param_versions[k] != take_snapshot(x.parameter):  # written to or loaded since the last step
@@ -147,14 +147,14 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
                 self._param_versions[k] = take_snapshot(x.parameter)
         return loss
 
-    def _pass_options(self) -> None:
-        """Copy the options of the outer parameter groups to the inner ones."""
+    def _copy_options_to_inner(self) -> None:
+        """Copy the options of the outer parameter groups, such as ``lr``, to the inner optimizer's."""
         for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner.update({name: value for name, value in outer.items() if name != "params"})
 
     # --- shards ------------------------------------------------------------------------------------------------------
     def _shard_params(self, parameters: Iterable[Tensor]) -> list[nn.Parameter]:
-        """Return the shards of ``parameters``. Their local tensors share one buffer: they are sent together after a step."""
+        """Return shards of ``parameters`` for the inner optimizer, in one buffer per mesh and dtype: one all-gather sends it."""
         made = [self._add_sharded_param(p) for p in parameters]
         added = self._sharded_params[len(self._sharded_params) - len(made) :]
         distributed = [x for x in added if x.state is not x.stored and not x.shard.is_meta]
@@ -197,12 +197,13 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         return stored.replace(placements=placements)
 
     def _stored_layout(self, p: Tensor) -> Layout:
+        """Return the layout of a model parameter; a plain parameter is replicated over the mesh."""
         if isinstance(p, DTensor):
             return p._layout
         return Layout.of(self.mesh, None, shards_of(p)[0].shape, None, p.dtype)
 
     def _own_shard(self, value: Tensor, layout: Layout) -> Any:
-        """Return the local shard of ``value`` in ``layout``, in new memory."""
+        """Return a copy of this rank's shard of ``value`` with the placements of ``layout``."""
         stored = self._stored_layout(value)
         target = layout.replace(dtype=stored.dtype, stride=stored.stride)
         return redistribute_local(self._local_of(value), stored, target).clone()
@@ -220,7 +221,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
     # --- state -------------------------------------------------------------------------------------------------------
     @property
     def state(self) -> defaultdict[Tensor, Any]:
-        """Optimizer state by parameter: the inner optimizer's dicts, with the state of the shards."""
+        """Return the optimizer state by parameter of the model: the inner optimizer's dicts, with the state of shards."""
         inner_state = self.inner.state
         return defaultdict(dict, {x.parameter: inner_state[x.shard] for x in self._sharded_params if x.shard in inner_state})
 
@@ -233,7 +234,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
 
         After :meth:`consolidate_state_dict`, and until the next step, return the plain optimizer's state dict.
         """
-        self._pass_options()
+        self._copy_options_to_inner()
         return self.inner.state_dict() if self._consolidated is None else self._consolidated
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -244,7 +245,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
 
     def consolidated_state_dict(self) -> dict[str, Any]:
         """Return the state dict of the plain optimizer, with full plain tensors, on every rank."""
-        self._pass_options()
+        self._copy_options_to_inner()
         return map_tensors(lambda x: x.full_tensor() if isinstance(x, DTensor) else x, self.inner.state_dict())
 
     def consolidate_state_dict(self, to: int = 0) -> None:
@@ -278,7 +279,7 @@ def _concatenate(member: int, *shards: Tensor) -> list[Tensor]:
 
 
 def _on_all_ranks(value: Tensor, mesh: DeviceMesh) -> Any:
-    """Return a plain tensor as a local value; in process it is that of all ranks."""
+    """Return a plain tensor as the local value of a replicated tensor, for all ranks of this process."""
     return communicator_of(mesh).map(lambda _, x: x, value)
 
 

@@ -98,7 +98,7 @@ class _MatrixParallel(ParallelStyle):
             distribute_parameter(module, "bias", mesh, self._bias_placement, self.src_data_rank)
 
     def _finish_output(self, output: Any, mesh: DeviceMesh, placement: Placement, new: bool) -> Any:
-        """Return the module's output under ``placement``, or its local tensor.
+        """Redistribute a module's output to ``placement``, and return it or its local tensor.
 
         Args:
             new: no other tensor shares the memory of ``output``, so its local tensor may be overwritten.

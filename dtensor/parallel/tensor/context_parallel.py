@@ -139,7 +139,7 @@ def _as_flat_mesh(mesh: Any) -> DeviceMesh:
 
 
 def _sequence_length(buffers: list[Tensor], dims: list[int], not_restored: list[int]) -> int:
-    """Return the sequence length of the buffers.
+    """Return the common sequence length of the buffers, after checks of ``context_parallel``'s arguments.
 
     Raises:
         LayoutError: the buffers, their dims or ``not_restored`` do not fit together.
@@ -169,7 +169,7 @@ def _sequence_length(buffers: list[Tensor], dims: list[int], not_restored: list[
 
 
 def _swap_buffer(buffer: Tensor, part: Any) -> Callable[[], None]:
-    """Make ``buffer`` hold ``part`` in place, and return a function that restores its previous value."""
+    """Replace the value of ``buffer`` by this rank's shard ``part`` in place; return the function that undoes it."""
     for kind, inner in ((DTensor, "_local"), (PerRank, "shards")):  # a buffer of an FSDP unit: the module has its local value
         if isinstance(buffer, kind):
             whole = getattr(buffer, inner)
@@ -193,6 +193,7 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Any, key: Any, value: Any, ring: Ring) -> Any:
+        """Return the attention output of this rank's queries, and save what the ring's backward needs."""
         out, sums = attend_on_ring(ring, query, key, value)
         ctx.ring = ring
         ctx.save_for_backward(query, key, value, out, sums)
@@ -210,7 +211,7 @@ _FUSED_ATTENTION = ("multi_head_attention_forward", "_native_multi_head_attentio
 
 
 class RingAttentionMode(TorchFunctionMode):
-    """Replace attention of local tensors by ring attention over the full sequence."""
+    """Torch function mode that replaces attention of local tensors by ring attention over the full sequence."""
 
     def __init__(self, mesh: DeviceMesh, order: SequenceOrder) -> None:
         super().__init__()
@@ -229,7 +230,7 @@ class RingAttentionMode(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _backward(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run a backward pass in which checkpoints may recompute attention.
+        """Run a backward pass with this mode active in each autograd node, where checkpoints recompute attention.
 
         Torch disables this mode for the pass, and each autograd node restores the thread state of the start of the pass.
         Therefore a pre-hook of every node enters the mode again.
@@ -326,6 +327,7 @@ class RingAttentionMode(TorchFunctionMode):
             raise LayoutError(f"query, key and value have {heads} heads; fewer heads of key and value need enable_gqa=True")
 
         def check_shard_size(member: int, *operands_here: Tensor) -> None:
+            """Raise if the sequence dims of a member's operands are not its shard size."""
             held = self.order.shard_sizes[self.mesh.coordinates[member][0]]
             found = [x.shape[-2] for x in operands_here]
             if found != [held] * 3:

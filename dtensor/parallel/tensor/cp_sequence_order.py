@@ -33,7 +33,7 @@ class SequenceOrder(NamedTuple):
 
     @property
     def shard_sizes(self) -> tuple[int, ...]:
-        """Return the number of positions of each rank, equal to the sizes of a ``Shard``."""
+        """Return the number of sequence positions of each rank, which are the sizes of a ``Shard``."""
         return chunk_sizes(self.length, (self.ranks,))
 
     def position_ranges(self, index: int) -> SequencePieces:
@@ -52,7 +52,7 @@ class SequenceOrder(NamedTuple):
         ).argsort()
 
     def shard_of(self, mesh: DeviceMesh, full: Tensor, dim: int) -> Any:
-        """Return each rank's shard of ``full`` along ``dim``."""
+        """Return each rank's shard of the full tensor ``full``: its sequence positions along ``dim``."""
 
         def select_positions(member: int, full: Tensor) -> Tensor:
             ranges = self.position_ranges(mesh.coordinates[member][0])
@@ -61,13 +61,14 @@ class SequenceOrder(NamedTuple):
         return communicator_of(mesh).map(select_positions, full)
 
     def make_ring(self, mesh: DeviceMesh, key: Tensor, value: Tensor, causal: bool, scale: float | None) -> Ring:
-        """Return the ring around which the ranks send ``key`` and ``value``."""
+        """Return the ring attention schedule, in which ranks pass on shards of ``key`` and ``value``."""
         around = [(x.size(0), x.size(1), x.size(3)) for x in (key, value)]
 
         def own_positions(member: int) -> SequencePieces:
             return self.position_ranges(mesh.coordinates[member][0])
 
         def local_shapes(member: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+            """Return the shapes of the key and the value shard of a member."""
             held = self.shard_sizes[mesh.coordinates[member][0]]
             of_key, of_value = ((batch, heads, held, width) for batch, heads, width in around)
             return of_key, of_value

@@ -20,7 +20,7 @@ GROUPED_MM_ALIGNMENT = 16  # bytes: grouped matmuls require rows of a multiple o
 
 
 class ReplicatedInputs(ParallelStyle):
-    """Compute the module on DTensors, with replicated inputs, and return local tensors."""
+    """Style that runs a module on DTensors, with replicated inputs, and returns its outputs as local tensors."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         self.register_hooks(module, require_one_dim(device_mesh, self))
@@ -32,6 +32,7 @@ class ReplicatedInputs(ParallelStyle):
         running: list[ExitStack] = []
 
         def enter_module(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            """Replicate the module's inputs, and treat plain tensors inside it as replicated until it returns."""
             running.append(ExitStack())
             running[-1].enter_context(implicit_replication())  # tensors that it makes from shapes alone are equal on all ranks
             return _map_arguments(_as_replicated, mesh, args, kwargs)
@@ -47,7 +48,7 @@ class ReplicatedInputs(ParallelStyle):
 
 
 class ShardedExperts(ParallelStyle):
-    """Compute the module on each rank's shard of every expert. The output of each rank is one addend of a sum.
+    """Style that runs a module on each rank's shard of every expert, and sums the outputs over ranks.
 
     Rows of experts are weighted and added per token before communication. So each token is reduced once, for any number of
     experts per token. With DTensors, partial rows would be reduced before the weights (which may be infinite) multiply them.
@@ -86,7 +87,7 @@ class ShardedExperts(ParallelStyle):
 
 
 class DividedInput(ParallelStyle):
-    """Divide the first plain input by the number of ranks: the module returns its input, which is used as one addend per rank."""
+    """Style that divides a module's first plain input by the number of ranks, if the output will be summed over ranks."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         """Register the hook that divides a plain input by the number of ranks."""
@@ -100,7 +101,7 @@ class DividedInput(ParallelStyle):
 
 
 def _sharded_stacks_of(module: nn.Module, mesh: DeviceMesh) -> dict[tuple[nn.Module, str], DTensor] | None:
-    """Return all parameters of a module, by owner and name, if all are sharded stacks of matrices; else None.
+    """Return all parameters of a module, by owner and name, if all are stacks of matrices sharded within each; else None.
 
     Each rank must have a non-empty shard of each matrix.
     """
@@ -127,6 +128,7 @@ def _sharded_stacks_of(module: nn.Module, mesh: DeviceMesh) -> dict[tuple[nn.Mod
 def _map_arguments(
     change: Any, mesh: DeviceMesh, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return positional and keyword arguments, each replaced by ``change(argument, mesh)``."""
     return tuple([change(x, mesh) for x in args]), {name: change(x, mesh) for name, x in kwargs.items()}
 
 

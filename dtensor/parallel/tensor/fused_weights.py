@@ -72,7 +72,7 @@ def distribute_fused_parameter(module: nn.Module, name: str, mesh: DeviceMesh, d
 
 
 def _stacked_parameters_of(module: nn.Module, prefix: str) -> list[tuple[str, str, _StackParametrization]]:
-    """Return, for each stacked parameter, its name, the name of its stack, and the parametrization."""
+    """Return for each fused parameter that is stored as a stack its name, the stack's name, and the parametrization."""
     by_name: Any = getattr(module, "parametrizations", {})
     return [
         (f"{prefix}{name}", f"{prefix}parametrizations.{name}.original", chain[0])

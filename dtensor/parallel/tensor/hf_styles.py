@@ -32,14 +32,14 @@ from .style import (
 
 
 class _UnchangedModule(ParallelStyle):
-    """Leave a module that is equal on all ranks unchanged."""
+    """Style that leaves a replicated module unchanged."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return module
 
 
 class _LocalParameters(ParallelStyle):
-    """Pass the module its own parameters as local tensors; the gradient of a replicated one is partial over ranks."""
+    """Style that runs a module with its parameters as local tensors; gradients of replicated ones are partial over ranks."""
 
     def __init__(self, replicate: bool) -> None:
         self.replicate = replicate
@@ -70,7 +70,7 @@ class _LocalParameters(ParallelStyle):
 
 
 class _PartialOutput(ParallelStyle):
-    """Sum the module's output over ranks.
+    """Style that sums a module's output over ranks.
 
     A module with sharded parameters of its own computes on DTensors, which know which outputs are partial. The plain output
     of any other module is taken as one addend per rank.
@@ -89,7 +89,7 @@ class _PartialOutput(ParallelStyle):
 
 
 class _SharedTail(ParallelStyle):
-    """Sum the gradient of the last ``width`` output features over ranks.
+    """Style that sums, over ranks, the gradient of the last ``width`` output features of a module.
 
     All heads use these features, and each rank has some of the heads.
     """
@@ -102,6 +102,7 @@ class _SharedTail(ParallelStyle):
         mesh = require_one_dim(device_mesh, self)
 
         def split_tail(x: torch.Tensor) -> torch.Tensor:
+            """Return ``x`` with a gradient that is summed over ranks for its last ``width`` features."""
             head, tail = x.split([x.size(-1) - self.width, self.width], -1)
             shared = DTensor.from_local(tail, mesh, [Replicate()]).to_local(grad_placements=[Partial()])
             return torch.cat([head, shared], -1)
@@ -111,7 +112,7 @@ class _SharedTail(ParallelStyle):
 
 
 def _make_shared_tail(root: nn.Module) -> ParallelStyle:
-    """Return the style for the shared features that the model's config names; raise if it names none."""
+    """Return the style ``mla_kv_a_proj``, with the width of the shared features from the model's config."""
     config: Any = getattr(root, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     if not hasattr(text, "qk_rope_head_dim"):
@@ -162,14 +163,14 @@ def make_style(name: str, root: nn.Module) -> ParallelStyle:
 
 
 def mark_styled(module: nn.Module) -> None:
-    """Record that ``module`` has a style, and remove the hooks that it got because it shares parameters."""
+    """Record that a plan gave ``module`` a style, and remove the hooks for modules without style."""
     for handle in module.__dict__.get("_replicated_input_hooks", ()):
         handle.remove()
     module.__dict__["_replicated_input_hooks"] = ()
 
 
 def hook_modules_with_shared_parameters(root: nn.Module, mesh: DeviceMesh) -> None:
-    """Make modules without a style that share a parameter with a styled module take and return replicated tensors."""
+    """Make modules without style that share a parameter with a styled module run on replicated DTensor inputs."""
     parameters = [(parameter, module) for module in root.modules() for parameter in module._parameters.values()]
     for modules in group_by_key(pair for pair in parameters if isinstance(pair[0], DTensor)).values():
         unstyled = [module for module in modules if "_replicated_input_hooks" not in module.__dict__]
@@ -178,7 +179,7 @@ def hook_modules_with_shared_parameters(root: nn.Module, mesh: DeviceMesh) -> No
 
 
 def distribute_by_style_name(module: nn.Module, parameter: str, name: str, mesh: DeviceMesh, source: int | None) -> None:
-    """Distribute one parameter that a plan names directly, as ``name`` says.
+    """Distribute one parameter that a plan names directly, sharded as the style name ``name`` says.
 
     Raises:
         PlacementError: ``name`` is not a way to shard a parameter.

@@ -67,10 +67,12 @@ class PrepareModuleInput(ParallelStyle):
         """Register the hook that redistributes the inputs."""
         mesh = require_one_dim(device_mesh, self)
 
-        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        def redistribute_inputs(
+            _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
             return self._prepare_input_kwarg_fn(args, kwargs, mesh)
 
-        module.register_forward_pre_hook(hook, with_kwargs=True)
+        module.register_forward_pre_hook(redistribute_inputs, with_kwargs=True)
         return module
 
     # --- named and called as in PyTorch, for subclasses --------------------------------------------------------------
@@ -136,6 +138,7 @@ class PrepareModuleOutput(ParallelStyle):
         self.use_local_output = use_local_output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        """Register the hook that redistributes the outputs."""
         mesh = require_one_dim(device_mesh, self)
 
         module.register_forward_hook(lambda _, args, outputs: self._prepare_out_fn(outputs, mesh))
@@ -152,8 +155,8 @@ class PrepareModuleOutput(ParallelStyle):
         values = (outputs,) if single else outputs
         _check_same_count(values, self.output_layouts, f"outputs of a module with {self!r}", "output")
         pairs = zip(values, self.output_layouts, self.desired_output_layouts, strict=True)
-        moved = [_map_nested(x, device_mesh, current, desired, prepare) for x, current, desired in pairs]
-        return moved[0] if single else rebuild_sequence(outputs, moved)
+        redistributed = [_map_nested(x, device_mesh, current, desired, prepare) for x, current, desired in pairs]
+        return redistributed[0] if single else rebuild_sequence(outputs, redistributed)
 
 
 class PrepareModuleInputOutput(ParallelStyle):
@@ -204,7 +207,7 @@ class PrepareModuleInputOutput(ParallelStyle):
 def _map_nested(
     x: Any, mesh: Any, current: NestedLayouts, desired: NestedLayouts, prepare: Callable[[Any, Any, Any, Any], Any]
 ) -> Any:
-    """Apply ``prepare`` to the tensors of ``x``; ``current`` and ``desired`` are nested as ``x``, down to the placements.
+    """Apply ``prepare`` to each tensor in the nested value ``x``, with its current and desired placement.
 
     Args:
         current, desired: a mapping for a tensor has the placement of the mesh dim by name.
@@ -223,11 +226,11 @@ def _map_nested(
         if not isinstance(x, (tuple, list)):
             raise PlacementError(f"layouts for {len(current)} values, but the argument is {_describe_type(x)}")
         _check_same_count(x, current, f"items of a {type(x).__name__}")
-        moved = [
+        redistributed = [
             _map_nested(item, mesh, one, _nested_entry(desired, k), prepare)
             for k, (item, one) in enumerate(zip(x, current, strict=True))
         ]
-        return rebuild_sequence(x, moved)
+        return rebuild_sequence(x, redistributed)
     if not isinstance(x, torch.Tensor):
         raise PlacementError(
             f"the layout {current} is given for {_describe_type(x)}, which is not a tensor; pass None for it, or nested layouts"
@@ -259,7 +262,7 @@ def _describe_type(x: Any) -> str:
 def _match_layouts(
     current: NestedLayouts, desired: NestedLayouts, what: str
 ) -> tuple[tuple[NestedLayouts, ...] | None, tuple[NestedLayouts, ...] | None]:
-    """Return current and desired layouts as tuples, or None for those that were not given.
+    """Return current and desired layouts as tuples of one entry per input or output; raise if they differ in nesting.
 
     Raises:
         ContradictionError: the two do not have the same length and nesting.
@@ -281,7 +284,7 @@ def _as_tuple(layouts: NestedLayouts) -> tuple[NestedLayouts, ...] | None:
 
 
 def _have_same_nesting(current: Any, desired: Any) -> bool:
-    """Return True if ``desired`` is nested as ``current``, down to placements; None on either side matches anything.
+    """Return True if ``current`` and ``desired`` are tuples or dicts of the same nesting; None matches anything.
 
     Raises:
         PlacementError: an entry is not a placement.
@@ -304,7 +307,7 @@ def _have_same_nesting(current: Any, desired: Any) -> bool:
 
 
 def _check_same_count(values: Sequence[Any], layouts: Sequence[Any], what: str, side: str | None = None) -> None:
-    """Raise if there is not one layout for each value."""
+    """Raise if the module has not as many inputs or outputs, ``values``, as there are layouts."""
     if len(values) != len(layouts):
         advice = "give one for each;" if side is None else f"{side}_layouts takes as many as the module has {side}s;"
         raise PlacementError(

@@ -59,7 +59,7 @@ _ACTIVE_INPUTS: ModeStack[SharedInput] = ModeStack("shared input")
 
 
 def share_input(x: Any, key: Hashable, make: Callable[[], Any]) -> Any:
-    """Return ``make()``, which converts ``x`` as ``key`` describes, or the cached result of an earlier module's equal request."""
+    """Return ``make()``, the conversion of ``x`` that ``key`` describes, or the result that another module got for it."""
     if torch.compiler.is_compiling() or is_tracing():  # a traced graph must not depend on a cached value
         return make()
     active = _ACTIVE_INPUTS.last(None)
@@ -97,14 +97,14 @@ class _DetachedToLocal(ToLocal):
     @staticmethod
     def forward(x: Any, source: Layout, backward: Layout) -> Any:
         local = x._local
-        return tuple(piece.detach() for piece in local.shards) if isinstance(local, PerRank) else local.detach()
+        return tuple(shard.detach() for shard in local.shards) if isinstance(local, PerRank) else local.detach()
 
 
 _detached_to_local = make_apply(_DetachedToLocal)
 
 
 def donate_local(x: Any) -> torch.Tensor:
-    """Return the local tensors of ``x``, which the caller may write in place.
+    """Return the local tensors of ``x`` to a caller that may write them in place, because nothing else uses ``x``.
 
     No other code may use ``x``, and autograd must not have saved it.
     """

@@ -64,7 +64,7 @@ class ParallelStyle(ABC):
 
 
 def require_one_dim(mesh: DeviceMesh, style: ParallelStyle) -> DeviceMesh:
-    """Return ``mesh``.
+    """Return ``mesh``, or raise MeshError if a style over one mesh dim got a mesh with several.
 
     Raises:
         MeshError: the mesh has several dims.
@@ -80,7 +80,7 @@ StylePlacement: TypeAlias = Placement | NamedPlacements
 
 
 def placement_or_default(given: StylePlacement | None, default: Placement, name: str, style: ParallelStyle) -> StylePlacement:
-    """Return ``given``, or ``default`` for None. :func:`placement_over` reads it once the mesh is known.
+    """Return the placement argument ``given`` of a style, or ``default`` for None; raise if it is no placement.
 
     Raises:
         PlacementError: it is no form of one placement.
@@ -134,7 +134,7 @@ def tensor_of(module: nn.Module, name: str) -> torch.Tensor | None:
 
 
 def _compute_parametrized(module: nn.Module, name: str) -> Any:
-    """Return the value of a parametrization in evaluation mode. In training mode spectral norm advances its power iteration."""
+    """Return the value of a parametrized tensor, computed in evaluation mode, so that no state of it advances."""
     training_parts = [part for part in _original_tensors_of(module, name).modules() if part.training]
     for part in training_parts:
         part.training = False
@@ -151,7 +151,7 @@ def _original_tensors_of(module: nn.Module, name: str) -> nn.Module:
 
 
 def source_parameters_of(module: nn.Module, name: str) -> list[tuple[nn.Module, str]]:
-    """Return the parameter ``name`` of ``module`` as a pair of owner and name.
+    """Return the parameters behind ``name``, itself or those of its parametrization, as pairs of owner and name.
 
     If a parametrization computes it, return the parameters that it computes it from.
     """
@@ -165,6 +165,7 @@ def source_parameters_of(module: nn.Module, name: str) -> list[tuple[nn.Module, 
 
 
 def _has_dim(parameter: torch.Tensor, target: torch.Tensor | None, placement: Placement) -> bool:
+    """Return True if ``parameter`` has the same size as ``target`` along the dim that ``placement`` shards."""
     if target is None or not isinstance(placement, Shard):
         return True
     return parameter.ndim == target.ndim and parameter.shape[placement.dim] == target.shape[placement.dim]
@@ -219,7 +220,7 @@ def mesh_dim_of(mesh: DeviceMesh, submesh: DeviceMesh) -> int:
 
 
 def as_dtensor(x: Any, mesh: DeviceMesh, placement: Placement, global_size: int | None = None) -> DTensor:
-    """Return ``x`` if it is a DTensor, else a DTensor with local tensors ``x``. A DTensor on other mesh dims only gets both.
+    """Return ``x`` as a DTensor over ``mesh``: a plain ``x`` is a local tensor, a DTensor on other mesh dims is extended.
 
     Args:
         global_size: the global size of the dim that ``placement`` shards, if known; otherwise ranks exchange their sizes.
@@ -236,7 +237,7 @@ def as_dtensor(x: Any, mesh: DeviceMesh, placement: Placement, global_size: int 
 
 
 def _extend_to_mesh(x: Any, mesh: DeviceMesh, placement: Placement, global_size: int | None) -> DTensor:
-    """Return the DTensor ``x`` on its own mesh dims and that of ``mesh``, of which its local tensors are local tensors too.
+    """Return the DTensor ``x`` on a mesh with the further dim ``mesh``, along which its local tensors have ``placement``.
 
     Return ``x`` if it is on that mesh dim already.
     """
@@ -258,7 +259,7 @@ def _extend_to_mesh(x: Any, mesh: DeviceMesh, placement: Placement, global_size:
 
 
 def to_local_if(x: Any, use_local: bool, mesh: DeviceMesh, new: bool = False) -> Any:
-    """Return the local tensors of a DTensor ``x`` over ``mesh`` if ``use_local``, else ``x``.
+    """Return the local tensor of the DTensor ``x`` over the mesh dim of ``mesh`` if ``use_local``, else ``x``.
 
     Over other mesh dims the result stays a DTensor.
 
@@ -284,6 +285,7 @@ def to_local_if(x: Any, use_local: bool, mesh: DeviceMesh, new: bool = False) ->
 
 # --- hooks -----------------------------------------------------------------------------------------------------------
 def _require_tensor(x: Any) -> torch.Tensor:
+    """Return ``x``; raise TypeError if a module's input or output is no tensor."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"expected a tensor at the boundary of a parallel module, got {type(x).__name__}")
     return x
@@ -292,8 +294,10 @@ def _require_tensor(x: Any) -> torch.Tensor:
 def hook_first_input(module: nn.Module, prepare: Callable[[Any], Any]) -> None:
     """Register a hook that applies ``prepare`` to the first tensor argument of ``module``, positional or by keyword."""
 
-    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Prepare the first tensor argument."""
+    def prepare_first_input(
+        _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Replace the first tensor argument of the module by ``prepare`` of it."""
         if args:
             return (prepare(_require_tensor(args[0])), *args[1:]), kwargs
         for name, value in kwargs.items():
@@ -301,15 +305,16 @@ def hook_first_input(module: nn.Module, prepare: Callable[[Any], Any]) -> None:
                 return args, {**kwargs, name: prepare(value)}
         return args, kwargs
 
-    module.register_forward_pre_hook(hook, with_kwargs=True)
+    module.register_forward_pre_hook(prepare_first_input, with_kwargs=True)
 
 
 def hook_first_output(module: nn.Module, prepare: Callable[[Any], Any]) -> RemovableHandle:
     """Register a hook that applies ``prepare`` to the output of ``module``: the tensor, or the first item of a tuple."""
 
-    def hook(_: nn.Module, args: Any, output: Any) -> Any:
+    def prepare_first_output(_: nn.Module, args: Any, output: Any) -> Any:
+        """Replace the output tensor, or the first item of an output tuple, by ``prepare`` of it."""
         if isinstance(output, tuple) and output:
             return rebuild_sequence(output, (prepare(_require_tensor(output[0])), *output[1:]))
         return prepare(_require_tensor(output))
 
-    return module.register_forward_hook(hook)
+    return module.register_forward_hook(prepare_first_output)

@@ -76,8 +76,8 @@ def materialize(module: M, *, init: Callable[[nn.Module], object] | None = None,
     return module
 
 
-def check_values(modules: Sequence[nn.Module], places: set[tuple[int, str]]) -> None:
-    """Raise DTensorError, with their names, if parameters at these places (ids of modules, names) are on the meta device."""
+def check_not_on_meta(modules: Sequence[nn.Module], places: set[tuple[int, str]]) -> None:
+    """Raise DTensorError if the parameters at ``places`` (ids of modules, names) are on the meta device."""
     meta = [
         f"{prefix}.{name}".lstrip(".")
         for module in modules
@@ -149,13 +149,13 @@ def _find_initializer(module: nn.Module) -> Callable[[], object] | None:
 
 
 def _constructor_calls(kind: type, method: str) -> bool:
-    """Return True if a constructor of the class refers to ``method``."""
+    """Return True if a constructor of the class ``kind`` refers to the initializer ``method``."""
     codes = (getattr(vars(base).get("__init__"), "__code__", None) for base in kind.__mro__)
     return any(method in code.co_names for code in codes if code is not None)
 
 
 def _initialize(module: nn.Module, new_by_id: dict[int, tuple[Tensor, Any]]) -> None:
-    """Run the initializer of a module. Tensors that had values keep them, also those of submodules."""
+    """Run the initializer of a module on its allocated tensors; tensors that had values keep them, also in submodules."""
     initialize = _find_initializer(module)
     if initialize is None:
         return
@@ -169,7 +169,7 @@ def _initialize(module: nn.Module, new_by_id: dict[int, tuple[Tensor, Any]]) -> 
 
 
 def _restore_layout(holder: dict[str, Any], name: str, original: DTensor) -> None:
-    """Distribute a plain tensor that ``init`` put in the place of the DTensor ``original``."""
+    """Distribute a plain tensor, which an initializer assigned in place of the DTensor ``original``, like ``original``."""
     current = holder.get(name)
     if current is original or current is None or isinstance(current, DTensor):
         return
@@ -189,7 +189,7 @@ def _storage_device(x: Tensor, device: torch.device) -> str | torch.device:
 
 
 def _allocate_tensors(module: nn.Module, device: torch.device, new_by_id: dict[int, tuple[Tensor, Any]]) -> None:
-    """Replace the tensors of ``module`` itself that are on meta by uninitialized ones."""
+    """Replace the meta tensors of ``module`` itself by uninitialized ones, recorded in ``new_by_id``."""
     for holder, name, x in own_tensors(module):
         if not x.is_meta:
             continue

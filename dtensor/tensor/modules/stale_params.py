@@ -75,7 +75,7 @@ def replacement_of(parameter: Tensor) -> Replacement | None:
 
 
 def note_replaced(parameter: Tensor, by: str, what: Any = None) -> None:
-    """Note that another parameter has replaced ``parameter``. From the first call on, optimizer steps are checked."""
+    """Record that ``by`` replaced ``parameter`` in its module; from the first call on, optimizer steps are checked."""
     if not _replacement_count[0]:
         register_optimizer_step_pre_hook(_check_optimizer)
         patch_applied("torch.optim.optimizer._global_optimizer_pre_hooks")

@@ -12,7 +12,7 @@ DimRun = tuple[int, ...]  # consecutive dims that are contiguous in memory, as i
 
 
 def as_strided(x: Any, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Any:
-    """Return windows over dims (as ``stft`` and banded attention read them), and windows over these, as slices and ``unfold``.
+    """Compute ``x.as_strided`` by slices and ``unfold``, for windows over dims (``stft``, banded attention) and over these.
 
     A window that covers a sharded dim completely keeps it sharded. Gradients go through the slices. Torch's gradient of
     ``as_strided`` addresses the memory from its start instead. Returns NotImplemented for all other strides.
@@ -44,7 +44,7 @@ def as_strided(x: Any, size: Sequence[int], stride: Sequence[int], offset: int |
 
 
 def _dim_runs(x: DTensor) -> list[DimRun]:
-    """Return the dims of ``x`` by stride, largest first, grouped in contiguous runs. A sharded dim is a run of its own."""
+    """Group the dims of ``x``, largest stride first, into runs that are contiguous in memory; a sharded dim is one run."""
     runs: list[DimRun] = []
     is_sharded = [split is not None for split in x._layout.splits]
     for d in sorted(range(x.ndim), key=x.stride, reverse=True):
@@ -57,7 +57,7 @@ def _dim_runs(x: DTensor) -> list[DimRun]:
 
 
 def _windows(x: DTensor, runs: Sequence[DimRun], size: Sequence[int], stride: Sequence[int]) -> list[list[int]] | None:
-    """Return for each run the result dims that step along it, in order. None if some result dim steps along no run."""
+    """Return for each run of dims the result dims that step along it; None if some result dim fits no run."""
     if min((*size, *stride, *x.shape, *x.stride()), default=0) < 1:
         return None
     windows: list[list[int]] = [[] for _ in runs]
@@ -82,5 +82,5 @@ def _windows(x: DTensor, runs: Sequence[DimRun], size: Sequence[int], stride: Se
 
 
 def _window_length(dims: Sequence[int], size: Sequence[int], stride: Sequence[int], unit: int) -> int:
-    """Return the number of elements, ``unit`` apart in memory, from the first to the last that the result dims read."""
+    """Return the number of elements, ``unit`` apart in memory, that a window over the result dims ``dims`` spans."""
     return 1 + sum((size[d] - 1) * stride[d] for d in dims) // unit

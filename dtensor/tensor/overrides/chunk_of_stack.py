@@ -1,4 +1,4 @@
-"""Chunks of a flattened stack: ``chunk``, ``split`` and slices of a flattened dim, taken as positions of the stack.
+"""Chunks of a flattened stack: ``chunk``, ``split`` and slices of ``x.view(-1, k)``, computed as slices of ``x``.
 
 Example: ``y.chunk(2, -1)`` of a fused gate and up projection. The last dim of ``y`` is flattened from ``(2, n)`` with ``n``
 sharded, so each rank has elements of both halves. Below autograd, a half is a slice of a lazy view
@@ -20,7 +20,7 @@ from ..views.lazy_view import LazyView
 
 
 def _stack_positions(x: Any, dim: int, ends: Sequence[int]) -> tuple[int, int, list[int]] | None:
-    """Return the flattened dim, the number of its elements in one stack position, and ``ends`` counted in positions.
+    """Return the flattened dim, its elements for each index of the first flattened dim, and ``ends`` as such indices.
 
     Returns None if ``dim`` is not the flattened dim, an end is inside a position, or the positions are sharded.
     """
@@ -39,7 +39,7 @@ def _flattened_positions(stack: Any, dim: int, start: int, end: int) -> Any:
 
 
 def split_with_sizes(x: Any, sizes: Sequence[int], dim: int = 0) -> Any:
-    """Split the flattened dim into stack positions. Returns NotImplemented for all other splits."""
+    """Split a flattened dim at indices of the first dim that was flattened; NotImplemented for all other splits."""
     positions = _stack_positions(x, dim, ends := [0, *accumulate(sizes)]) if type(x) is LazyView else None
     if positions is None or len(sizes) < 2 or min(sizes) < 1 or ends[-1] != x.shape[dim]:
         return NotImplemented
@@ -52,7 +52,7 @@ def split_with_sizes(x: Any, sizes: Sequence[int], dim: int = 0) -> Any:
 
 
 def split(x: Any, size: int, dim: int = 0) -> Any:
-    """Split the flattened dim into parts of one size; see :func:`split_with_sizes`."""
+    """Split a flattened dim into parts of ``size`` elements; see :func:`split_with_sizes`."""
     if type(x) is not LazyView or not -x.ndim <= dim < x.ndim or size < 1:
         return NotImplemented
     total = x.shape[dim]
@@ -60,7 +60,7 @@ def split(x: Any, size: int, dim: int = 0) -> Any:
 
 
 def _stack_behind(x: Any, dim: int) -> tuple[int, Any] | None:
-    """Return the flattened dim of ``x`` and the unflattened stack, if ``dim`` is before that dim and positions are unsharded.
+    """Return the flattened dim of ``x``, and ``x`` unflattened, if ``dim`` is before that dim and its first part unsharded.
 
     Returns None otherwise.
     """
@@ -71,7 +71,7 @@ def _stack_behind(x: Any, dim: int) -> tuple[int, Any] | None:
 
 
 def slice_of(x: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
-    """Slice stack positions, or a dim before the flattened one. Returns NotImplemented for all other slices."""
+    """Slice a flattened dim at indices of its first part, or a dim before it, on the unflattened tensor; else NotImplemented."""
     if type(x) is not LazyView or not all(bound is None or type(bound) is int for bound in (start, end)):
         return NotImplemented
     if (behind := _stack_behind(x, dim)) is not None:
@@ -88,7 +88,7 @@ def slice_of(x: Any, dim: int = 0, start: Any = None, end: Any = None, step: int
 
 
 def select(x: Any, dim: int, index: int) -> Any:
-    """Select along a dim before the flattened one. Returns NotImplemented for all other dims."""
+    """Select along a dim before the flattened one, on the unflattened tensor; NotImplemented for all other dims."""
     behind = _stack_behind(x, dim)
     if behind is None:
         return NotImplemented
@@ -97,7 +97,7 @@ def select(x: Any, dim: int, index: int) -> Any:
 
 
 def index(x: Any, indices: Sequence[Any]) -> Any:
-    """Index a dim before the flattened one with one tensor of integers. Returns NotImplemented for all other indices."""
+    """Index a dim before the flattened one by an integer tensor, on the unflattened tensor; NotImplemented for all others."""
     dims = [dim for dim, tensor in enumerate(indices) if tensor is not None]
     behind = _stack_behind(x, dims[0]) if len(dims) == 1 and indices[dims[0]].dtype in (torch.int64, torch.int32) else None
     if behind is None:

@@ -32,7 +32,7 @@ def constant(value: Tensor, like: Any) -> Any:
 
 
 def checked_constant(value: Any, like: Any, operator: str) -> Any:
-    """Return a plain operand as a replicated DTensor; DTensors and one-element tensors as they are.
+    """Return a plain operand as a replicated DTensor, after ranks compared it; DTensors and numbers are returned unchanged.
 
     Ranks compare the values once for each operator, mesh, shape and dtype.
     """
@@ -47,23 +47,24 @@ def _make_check(mesh: DeviceMesh, operator: str, shape: torch.Size, dtype: torch
     """Return a function that compares its first argument between ranks at its first call, and does nothing later."""
     unchecked = [True]
 
-    def check(value: Tensor) -> None:
+    def compare_once(value: Tensor) -> None:
+        """Compare ``value`` between ranks, at the first call only."""
         if unchecked:
             check_same_on_all_ranks(mesh, value, operator)
             unchecked.clear()
 
-    return check
+    return compare_once
 
 
 def combinations(x: Any, r: int = 2, with_replacement: bool = False) -> Any:
-    """Index ``x`` with the combinations of its positions."""
+    """Compute ``torch.combinations``: index ``x`` with the combinations of its positions, a plain tensor."""
     if not isinstance(x, DTensor) or x.ndim != 1 or r < 1:
         return NotImplemented
     return x[torch.combinations(torch.arange(x.shape[0], device=x.device), r, with_replacement)]
 
 
 def vander(x: Any, n: int | None = None, increasing: bool = False) -> Any:
-    """Return the powers of each element, which torch writes into a plain tensor."""
+    """Compute ``torch.vander``, the powers of each element, by ``linalg.vander``: torch writes into a plain tensor."""
     if not isinstance(x, DTensor) or x.ndim != 1 or (count := x.shape[0] if n is None else n) < 2:
         return NotImplemented
     powers = aten.linalg_vander(x, N=count)
@@ -71,7 +72,7 @@ def vander(x: Any, n: int | None = None, increasing: bool = False) -> Any:
 
 
 def matrix_power(x: Any, n: int) -> Any:
-    """Return the identity for the power 0, which torch copies from a plain tensor."""
+    """Compute ``matrix_power`` for the power 0: replicated identity matrices, which torch makes as a plain tensor."""
     if n or not isinstance(x, DTensor) or x.ndim < 2 or x.shape[-1] != x.shape[-2]:
         return NotImplemented
     return x.clone().copy_(constant(torch.eye(x.shape[-1], dtype=x.dtype, device=x.device), x))
@@ -86,7 +87,7 @@ def istft(
     *rest: Any,
     **options: Any,
 ) -> Any:
-    """Invert a short-time Fourier transform; a missing window is a window of ones."""
+    """Compute ``istft`` without a window, with a replicated window of ones: torch makes a plain one."""
     if window is not None or not isinstance(x, DTensor) or not x.is_complex() or n_fft < 1:
         return NotImplemented
     ones = torch.ones(win_length or n_fft, dtype=x.dtype.to_real(), device=x.device)
@@ -96,7 +97,7 @@ def istft(
 def causal_attention(
     query: Any, key: Any, value: Any, mask: Any = None, dropout: float = 0.0, is_causal: bool = False, *rest: Any, **options: Any
 ) -> Any:
-    """Compute causal attention with a replicated mask of the full sequence lengths."""
+    """Compute attention with ``is_causal`` by a replicated mask of the full sequence lengths: torch makes a plain one."""
     if not is_causal or mask is not None or not isinstance(query, DTensor) or min(query.ndim, key.ndim) < 2:
         return NotImplemented
     causal_mask = torch.full((query.shape[-2], key.shape[-2]), -torch.inf, dtype=query.dtype, device=query.device).triu(1)
@@ -106,10 +107,10 @@ def causal_attention(
 
 
 def ctc_loss(name: str) -> Callable[..., Any]:
-    """Return the mean CTC loss of one overload. Torch divides by the target lengths as a plain tensor."""
+    """Return an override of one overload of ``ctc_loss`` with mean reduction, which torch divides by a plain tensor."""
     overload = overload_named(name)
 
-    def run(
+    def compute_mean_loss(
         x: Any,
         targets: Any,
         input_lengths: Any,
@@ -118,20 +119,20 @@ def ctc_loss(name: str) -> Callable[..., Any]:
         reduction: int = 1,
         zero_infinity: bool = False,
     ) -> Any:
-        """Compute the mean of the losses, each divided by its plain target length."""
+        """Return the mean of the losses, each divided by its target length, which is a plain number."""
         if reduction != 1 or not isinstance(x, DTensor) or isinstance(target_lengths, DTensor):
             return NotImplemented
         losses = overload(x, targets, input_lengths, target_lengths, blank, 0, zero_infinity)
         counts = torch.as_tensor(target_lengths, dtype=losses.dtype, device=losses.device).clamp_min(1).reshape(losses.shape)
         return (losses / checked_constant(counts, x, "ctc_loss")).mean()
 
-    return run
+    return compute_mean_loss
 
 
 def cross_entropy(
     x: Any, target: Any, weight: Any = None, reduction: int = 1, ignore_index: int = -100, label_smoothing: float = 0.0
 ) -> Any:
-    """Take plain targets and class weights as replicated, with label smoothing or class probabilities: torch multiplies them."""
+    """Compute cross entropy with plain targets and class weights replicated, where torch multiplies them with DTensors."""
     if not isinstance(x, DTensor) or not (label_smoothing or target.dtype is not torch.int64):
         return NotImplemented
     if any(isinstance(value, PerRank) or (value is not None and value.requires_grad) for value in (target, weight)):
@@ -146,18 +147,18 @@ def cross_entropy(
 
 
 def _shard_like(value: DTensor, dim: int, x: DTensor, dim_of_x: int) -> DTensor:
-    """Shard dim ``dim`` of a replicated state like dim ``dim_of_x`` of ``x``, so that time steps can write to it in place."""
+    """Shard dim ``dim`` of a replicated state like dim ``dim_of_x`` of ``x``, so that time steps write to it in place."""
     placements = (replace(p, dim=dim) if isinstance(p, Shard) and p.dim == dim_of_x else Replicate() for p in x.placements)
     return value.redistribute(placements=[*placements])
 
 
 def recurrent_with_plain_state(name: str) -> Callable[..., Any]:
-    """Return a recurrent operator that takes a plain first state (a tensor or several), as modules make it of zeros."""
+    """Return an override of a recurrent operator (``lstm``, ``gru_cell``) that distributes plain initial states."""
     is_packed, is_cell = name.endswith(".data"), name.endswith("_cell")  # packed sequences have their batch sizes first
     place = 2 if is_packed else 1
 
-    def run(x: Any, *args: Any, **options: Any) -> Any:
-        """Call the operator with plain initial states distributed as the input."""
+    def run_with_distributed_state(x: Any, *args: Any, **options: Any) -> Any:
+        """Call the recurrent operator with plain initial states replicated, or sharded along the batch like ``x``."""
         states = args[place - 1] if len(args) >= place else None
         if not isinstance(x, DTensor) or states is None:
             return NotImplemented
@@ -174,4 +175,4 @@ def recurrent_with_plain_state(name: str) -> Callable[..., Any]:
         state = new_states if isinstance(states, (list, tuple)) else new_states[0]
         return overload_named(name)(x, *args[: place - 1], state, *args[place:], **options)
 
-    return run
+    return run_with_distributed_state

@@ -109,7 +109,7 @@ def compute_flex_attention(
 
 # --- layouts --------------------------------------------------------------------------------------------------------
 def _as_dtensor(x: Any, mesh: DeviceMesh) -> Any:
-    """Return an operand as a DTensor: a plain tensor that counts as the same on all ranks is replicated."""
+    """Return an operand of attention as a DTensor; a plain tensor that counts as equal on all ranks is replicated."""
     if isinstance(x, DTensor):
         return x
     if not counts_as_replicated(x):
@@ -135,9 +135,11 @@ def _choose_layouts(operands: list[Any], rows_per_block: int) -> list[Layout]:
 
 
 def _plan_layouts(operands: list[Any], unsharded: frozenset[str]) -> CallPlan:
-    """Plan scaled dot-product attention of these operands with ``unsharded`` factors and without kernels. Nothing runs."""
+    """Plan attention of these operands with some factors unsharded; return the call plan, and run nothing."""
 
-    def choose(rule: Rule, _: Factors, call: Call, inplace_results: Mapping[int, int]) -> StrategySelection | None:
+    def select_attention_strategies(
+        rule: Rule, _: Factors, call: Call, inplace_results: Mapping[int, int]
+    ) -> StrategySelection | None:
         """Select strategies by the factors of attention, with ``unsharded`` ones and without kernels."""
         table, sizes = attention_table(call), attention_sizes(call)
         assert sizes is not None, "flex_attention has checked the shapes"
@@ -147,7 +149,7 @@ def _plan_layouts(operands: list[Any], unsharded: frozenset[str]) -> CallPlan:
 
     operator = operator_schema_of(_RULE_OPERATOR)
     bound = operator.bind(tuple(x._layout for x in operands), {})
-    return propagate_sharding(operator, operands[0]._layout.mesh, bound, frozenset(), choose)
+    return propagate_sharding(operator, operands[0]._layout.mesh, bound, frozenset(), select_attention_strategies)
 
 
 def _divides_blocks(layout: Layout, rows_per_block: int) -> bool:
@@ -160,7 +162,7 @@ def _divides_blocks(layout: Layout, rows_per_block: int) -> bool:
 
 
 def _shared_grad(query: Placement, other: Placement) -> Placement:
-    """Return the placement of the local gradients of a tensor along a mesh dim: partial if ranks use it for other queries."""
+    """Return the placement of local gradients of ``other``: Partial where ranks use one copy for different queries."""
     return Partial() if query != Replicate() and other == Replicate() else other
 
 
@@ -185,7 +187,7 @@ def _replicate_captured(mesh: DeviceMesh, grad_placements: list[Placement] | Non
 
 
 def _wrap_result(local: Any, q_layout: Layout, shape: tuple[int, ...], order: tuple[int, ...]) -> Any:
-    """Return a result, which is sharded like the queries, as a DTensor."""
+    """Return local attention results, which are sharded like the queries, as a DTensor of ``shape``."""
     layout = Layout.of(q_layout.mesh, q_layout.placements, shape, dense_stride(shape, order), local.dtype)
     if is_recorded(local):
         return from_local_recorded(layout, grad_layout(layout, None), False, *shards_of(local))
@@ -266,6 +268,7 @@ def _narrow_blocks(blocks: list[Any], offsets: tuple[int, ...], sizes: tuple[int
 
 
 def _narrow_batch_and_heads(x: Any, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Any:
+    """Return the rank's slice of dims 0 and 1 of ``x``; dims of size 1 and values that are no tensors stay."""
     for dim in (0, 1) if isinstance(x, Tensor) and x.ndim > 2 else ():
         if x.shape[dim] != 1:
             x = x.narrow(dim, offsets[dim], sizes[dim])
@@ -325,6 +328,7 @@ def lift_captured(function: Function, query: Any, num_scores: int) -> tuple[Func
 
 
 def _call_with_captured(function: Function, captured: tuple[Tensor, ...], *args: Any) -> Tensor:
+    """Call ``function``, with the last arguments in place of the tensors ``captured`` that it uses."""
     num_args = len(args) - len(captured)
     replacements = {id(x): new for x, new in zip(captured, args[num_args:], strict=True)}
     with _ReplaceMode(lambda x: replacements.get(id(x), x)):

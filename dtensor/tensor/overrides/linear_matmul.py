@@ -24,7 +24,7 @@ _AUTOGRAD, _UNDECOMPOSED = DispatchKey.AutogradFunctionality, DispatchKey.Autogr
 
 
 def _needs_decomposition() -> bool:
-    """Return True if a dispatch mode records operators, or forward-mode derivatives are computed.
+    """Return True if a dispatch mode or forward-mode AD needs ``linear`` and ``matmul`` decomposed.
 
     Such modes know the operators of torch's decomposition, and only those have forward-mode derivatives.
     """
@@ -32,7 +32,7 @@ def _needs_decomposition() -> bool:
 
 
 def _saves_no_extra_activation(x: Tensor, y: Tensor, *_: Tensor | None) -> bool:
-    """Return True if the derivative of the operator saves no activation that the decomposition would not save.
+    """Return True if one undecomposed operator saves no activation for backward that its decomposition would not save.
 
     It always saves both operands. An activation multiplied by a frozen weight would stay in memory, and could not be written to.
     """
@@ -52,7 +52,7 @@ def _needs_one_node(x: Tensor, *others: Tensor | None) -> bool:
 
 
 class _OneNode(torch.autograd.Function):
-    """A decomposed operator with the autograd node and the saved tensors of the operator itself."""
+    """Autograd function of a decomposed operator, with the saved tensors of the operator itself."""
 
     @staticmethod
     def forward(ctx: Any, operator: Any, gradient: Callable[..., Any], weight_first: bool, x: Tensor, *others: Any) -> Tensor:
@@ -88,8 +88,8 @@ def keep_undecomposed(
     """
     operator, backward = getattr(torch.ops.aten, name).default, getattr(torch.ops.aten, backward_name).default
 
-    def run(keys: DispatchKeySet, x: Tensor, *args: Any) -> Any:
-        """Redispatch a product of DTensors as one operator, or as one autograd node."""
+    def run_undecomposed(keys: DispatchKeySet, x: Tensor, *args: Any) -> Any:
+        """Redispatch ``linear`` or ``matmul`` of DTensors as one operator, or decomposed with one autograd node."""
         below = keys & KEYS_BELOW
         has_dtensor = isinstance(x, DTensor) or isinstance(args[0], DTensor)
         if has_dtensor and below.has(_AUTOGRAD) and is_supported(x, *args) and _saves_no_extra_activation(x, *args):
@@ -100,6 +100,7 @@ def keep_undecomposed(
         return operator.redispatch(below, x, *args)
 
     def run_backward(keys: DispatchKeySet, *args: Any) -> Any:
+        """Run the backward operator undecomposed, or ``composed_backward`` if it must be differentiated or recorded."""
         kinds = set(map(type, args))
         if NoneType in kinds:
             return (None,) * len(args[-1])  # there is no incoming gradient
@@ -107,17 +108,17 @@ def keep_undecomposed(
             return composed_backward(*args)
         return backward.redispatch(keys & KEYS_BELOW, *args)
 
-    register_kernel(operator.name(), run)
+    register_kernel(operator.name(), run_undecomposed)
     register_kernel(backward.name(), run_backward)
 
 
 def is_linear_supported(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
-    """Return True for a strided weight matrix of real floats. Torch's derivative omits the conjugate of complex numbers."""
+    """Return True if ``linear`` of these operands may stay one operator: a strided weight matrix of real floats."""
     return weight.ndim == 2 and x.dtype.is_floating_point and _is_strided(x) and _is_strided(weight)
 
 
 def is_matmul_supported(x: Tensor, y: Tensor) -> bool:
-    """Return True for strided real operands, unless batch dims of ``y`` alone would be flattened behind a matrix ``x``.
+    """Return True if ``matmul`` of these strided real operands may stay one operator, without flattened batch dims.
 
     In that case the memory order of the result depends on which operand requires a gradient.
     """

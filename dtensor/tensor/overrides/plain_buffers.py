@@ -23,7 +23,7 @@ from .register import overload_named
 
 
 def matmul_out(x: Tensor, y: Tensor, *, out: Tensor) -> Any:
-    """Copy the product into ``out``: torch flattens batch dims into rows and passes ``out`` to a product of another shape."""
+    """Compute ``matmul`` and copy the product into ``out``, where torch would pass ``out`` to a product of another shape."""
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (x, y, out))  # torch raises for these
     if max(x.ndim, y.ndim) > 2 and not needs_grad:
         product = torch.matmul(x, y)
@@ -33,7 +33,7 @@ def matmul_out(x: Tensor, y: Tensor, *, out: Tensor) -> Any:
 
 
 def fill_diagonal(x: Any, value: Any, wrap: bool = False) -> Any:
-    """Fill diagonals of views of ``x``: torch writes from the start of the storage, also for views with a storage offset."""
+    """Fill the diagonals of ``x`` through views of it: torch writes from the start of the storage instead."""
     if x.ndim < 2 or len(set(x.shape)) > 1 < x.ndim - 1:
         return NotImplemented  # torch raises
     height, width = x.shape[0], x.shape[-1]
@@ -50,14 +50,14 @@ def fill_diagonal(x: Any, value: Any, wrap: bool = False) -> Any:
 
 
 def diagonal_scatter(x: Tensor, src: Tensor, *offset_and_dims: Any, **options: Any) -> Any:
-    """Convert real values to the complex dtype of ``x`` first, as the gradient of ``eigh`` needs it."""
+    """Call ``diagonal_scatter`` with ``src`` converted to the complex dtype of ``x``, as the gradient of ``eigh`` needs it."""
     if not x.is_complex() or src.is_complex():
         return NotImplemented
     return torch.diagonal_scatter(x, src.to(x.dtype), *offset_and_dims, **options)
 
 
 def tensor_split(x: Tensor, sections: Tensor, dim: int = 0) -> Any:
-    """Split at sections that all ranks read as Python numbers."""
+    """Call ``tensor_split`` with a tensor of sections read as Python numbers on all ranks."""
     if sections.ndim > 1 or sections.dtype is not torch.int64:
         return NotImplemented  # torch raises
     return torch.tensor_split(x, sections.tolist(), dim)
@@ -91,7 +91,7 @@ def _reduce_partials(x: Any) -> Any:
 
 
 def on_reduced_operands(name: str) -> Callable[..., Any]:
-    """Return a function that calls the operator with reduced operands.
+    """Return an override that reduces partial operands before it calls the operator ``name``.
 
     With a partial tolerance, a product such as ``max(s) * rtol`` is rounded differently before it is compared.
     """
@@ -108,7 +108,7 @@ def on_reduced_operands(name: str) -> Callable[..., Any]:
 
 
 def copied_into_out(name: str) -> Callable[..., Any]:
-    """Return a function that computes the operator without ``out=`` and copies the results into ``out``.
+    """Return an override that computes the operator ``name`` without ``out=``, and copies the results into ``out``.
 
     Torch's kernels of these operators fill further tensors, which they make plain.
     """
@@ -116,7 +116,7 @@ def copied_into_out(name: str) -> Callable[..., Any]:
     packet = getattr(torch.ops.aten, packet_name)
     out_names = [argument.name for argument in getattr(packet, overload)._schema.arguments if argument.is_out]
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run_and_copy_into_out(*args: Any, **kwargs: Any) -> Any:
         """Compute the operator without ``out=``, and copy the results into DTensors."""
         outs = [kwargs.pop(out) for out in out_names]
         if not all(isinstance(out, DTensor) for out in outs):
@@ -126,11 +126,11 @@ def copied_into_out(name: str) -> Callable[..., Any]:
         written = [_copy_into(value, out) for value, out in zip(values, outs, strict=True)]
         return tuple(written) if len(written) > 1 else written[0]
 
-    return run
+    return run_and_copy_into_out
 
 
 def _copy_into(value: Any, out: Tensor) -> Tensor:
-    """Copy a result into ``out`` and return it. If the shape changes, ``out`` also gets the strides of the result."""
+    """Copy a result into ``out``, resized to its shape and strides if the shapes differ, and return ``out``."""
     resized = out.shape != value.shape
     torch.ops.aten.clone.out(value, out=out)
     if resized and out.stride() != value.stride():
@@ -139,7 +139,7 @@ def _copy_into(value: Any, out: Tensor) -> Tensor:
 
 
 def matrix_rank_out(*args: Any, out: Tensor, **kwargs: Any) -> Tensor:
-    """Write matrix ranks into ``out``, which torch ignores if the matrix is a tensor subclass."""
+    """Compute ``matrix_rank`` into ``out``, which torch ignores if the matrix is a tensor subclass."""
     ranks = torch.ops.aten.linalg_matrix_rank(*args, **kwargs)
     if isinstance(out, DTensor) and not isinstance(ranks, DTensor):  # for matrices without elements torch makes plain zeros
         ranks = replicate_plain(ranks, out._layout.mesh)
@@ -147,7 +147,7 @@ def matrix_rank_out(*args: Any, out: Tensor, **kwargs: Any) -> Tensor:
 
 
 def one_hot(x: Any, num_classes: int = -1) -> Any:
-    """Return one-hot rows in row-major order, whatever the strides of the labels.
+    """Return one-hot rows of the labels ``x`` in row-major order; each rank checks the range of its labels.
 
     For a tensor subclass torch compares labels with a range and does not check their bounds. Here each rank checks its own.
     """
@@ -166,7 +166,7 @@ def one_hot(x: Any, num_classes: int = -1) -> Any:
 
 
 def _check_labels(member: int, labels: Tensor, num_classes: int) -> None:
-    """Assert, in torch's words, that the labels of one rank are in range."""
+    """Assert, with torch's message, that the labels of one rank are in the range of ``num_classes``."""
     assert_async((labels >= 0).all(), "Class values must be non-negative.")
     if num_classes != -1:
         assert_async((labels < num_classes).all(), "Class values must be smaller than num_classes.")
@@ -181,6 +181,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int | None, keepdim: bool) -> Tensor:
+        """Compute the product, and save what :meth:`backward` needs."""
         result = x.prod() if dim is None else x.prod(dim, keepdim)
         ctx.save_for_backward(x, result)
         ctx.options = dim, keepdim
@@ -224,7 +225,7 @@ def _records_backward(x: Tensor) -> bool:
 
 
 def prod(x: Tensor, dim: int | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
-    """Return the product with the gradient of plain tensors."""
+    """Return the product of elements of ``x``, by an autograd function with the gradient formula of plain tensors."""
     if not _records_backward(x):
         return NotImplemented
     converted = x if dtype is None else x.to(dtype)
@@ -236,6 +237,7 @@ class _RealFFT(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: list[int], normalization: int) -> Tensor:
+        """Compute the onesided transform, and save the size of the transformed dim."""
         ctx.options = x.shape[dim[-1]], dim, normalization
         ctx.set_materialize_grads(False)
         return torch.ops.aten._fft_r2c(x, dim, normalization, True)
@@ -251,5 +253,5 @@ class _RealFFT(torch.autograd.Function):
 
 
 def fft_r2c(x: Tensor, dim: list[int], normalization: int, onesided: bool) -> Any:
-    """Return the onesided transform of real values with a gradient that makes no plain buffer."""
+    """Return the onesided transform of real values, by an autograd function that makes no plain buffer in backward."""
     return _RealFFT.apply(x, dim, normalization) if onesided and _records_backward(x) else NotImplemented

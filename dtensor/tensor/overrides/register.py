@@ -55,13 +55,13 @@ def register_kernel(name: str, kernel: Callable[..., Any]) -> None:
 
 
 def register_override(name: str, function: Callable[..., Any]) -> None:
-    """Run ``function`` for calls of the operator with a DTensor argument.
+    """Make calls of the operator ``name`` with a DTensor run ``function``, before autograd; it may return NotImplemented.
 
     Torch's own kernel runs for all other calls, and if ``function`` returns NotImplemented.
     """
 
-    def kernel(keys: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        """Call the override if an argument is a DTensor; otherwise, or if it declines, redispatch."""
+    def call_override(keys: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        """Run the override if an argument is a DTensor; redispatch the operator otherwise, or if it returns NotImplemented."""
         if (args and type(args[0]) is DTensor) or any(
             isinstance(x, DTensor) for x in iter_tree_leaves([*args, *kwargs.values()])
         ):
@@ -73,7 +73,7 @@ def register_override(name: str, function: Callable[..., Any]) -> None:
             return redispatch(below, *args, **kwargs)
         return call_with_snapshot(redispatch, below, *args, **kwargs)
 
-    register_kernel(name, kernel)
+    register_kernel(name, call_override)
 
 
 def keep_operators_with_rules() -> None:
@@ -95,13 +95,14 @@ def keep_operators_with_rules() -> None:
 def _skip_python_kernel(operator: Any) -> None:
     """Dispatch an operator of DTensors that has a rule past the Python kernel that decomposes it."""
 
-    def kernel(keys: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+    def skip_decomposition(keys: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        """Redispatch the operator, without the Python kernel if a DTensor has a rule for it."""
         below = keys & KEYS_BELOW
         if any(isinstance(x, DTensor) for x in args) and lookup(operator) is not None:
             below = below.remove(DispatchKey.PythonDispatcher)
         return operator.redispatch(below, *args, **kwargs)
 
-    register_kernel(operator.name(), kernel)
+    register_kernel(operator.name(), skip_decomposition)
 
 
 class _PendingCalls(thread_local):
@@ -117,7 +118,7 @@ _ENTER: list[torch.library.Library] = []
 
 
 def call_with_snapshot(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function after torch has stored its thread-local dispatch state (torch before 2.13).
+    """Call ``function`` inside an operator, so that torch before 2.13 has stored its thread-local dispatch state.
 
     Torch stores this state when an operator is called with a tensor that dispatches to Python. A kernel of our own replaces the
     kernel that stores it. So the function runs inside another operator, ``dtensor::enter``, which stores it.

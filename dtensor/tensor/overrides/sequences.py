@@ -20,7 +20,7 @@ from ..host_access import full_value
 def pad_sequence(
     sequences: list[Tensor], batch_first: bool = False, padding_value: float = 0.0, padding_side: str = "right"
 ) -> Any:
-    """Pad and stack sequences in the dtype of the first one. Torch copies them into a plain buffer."""
+    """Pad sequences to one length and stack them, in the dtype of the first one: torch copies them into a plain buffer."""
     first = sequences[0]
     same_kind = all(isinstance(x, DTensor) and x.ndim > 0 and x.shape[1:] == first.shape[1:] for x in sequences)
     if not same_kind or padding_side not in ("left", "right"):
@@ -49,7 +49,7 @@ def pack_padded(x: Any, lengths: Tensor, batch_first: bool) -> Any:
 
 
 def pad_packed(data: Tensor, batch_sizes: Tensor, batch_first: bool, padding_value: float, total_length: int) -> Any:
-    """Pad each time step to the number of rows of the first step. Returns the padded steps and the length of each sequence."""
+    """Return the padded sequences of a packed sequence, and the length of each."""
     if isinstance(batch_sizes, DTensor):
         return torch.ops.aten._pad_packed_sequence(data, full_value(batch_sizes), batch_first, padding_value, total_length)
     counts = batch_sizes.tolist()

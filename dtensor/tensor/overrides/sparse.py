@@ -40,14 +40,15 @@ CONSTRUCTORS = tuple(
 
 
 def of_full_tensors(name: str) -> Callable[..., Tensor]:
-    """Return the operator applied to ``full_tensor()`` of each DTensor, which it costs; differentiable.
+    """Return an override that runs the operator ``name`` on the gathered full tensors of its DTensors; differentiable.
 
     Examples: ``x.to_sparse()``, ``x.sparse_mask(mask)``, ``torch.sparse_coo_tensor(indices, values)``.
     """
     overload = overload_named(name)
     schema_name = overload._schema.name
 
-    def gather(x: Tensor) -> Tensor:
+    def gather_dtensor(x: Tensor) -> Tensor:
+        """Return a DTensor as a plain full tensor; raise under ``explicit()`` if that communicates."""
         if not isinstance(x, DTensor):
             return x
         if MODES.explicit and not all(isinstance(p, Replicate) for p in x.placements):
@@ -56,16 +57,16 @@ def of_full_tensors(name: str) -> Callable[..., Tensor]:
             )
         return x.full_tensor()
 
-    return lambda *args, **kwargs: overload(*map_tensors(gather, args), **map_tensors(gather, kwargs))
+    return lambda *args, **kwargs: overload(*map_tensors(gather_dtensor, args), **map_tensors(gather_dtensor, kwargs))
 
 
 def embedding_bag_with_dense_gradient(name: str) -> Callable[..., Any]:
-    """Return ``embedding_bag`` without the flag ``sparse``, which asks for a sparse gradient."""
+    """Return an override of ``embedding_bag`` that ignores ``sparse=True``, so that the gradient is dense."""
     overload = overload_named(name)
     arguments = overload._schema.arguments
     names = [argument.name for argument in arguments]
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run_with_dense_gradient(*args: Any, **kwargs: Any) -> Any:
         """Call the operator with ``sparse=False``, and warn of the dense gradient."""
         values = dict(zip(names, args, strict=False)) | kwargs
         if not values.get("sparse") or values.get("scale_grad_by_freq"):  # both together: torch raises
@@ -75,10 +76,11 @@ def embedding_bag_with_dense_gradient(name: str) -> Callable[..., Any]:
         positional = [values.pop(argument.name) for argument in arguments if not argument.kwarg_only and argument.name in values]
         return overload(*positional, **values)
 
-    return run
+    return run_with_dense_gradient
 
 
 def embedding_sparse_backward(grad: Tensor, indices: Tensor, num_weights: int, padding_idx: int, scale_grad_by_freq: bool) -> Any:
+    """Return the gradient of an embedding table as a dense tensor, with a warning."""
     if scale_grad_by_freq:
         return NotImplemented  # torch raises
     _warn_of_dense_gradient("embedding: sparse=True")

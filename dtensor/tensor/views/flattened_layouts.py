@@ -15,7 +15,7 @@ DimSplits = tuple[Split | None, ...]  # the splits of the dims that are flattene
 
 @memoize(4096)
 def merged_layout(layout: Layout, at: int, sizes: tuple[int, ...], dim_splits: DimSplits) -> tuple[Layout, Layout]:
-    """Return the layout of a stack with its flattened dims split by ``dim_splits``, and that of the flattened tensor."""
+    """Return the layout of an unflattened stack with dims split by ``dim_splits``, and the layout once these are flattened."""
     split_layout, end = _with_splits(layout, at, dim_splits), at + len(sizes)
     splits = [*split_layout.splits[:at], _merge_splits(sizes, dim_splits), *split_layout.splits[end:]]
     shape = [*split_layout.shape[:at], math.prod(sizes), *split_layout.shape[end:]]
@@ -25,7 +25,7 @@ def merged_layout(layout: Layout, at: int, sizes: tuple[int, ...], dim_splits: D
 
 @memoize(4096)
 def stack_layout(layout: Layout, dim: int, sizes: tuple[int, ...], dim_splits: DimSplits) -> tuple[Layout, Layout]:
-    """Return the layout of a flattened tensor with ``dim`` in the order of ranks, and the layout of the stack."""
+    """Return the layout of a tensor with ``dim`` in the order of ranks, and that of the stack with ``dim`` unflattened."""
     flat_layout = _with_splits(layout, dim, (_merge_splits(sizes, dim_splits),))
     splits = [*flat_layout.splits[:dim], *dim_splits, *flat_layout.splits[dim + 1 :]]
     shape = [*flat_layout.shape[:dim], *sizes, *flat_layout.shape[dim + 1 :]]
@@ -36,7 +36,7 @@ def stack_layout(layout: Layout, dim: int, sizes: tuple[int, ...], dim_splits: D
 
 @memoize(4096)
 def find_stack_shape(layout: Layout, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Return the shape of an intermediate local view, of which one dim of ``shape`` is flattened.
+    """Return the shape of a local view, from which ``shape`` is made by flattening several dims to one.
 
     The other dims of ``shape`` are dims of the intermediate view. Returns None if there is none, or if ``layout`` has its shape.
 
@@ -66,7 +66,7 @@ def find_stack_shape(layout: Layout, shape: tuple[int, ...]) -> tuple[int, ...] 
 
 @memoize(4096)
 def find_merged_dim(before: tuple[int, ...], after: tuple[int, ...]) -> int | None:
-    """Return the first of several dims that become one dim, if all others are unchanged; else None.
+    """Return the first of the dims that a view of shape ``after`` flattens to one, if all others are unchanged; else None.
 
     >>> find_merged_dim((2, 3, 4), (6, 4)), find_merged_dim((2, 3, 4), (2, 12)), find_merged_dim((2, 3, 4), (4, 6))
     (0, 1, None)
@@ -91,7 +91,7 @@ def find_kept_dim(before: tuple[int, ...], dim: int, after: tuple[int, ...]) -> 
 
 
 def _merge_splits(sizes: tuple[int, ...], dim_splits: DimSplits) -> Split:
-    """Return the split of the flattened dim in the order of ranks."""
+    """Return the split of a flattened dim if each rank flattens its local block, so that slices are in the order of ranks."""
     blocks = [(size,) if split is None else split.sizes for size, split in zip(sizes, dim_splits, strict=True)]
     return Split(_mesh_dims_of(dim_splits), tuple(map(math.prod, product(*blocks))))
 

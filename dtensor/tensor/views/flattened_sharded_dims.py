@@ -59,7 +59,7 @@ class _Flattened(NamedTuple):
     dim: int
 
     @property
-    def cuts(self) -> DimSplits:
+    def dim_splits(self) -> DimSplits:
         return self.stack._layout.splits[self.at : self.at + len(self.sizes)]
 
 
@@ -110,17 +110,17 @@ def run_on_stack(operator: OperatorSchema, args: tuple[Any, ...], kwargs: dict[s
         _cache_call(key, dims, flattened_by_tensor, leader)
     result = dispatch(DTensor, operator.func, (), *_map_arguments(*marked, lambda mark: operands[mark.place], _TensorMark))
     if not isinstance(result, (list, tuple)):
-        return result if dims[1][0] is None else _unflatten_result(result, dims[1][0], leader.sizes, leader.cuts)
+        return result if dims[1][0] is None else _unflatten_result(result, dims[1][0], leader.sizes, leader.dim_splits)
     result_dims = iter(dims[1])
     each = [
-        x if x is None or (dim := next(result_dims)) is None else _unflatten_result(x, dim, leader.sizes, leader.cuts)
+        x if x is None or (dim := next(result_dims)) is None else _unflatten_result(x, dim, leader.sizes, leader.dim_splits)
         for x in result
     ]
     return type(result)(each)
 
 
 def _is_cheaper_to_read(x: Any, flattened: _Flattened | None, dim: int | None, leader: _Flattened) -> bool:
-    """Return True if the flattened tensor should be read, instead of redistributing ``x`` to its shards.
+    """Return True if the lazy view should be gathered, because the other operand ``x`` is larger than the stack ``leader``.
 
     It is the smaller one of both, or as large and in larger blocks.
     """
@@ -131,18 +131,18 @@ def _is_cheaper_to_read(x: Any, flattened: _Flattened | None, dim: int | None, l
 
 # --- cached calls: flatten shards, run the operator, unflatten its result ----------------------------------------------------
 class _CachedCall(NamedTuple):
-    """Steps to run a call again.
+    """Cached steps that run an operator on flattened local tensors and unflatten its result.
 
     Attributes:
         blocks: for each flattened argument the first and the last dim to flatten, and the layout of the flattened shards.
         dim: the flattened dim of the result; None if it has none.
-        sizes, cuts: the sizes and the splits of the dims that were flattened.
+        sizes, dim_splits: the sizes and the splits of the dims that were flattened.
     """
 
     blocks: tuple[tuple[int, int, Layout] | None, ...]
     dim: int | None
     sizes: tuple[int, ...]
-    cuts: DimSplits
+    dim_splits: DimSplits
 
 
 _CACHED_CALLS: BoundedDict[Any, _CachedCall] = BoundedDict(4096, "flattened_dims.calls")
@@ -171,21 +171,21 @@ def _cache_call(key: Any, dims: FlattenedDims, flattened_by_tensor: Sequence[_Fl
             continue
         if flattened is None or flattened.after or flattened.dim != dim or flattened.sizes != leader.sizes:
             return
-        split_layout, merged = merged_layout(flattened.stack._layout, dim, leader.sizes, leader.cuts)
+        split_layout, merged = merged_layout(flattened.stack._layout, dim, leader.sizes, leader.dim_splits)
         if split_layout is not flattened.stack._layout:
             return
         blocks.append((dim, dim + len(leader.sizes) - 1, merged))
     if len(dims[1]) == 1:
-        _CACHED_CALLS.keep(key, _CachedCall(tuple(blocks), dims[1][0], leader.sizes, leader.cuts))
+        _CACHED_CALLS.keep(key, _CachedCall(tuple(blocks), dims[1][0], leader.sizes, leader.dim_splits))
 
 
 def _run_cached_call(cached: _CachedCall, operator: OperatorSchema, args: tuple[Any, ...]) -> Any:
-    """Run a call that is in the cache."""
+    """Run an operator by its cached call: on flattened shards of the stacks, with the result unflattened."""
     operands = [
         x if block is None else _flatten_shards(x._origin.base, *block) for x, block in zip(args, cached.blocks, strict=True)
     ]
     result = dispatch(DTensor, operator.func, (), tuple(operands), {})
-    return result if cached.dim is None else _unflatten_result(result, cached.dim, cached.sizes, cached.cuts)
+    return result if cached.dim is None else _unflatten_result(result, cached.dim, cached.sizes, cached.dim_splits)
 
 
 def _flatten_shards(stack: DTensor, first: int, last: int, merged: Layout) -> DTensor:
@@ -194,7 +194,7 @@ def _flatten_shards(stack: DTensor, first: int, last: int, merged: Layout) -> DT
 
 
 def _view_stack(operator: OperatorSchema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return a view of a flattened dim in another shape as a view of the stack; NotImplemented if there is none."""
+    """Return a view of a flattened tensor in another shape as a view of the stack; NotImplemented if none is local."""
     tensor_key = None if kwargs or len(args) != 2 else _call_key(operator, args[:1])
     key = None if tensor_key is None else (*tensor_key, nested_key(args[1]))
     shapes = None if key is None else _VIEW_SHAPES.get(key)
@@ -222,7 +222,7 @@ def _is_local_view(stack: DTensor, shape: list[int]) -> bool:
 
 
 def _permute_stack(operator: OperatorSchema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the flattened tensor with permuted dims, as a view of the stack with permuted dims."""
+    """Return the permuted flattened tensor as a flattened permutation of the stack; NotImplemented for other view operators."""
     flattened = _find_flattened(args[0])
     plan = None if flattened is None or flattened.after else plan_of(operator, args, kwargs)
     if flattened is None or plan is None or plan.chosen is None or len(plan.chosen.results) != 1:
@@ -243,11 +243,11 @@ def _permute_stack(operator: OperatorSchema, args: tuple[Any, ...], kwargs: dict
 def find_flattened_dim(x: Any) -> tuple[int, tuple[int, ...], DimSplits] | None:
     """Return the flattened dim of a view, the sizes that were flattened and their splits; None if ``x`` is no such view."""
     flattened = _find_flattened(x)
-    return None if flattened is None or flattened.after else (flattened.dim, flattened.sizes, flattened.cuts)
+    return None if flattened is None or flattened.after else (flattened.dim, flattened.sizes, flattened.dim_splits)
 
 
 def _find_flattened(x: Any) -> _Flattened | None:
-    """Return a lazy view as views of a stack; None if no dim of it is flattened."""
+    """Return the stack of which the lazy view ``x`` is a flattened view; None if no dim of it is flattened."""
     if not isinstance(x, LazyView) or x._origin.pinned or x._layout.dtype.is_complex or 0 in x._layout.shape:
         return None
     origin = x._origin
@@ -289,7 +289,7 @@ def _get_or_find_dims(
 def _find_dims(
     operator: OperatorSchema, marked: tuple[Any, Any], tensors: Sequence[Any], dims: tuple[int | None, ...]
 ) -> FlattenedDims | None:
-    """Return the position of the flattened dim in each operand and result; None if the operator depends on the order along it."""
+    """Return the index of the flattened dim in each operand and result; None if the operator depends on the order along it."""
     bound, rule = operator.bind(*_map_arguments(*marked, lambda mark: tensors[mark.place], _TensorMark)), lookup(operator.func)
     meshes = tuple(meshes_of(bound.values()))
     if len(meshes) > 1 or rule is None or operator.traits.per_element or rule.measured:
@@ -333,12 +333,12 @@ def _find_dims(
 
 # --- flatten and unflatten shards ------------------------------------------------------------------------------------------
 def _flatten_operand(x: DTensor, flattened: _Flattened | None, dim: int, leader: _Flattened) -> DTensor:
-    """Return ``x`` with the slices of ``dim`` in the order of ranks."""
+    """Return the operand ``x`` with each rank's shards flattened: the slices of ``dim`` are in the order of ranks."""
     if flattened is None or flattened.dim != dim or flattened.sizes != leader.sizes:
         shape = [*x.shape[:dim], *leader.sizes, *x.shape[dim + 1 :]]
         flattened = _Flattened(_aten.reshape.default(x, shape), dim, leader.sizes, (), dim)
     at, count = flattened.at, len(flattened.sizes)
-    split_layout, merged = merged_layout(flattened.stack._layout, at, leader.sizes, leader.cuts)
+    split_layout, merged = merged_layout(flattened.stack._layout, at, leader.sizes, leader.dim_splits)
     local = _redistribute_local(flattened.stack, split_layout)
     result = wrap(communicator_of(split_layout.mesh).map(lambda _, block: block.flatten(at, at + count - 1), local), merged)
     for origin, place in flattened.after:
@@ -347,9 +347,9 @@ def _flatten_operand(x: DTensor, flattened: _Flattened | None, dim: int, leader:
     return result
 
 
-def _unflatten_result(x: DTensor, dim: int, sizes: tuple[int, ...], cuts: DimSplits) -> DTensor:
-    """Return ``x``, which has the slices of ``dim`` in the order of ranks, as a view of a stack."""
-    flat_layout, stack = stack_layout(x._layout, dim, sizes, cuts)
+def _unflatten_result(x: DTensor, dim: int, sizes: tuple[int, ...], dim_splits: DimSplits) -> DTensor:
+    """Return the result ``x`` of flattened shards as a lazy view, with the global order along ``dim``, of a stack."""
+    flat_layout, stack = stack_layout(x._layout, dim, sizes, dim_splits)
 
     def unflatten_shard(member: int | None, shard: torch.Tensor) -> torch.Tensor:
         shape = stack.local_shape(flat_layout.mesh.coordinate_of(member))
@@ -377,9 +377,10 @@ class _TensorMark:
 def _map_arguments(
     args: Any, kwargs: Any, function: Callable[[Any], Any], kind: type = torch.Tensor
 ) -> tuple[Any, dict[str, Any]]:
-    """Return the arguments with each value of class ``kind`` replaced, in order."""
+    """Return the arguments of a call with ``function`` applied to each value of class ``kind``, in order."""
 
     def map_value(value: Any) -> Any:
+        """Apply ``function`` to an argument, or to the items of a list argument, of class ``kind``."""
         if isinstance(value, (list, tuple)):
             return [function(item) if isinstance(item, kind) else item for item in value]
         return function(value) if isinstance(value, kind) else value

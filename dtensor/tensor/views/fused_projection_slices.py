@@ -48,7 +48,7 @@ _BASE_PARTS: BoundedDict[Any, tuple[_BasePart, ...]] = BoundedDict(4096, "fused_
 
 
 def slice_of_base(operator: OperatorSchema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return parts of a lazy view as views of slices of its base, if these are local; else NotImplemented."""
+    """Return the parts of a lazy view that a slice, split or select picks as views of its base; else NotImplemented."""
     x = args[0] if args else None
     if operator.func not in _PART_OPERATORS or type(x) is not LazyView or x._layout.has_symbols:
         return NotImplemented
@@ -74,7 +74,7 @@ def _find_parts(
     static_args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[_BasePart, ...]:
-    """Return the position in the base of each part that an operation picks of a view; () if one has none."""
+    """Return where in the base the parts are that ``operator`` picks of a view, computed on meta; () if one is no slice."""
     base = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta")
     view: Any = base
     for origin, place in links:
@@ -88,7 +88,7 @@ def _find_parts(
 
 
 def _find_part(base: torch.Tensor, part_view: torch.Tensor) -> _BasePart | None:
-    """Return the position of ``part_view``, a view of ``base``, in it; None if it is no view of a slice."""
+    """Return ``part_view``, a view of ``base``, as a slice that is viewed and permuted; None if it is no such view."""
     if not part_view.numel() or not base.is_contiguous():
         return None
     strides = part_view.stride()

@@ -24,10 +24,10 @@ _INPLACE_METHODS = ("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "u
 
 
 def _make_method(name: str) -> Callable[..., Any]:
-    """Return the in-place method ``name``, implemented by the view operation without the underscore."""
+    """Return the in-place method ``name`` of DTensor, which makes the tensor a view of its old memory."""
     write, view = getattr(torch.Tensor, name), getattr(torch.Tensor, name.removesuffix("_"))
 
-    def method(self: DTensor, *args: Any, **kwargs: Any) -> Any:
+    def apply_inplace_view(self: DTensor, *args: Any, **kwargs: Any) -> Any:
         """Make the tensor a view of itself, or write in place if it may not become one."""
         if self.requires_grad and (self.retains_grad or not torch.is_grad_enabled()):
             raise _make_error(self, name, args, kwargs)
@@ -39,8 +39,8 @@ def _make_method(name: str) -> Callable[..., Any]:
         torch.autograd.graph.increment_version(self)  # a backward pass that saved it raises, as in plain torch
         return self
 
-    method.__name__, method.__doc__ = name, write.__doc__
-    return method
+    apply_inplace_view.__name__, apply_inplace_view.__doc__ = name, write.__doc__
+    return apply_inplace_view
 
 
 def _may_become_a_view(x: DTensor) -> bool:
@@ -58,7 +58,7 @@ def _may_become_a_view(x: DTensor) -> bool:
 
 
 def _make_error(x: DTensor, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> UnsupportedOperationError:
-    """Return the error for a tensor that retains its gradient, or that requires one under ``no_grad()``."""
+    """Return the error for an in-place view of a tensor that retains its gradient, or requires one under ``no_grad()``."""
     arguments = ", ".join([*map(repr, args), *(f"{key}={value!r}" for key, value in kwargs.items())])
     instead = f"{name.removesuffix('_')}({arguments})"
     cause, remedy = ("retains its", f"x = x.{instead}") if x.retains_grad else ("requires", f"x.data = x.data.{instead}")
@@ -70,7 +70,7 @@ def _make_error(x: DTensor, name: str, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _become_view(x: DTensor, view: DTensor) -> None:
-    """Make ``x`` the tensor ``view``, a view of its memory.
+    """Give the Python object ``x`` the tensor ``view``, and ``view`` the old tensor, with which earlier views of ``x`` go.
 
     The old tensor moves to the other Python object, with all views of it.
     """

@@ -89,7 +89,7 @@ class Origin:
 
     @property
     def base(self) -> DTensor:
-        """Return the base with the memory and the layout that it had when the view was made."""
+        """Return the base with its memory and layout at the time of the view operation, whatever happened to the tensor since."""
         viewed, memory = self.viewed, self.memory
         if self.layout is viewed._layout:
             if type(memory) is _LocalRef and type(viewed) is DTensor:  # the usual case
@@ -111,7 +111,7 @@ class Origin:
             yield from self.memory[0].bases()
 
     def get_results(self) -> list[DTensor]:
-        """Return the results of the operation for the present values of the base.
+        """Return the results of the view operation as plain DTensors, cached until the base is written.
 
         They are computed again if it was written to.
         """
@@ -168,14 +168,14 @@ with torch.inference_mode():
 
 
 def _flatten_view(view: LazyView) -> tuple[list[str], tuple[Any, ...]]:
-    """Return the name of the inner tensor (the local tensor of the base), and the constants on which graphs are guarded."""
+    """Return, as ``__tensor_flatten__``, the name of the base's local tensor, and the constants that graphs guard."""
     root, links = trace_to_base(view)
     view_calls = tuple((o.operator.func, tuple(o.args[1:]), tuple(o.kwargs.items()), place) for o, place in links)
     return ["_root"], (view._layout, MODES.explicit, MODES.implicit_replication, root._layout, view_calls)
 
 
 def _unflatten_view(inner_tensors: dict[str, torch.Tensor], constants: tuple[Any, ...], size: Any, stride: Any) -> Any:
-    """Return the view of the base with the local tensor ``inner_tensors["_root"]``."""
+    """Return, as ``__tensor_unflatten__``, the lazy view of the base with the local tensor ``inner_tensors["_root"]``."""
     view = wrap(inner_tensors["_root"], constants[3])
     view.__dict__["_version_owner"] = _UNCOUNTED  # other tensors may share this memory: the view is computed at each read
     for func, static_args, options, place in constants[4]:
@@ -220,18 +220,20 @@ class LazyView(DTensor):
         return trace_to_base(self)[0]._local
 
     def _get_data_alias(self) -> DTensor:
+        """Return another lazy view of the same elements, as ``.data`` does, in the same alias group."""
         alias = copy_view(self)
         join_alias_groups(alias, self)
         return alias
 
     def _assign_memory_to(self, target: Any) -> None:
+        """Make ``target`` a lazy view of the same elements of the base."""
         origin, place, layout = self._origin, self._place, self._layout
         target.__class__, target._storage_start = LazyView, self._storage_start
         target._layout, target._origin, target._place = layout, origin, place
 
 
 def make_view_runners(plan: CallPlan, operator: OperatorSchema) -> tuple[Runner | None, Runner | None]:
-    """Return two runners of a view operator: one replaces the local call, one runs if that refuses the strides.
+    """Return the runner that makes lazy views instead of the local call, and the one to use if the local call fails.
 
     The first is None if local results are views of local tensors. The second is None for operators that accept all strides.
     """
@@ -245,7 +247,7 @@ def make_view_runners(plan: CallPlan, operator: OperatorSchema) -> tuple[Runner 
 
 
 def make_lazy_runner(operator: OperatorSchema, plan: CallPlan) -> Runner:
-    """Return the runner that makes lazy views. Symbolic sizes are specialized first."""
+    """Return the function that runs a view operator by making lazy views, which are computed at their first use."""
     if any(layout.has_symbols for layout in plan.call.operands):
         return partial(_run_with_ints, operator)
     if operator.func is _AS_STRIDED:
@@ -254,8 +256,10 @@ def make_lazy_runner(operator: OperatorSchema, plan: CallPlan) -> Runner:
     # a local view of shape ``stack_shape`` comes first: only the dim that is flattened of several remains lazy
     stack_shape = find_stack_shape(plan.call.operands[0], plan.results[0].shape) if operator.func in _VIEW_OPERATORS else None
 
-    def run(args: tuple[Any, ...], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
-        """Make the views; each is computed at its first use."""
+    def make_lazy_views(
+        args: tuple[Any, ...], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]
+    ) -> Any:
+        """Return the lazy views of ``args[0]``, behind a local view if only one dim must be lazy."""
         if stack_shape is not None and type(args[0]) is DTensor:
             return apply_views(args[0], ((operator.func, stack_shape), (operator.func, args[1])))
         static_args = (args[0], *specialize_symbols(args[1:]))  # a compiled program with the view as an input makes it again
@@ -264,7 +268,7 @@ def make_lazy_runner(operator: OperatorSchema, plan: CallPlan) -> Runner:
             share_versions(views, args[0])
         return views
 
-    return run
+    return make_lazy_views
 
 
 def apply_views(base: DTensor, calls: Sequence[tuple[Any, ...]]) -> Any:
@@ -281,29 +285,31 @@ def apply_views(base: DTensor, calls: Sequence[tuple[Any, ...]]) -> Any:
 
 
 def _run_with_ints(operator: OperatorSchema, args: tuple[Any, ...], kwargs: dict[str, Any], *_: Any) -> Any:
-    """Run the operation with symbolic sizes specialized to integers."""
+    """Dispatch the view operation with symbolic sizes specialized to integers."""
     specialize_sizes(tensor_leaves([args, kwargs]))
     return dispatch(DTensor, operator.func, (), tuple(specialize_symbols(args)), specialize_symbols(kwargs))
 
 
 def _make_inplace_runner(out_of_place: Any) -> Runner:
-    """Return the runner of ``t_``, ``squeeze_`` ...: the tensor becomes a view of its memory.
+    """Return the runner of ``t_``, ``squeeze_`` ...: it gives the tensor the memory and shape of a view of itself.
 
     Earlier views still show that memory. The local tensor is not changed, because these views, or the user, may hold it.
     """
 
-    def run(args: tuple[Any, ...], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
+    def change_into_view(
+        args: tuple[Any, ...], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]
+    ) -> Any:
         args[0]._adopt_memory(dispatch(DTensor, out_of_place, (), args, kwargs))
         return args[0]
 
-    return run
+    return change_into_view
 
 
 def _make_as_strided_runner(operator: OperatorSchema, plan: CallPlan) -> Runner:
-    """Return the runner of ``as_strided``. It counts from the start of the memory, which a view shares with its base."""
+    """Return the runner of ``as_strided``, which makes a lazy view of the first base: offsets count from its memory."""
 
-    def run(args: tuple[Any, ...], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
-        """Make the view of the base's memory that ``as_strided`` asks for."""
+    def run_as_strided(args: tuple[Any, ...], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
+        """Return ``as_strided`` of a view's first base, as a lazy view."""
         bound = operator.bind(args, kwargs)
         x, size, stride, offset = (bound[name] for name in operator.names)
         root = x._base
@@ -329,7 +335,7 @@ def _make_as_strided_runner(operator: OperatorSchema, plan: CallPlan) -> Runner:
         args = (root, size, stride, local_view.storage_offset() if offset is None else offset)
         return make_views(Origin(root, operator, args, {}, plan_of(operator, args, {})))
 
-    return run
+    return run_as_strided
 
 
 _AS_STRIDED = torch.ops.aten.as_strided.default
@@ -355,7 +361,7 @@ def copy_view(view: LazyView) -> LazyView:
 
 
 def make_views(origin: Origin) -> Any:
-    """Return the lazy views of an operation: a view, or a list of views."""
+    """Return the lazy views that the operation of ``origin`` gives: one view, or a list of views."""
     layouts = origin.plan.results[0]
     if isinstance(layouts, Layout):
         view = _make_view(origin, layouts, 0)
@@ -376,7 +382,7 @@ def trace_to_base(view: LazyView) -> tuple[DTensor, list[tuple[Origin, int]]]:
 
 
 def _make_view(origin: Origin, layout: Layout, place: int) -> LazyView:
-    """Make a lazy view: a wrapper with the layout of result ``place`` of the operation."""
+    """Return the lazy view with ``layout`` that is result ``place`` of the operation of ``origin``."""
     viewed, starts = origin.viewed, origin.plan.starts
     storage_offset = storage_offset_of_view(viewed, layout, starts[place]) if starts else 0
     view = _make(LazyView, layout.shape, layout.stride, storage_offset, dtype=layout.dtype, device=viewed.device)

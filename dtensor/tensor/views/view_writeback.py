@@ -39,7 +39,7 @@ Region = tuple[DTensor, tuple[int, ...]]  # a slice, and the dims of it that the
 
 
 def dispatch_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operation with lazy views: ``__torch_dispatch__`` of :class:`LazyView`."""
+    """Run an operator with lazy views among its arguments, as ``__torch_dispatch__`` of :class:`LazyView`."""
     operator = operator_schema_of(func)
     if operator.is_view:  # views are made for one size
         args, kwargs = (args[0], *specialize_symbols(args[1:])), specialize_symbols(kwargs)
@@ -89,7 +89,7 @@ def _lazy_views_in(value: Any) -> Iterator[LazyView]:
 
 
 def _write_through_value(operator: OperatorSchema, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[LazyView]) -> Any:
-    """Run any operation on the value of the views, and write that value into their bases."""
+    """Run an in-place operation on the computed values of lazy views, then copy these values into the bases."""
     origins = [view._origin for view in written]
     for origin in origins:
         origin.get_results()
@@ -107,7 +107,7 @@ def _write_through_value(operator: OperatorSchema, args: tuple[Any, ...], kwargs
 
 
 def _is_elementwise_write(operator: OperatorSchema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return True if the operation writes its first argument only, each element from the elements of the others at that index."""
+    """Return True if the operation is pointwise and writes its first argument only, a lazy view that shows its base's values."""
     if any(changes_values(origin.plan) for origin, _ in trace_to_base(args[0])[1]):
         return False  # on the base it would be another operation
     rule = lookup(operator.func)
@@ -118,23 +118,24 @@ def _is_elementwise_write(operator: OperatorSchema, args: tuple[Any, ...], kwarg
 
 
 def _write_elementwise(operator: OperatorSchema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an elementwise operation on the elements of the base, without reading the view."""
+    """Run an elementwise in-place operation on the base's elements that the lazy view shows, without reading the view."""
     view, func, shape = args[0], operator.func, list(args[0].shape)
     if func is _aten.copy_.default and _show_same_elements(view, args[1]):
         return view
 
-    def assign(destination: DTensor, shaped: Callable[[Any], Any]) -> None:
+    def write_elements(destination: DTensor, shaped: Callable[[Any], Any]) -> None:
         """Run the operator on a destination, with the other operands in its shape."""
 
-        def operand(value: Any) -> Any:
+        def reshape_operand(value: Any) -> Any:
+            """Return a tensor operand expanded to the view's shape, then ``shaped`` like the destination."""
             if not isinstance(value, DTensor) or not value.ndim:
                 return value
             return shaped(value if list(value.shape) == shape else dispatch(DTensor, _aten.expand.default, (), (value, shape)))
 
-        others = {name: operand(value) for name, value in kwargs.items()}
-        dispatch(DTensor, func, (), (destination, *map(operand, args[1:])), others)
+        others = {name: reshape_operand(value) for name, value in kwargs.items()}
+        dispatch(DTensor, func, (), (destination, *map(reshape_operand, args[1:])), others)
 
-    _write_to_base(view, assign)
+    _write_to_base(view, write_elements)
     view._origin.results = None
     return view
 
@@ -160,7 +161,7 @@ def _make_copy_writer(value: Any) -> Writer:
 
 # --- writing into the base ---
 def _write_to_base(view: LazyView, assign: Writer) -> None:
-    """Write to the elements of the base that ``view`` shows, and from there to the base of the base."""
+    """Call ``assign`` on the base's elements that ``view`` shows; if the base is a lazy view, write to its base too."""
     origin, base = view._origin, view._origin.base
     region = _find_region(view)
     if region is not None:
@@ -206,13 +207,13 @@ def _narrow_region(origin: Origin, place: int, root: DTensor, dims: tuple[int, .
 
 
 def _write_region(region: DTensor, view_dims: tuple[int, ...], assign: Writer) -> None:
-    """Write to a slice; values get a dim of one element for each dim of the slice that the view lacks."""
+    """Call ``assign`` on a slice; values get a dim of size 1 for each dim of the slice that the view lacks."""
     missing_dims = [d for d in range(region.ndim) if d not in view_dims]
     assign(region, lambda value: reduce(lambda x, d: dispatch(DTensor, _aten.unsqueeze.default, (), (x, d)), missing_dims, value))
 
 
 def _write_elements_of(origin: Origin, place: int, base: DTensor, assign: Writer) -> None:
-    """Write to the elements of ``base`` that the view shows, in the cheapest way that works."""
+    """Call ``assign`` on the elements of ``base`` that the view shows, in the cheapest way that this kind of view allows."""
     if changes_values(origin.plan):  # a negation is its own inverse
         assign(base, lambda value: dispatch(DTensor, origin.operator.func, (), (value,)))
     elif is_local(origin.plan):
@@ -226,7 +227,7 @@ def _write_elements_of(origin: Origin, place: int, base: DTensor, assign: Writer
 
 
 def _write_local(origin: Origin, place: int, base: DTensor, assign: Writer) -> None:
-    """Write through the operation on the base's local tensors.
+    """Call ``assign`` on a view of the base's local tensors, or on one of a dense copy that is copied back.
 
     It gives a view of them. Exceptions are strides that allow no view and lazy conjugation: then a dense copy is written and
     copied back.
@@ -245,7 +246,7 @@ def _write_local(origin: Origin, place: int, base: DTensor, assign: Writer) -> N
 
 
 def _write_gathered(links: list[tuple[Origin, int]], base: DTensor, assign: Writer) -> None:
-    """Gather the base, write to its view there, and shard it again.
+    """Gather the base, call ``assign`` on the view of the gathered tensor, and copy the result into the base.
 
     Operations that change values are applied to the gathered base.
     """
@@ -271,6 +272,7 @@ def _merge_overlapping(base: DTensor, value: DTensor, written: DTensor) -> DTens
     """
 
     def merge_block(_: int | None, block: torch.Tensor, values: torch.Tensor, marks: torch.Tensor) -> torch.Tensor:
+        """Return one rank's block with the memory of marked elements set to ``values``."""
         extent = 1 + sum(step * (n - 1) for step, n in zip(block.stride(), block.shape, strict=True)) if block.numel() else 0
         memory = block.as_strided((extent,), (1,)).clone()
         positions = torch.arange(extent, device=block.device).as_strided(block.shape, block.stride())
@@ -284,7 +286,7 @@ def _merge_overlapping(base: DTensor, value: DTensor, written: DTensor) -> DTens
 
 
 def _view_of_gathered(links: list[tuple[Origin, int]], view: DTensor) -> DTensor:
-    """Return the view that the operations give of a replicated tensor.
+    """Return the view of a replicated tensor that the operations ``links`` give, for a write to it.
 
     Raises:
         UnsupportedOperationError: an operation of them still is no local view.
@@ -301,7 +303,7 @@ def _view_of_gathered(links: list[tuple[Origin, int]], view: DTensor) -> DTensor
 
 
 def _apply_mirror(x: DTensor, origin: Origin) -> DTensor:
-    """Apply an operation that changes values elementwise (a negation), which commutes with views of the same dtype.
+    """Apply a view operation that changes values elementwise (a negation or conjugation) to the base's value ``x``.
 
     Raises:
         UnsupportedOperationError: the view has another dtype, so that it shows parts of elements.

@@ -65,7 +65,7 @@ class FSDPModule(_Module):
         return made
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Apply ``to`` and the like to the sharded parameters; weights that modules share stay shared."""
+        """Apply ``to``, ``double`` and the like to the sharded parameters, and keep shared weights shared."""
         if (unit := unit_of(self)) is not None:
             unit.restore_parameters()
         made = super()._apply(fn, recurse)

@@ -25,7 +25,7 @@ from ....ranks.per_rank_functorch import unwrap_functorch
 from ....state.version_counters import VersionSnapshot
 from ....tensor.autograd import redistribute_no_grad
 from ....tensor.dtensor import DTensor
-from ....tensor.modules.materialize import check_values
+from ....tensor.modules.materialize import check_not_on_meta
 from .gradients.grad_accumulation import GradAccumulation
 from .gradients.schedule import Schedule
 from .parameters.buffers import ModuleBuffers
@@ -103,7 +103,7 @@ class FSDPUnit:
         declare_outside_use(self.groups, None)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state of a copy, which starts between passes: unsharded and recorded values stay with the original."""
+        """Return the state for a copy or pickle, without unsharded values and the schedule: a copy starts between passes."""
         return self.__dict__ | {"_pass": UnitPass(), "schedule": None, "post_optim_event": None}
 
     def _guarded_children(self) -> list[Any]:
@@ -122,18 +122,18 @@ class FSDPUnit:
         return [fsdp_param for group in self.groups for fsdp_param in group.fsdp_params]
 
     def tie_parameters(self) -> None:
-        """Make weights that modules share one parameter again."""
+        """Make weights that several modules share one parameter object again."""
         for fsdp_param in self.fsdp_params():
             fsdp_param.tie_locations()
 
     def _get_or_make_schedule(self) -> Schedule:
-        """Return the schedule, which is made by the outermost unit at the first call."""
+        """Return the schedule of the model's units; the outermost unit makes it at the first call."""
         if self.schedule is None:
             below = (unit_of(submodule) for module in self.modules for submodule in module.modules())
             units = list(dict.fromkeys(unit for unit in below if unit is not None))
             with_values = [unit for unit in units if unit.axes.mesh.device_type != "meta"]
             locations = {(id(at), name) for unit in with_values for x in unit.fsdp_params() for at, name in x.locations}
-            check_values(self.modules, locations)
+            check_not_on_meta(self.modules, locations)
             schedule = Schedule(units, self.axes.mesh)
             for unit in units:
                 unit.schedule = schedule
@@ -170,14 +170,14 @@ class FSDPUnit:
         self.put_unsharded_values(schedule.batch_mesh)
         if torch.is_grad_enabled():
             release = functools.partial(self._release_uses, list(state.pending_uses))
-            args, kwargs = state.input_grads.expect_for((args, kwargs), release)
+            args, kwargs = state.input_grads.hook_inputs((args, kwargs), release)
         self.buffers.put_local(has_distributed_batch)
         if not self.unshards_in_backward and state.saved_tensor_hooks is None:
             state.saved_tensor_hooks = watch_saved_tensors(self.groups)
         return self.policy.cast_inputs((args, kwargs))
 
     def after_forward(self, module: nn.Module, output: Any) -> Any:
-        """Restore the sharded parameters, reshard, hook the outputs' gradients, and return the output."""
+        """Put the sharded parameters back, reshard, hook the outputs' gradients, and return the module's output."""
         schedule = self.schedule
         if schedule is None:  # before_forward has raised
             return output
@@ -212,7 +212,7 @@ class FSDPUnit:
         return have_same_root(mesh, self.axes.mesh) and set(self.axes.mesh._dims) <= set(mesh._dims)
 
     def _hook_outputs(self, outputs: Sequence[Tensor], views: UnshardedViews) -> bool:
-        """Have :meth:`before_backward` called when a gradient of an output arrives.
+        """Register :meth:`before_backward` as a gradient hook of the outputs; return False if backward would never call it.
 
         Return False if backward needs the values and no output has a gradient to call it.
         """
@@ -225,7 +225,7 @@ class FSDPUnit:
         return bool(shards) or not uses
 
     def _reshard_after_forward(self) -> None:
-        """Reshard the groups that backward does not need, as the settings say."""
+        """Free the unsharded parameters after forward, or keep them or a part of them for backward, as the settings say."""
         if self.grad_accumulation.defers_to_end and torch.is_grad_enabled():
             keeps_values = True  # ranks may not unshard in the same order in backward
         elif self.keep_after_forward is None:
@@ -243,24 +243,24 @@ class FSDPUnit:
 
     # --- unshard and reshard -----------------------------------------------------------------------------------------
     def start_unshard(self) -> None:
-        """Issue the all-gathers of all groups."""
+        """Start the all-gathers of all parameter groups."""
         for group in self.groups:
             group.start_unshard()
 
     def unshard(self, versions: Mapping[ParamGroup, VersionSnapshot] | None = None) -> None:
-        """Unshard all groups. ``versions``: version snapshots of groups that the caller has refreshed already."""
+        """Gather the parameters of all groups. ``versions``: snapshots of groups that the caller has refreshed already."""
         for group in self.groups:
             group.unshard(None if versions is None else versions.get(group))
 
     def reshard(self) -> None:
-        """Reshard the groups that no running backward needs."""
+        """Free the unsharded parameters of all groups that no running backward needs."""
         self._pass.views.drop_unrecorded()
         for group in self.groups:
             if not group.live_uses:
                 group.reshard()
 
     def put_unsharded_values(self, batch_mesh: DeviceMesh | None = None) -> None:
-        """Put the unsharded values into the modules: those of this pass, or new ones."""
+        """Put the unsharded values into the modules: those that this pass has already, or new ones with an autograd node."""
         views, finished_views = self._pass.views, self._pass.finished_views() or UnshardedViews()
         for k, group in enumerate(self.groups):
             view = views.get(k) or finished_views.get(k)
@@ -273,7 +273,7 @@ class FSDPUnit:
                 fsdp_param.put_value(value)
 
     def _make_view(self, group: ParamGroup, batch_mesh: DeviceMesh | None) -> tuple[ForwardUse | None, list[Any]]:
-        """Return the unsharded values of a group, and the use that autograd records; None: it records none."""
+        """Return the unsharded values of a group, and the :class:`ForwardUse` of their autograd node; None without one."""
         if torch.is_grad_enabled():
             group.unsharded.is_recorded = True
         if not torch.is_grad_enabled() or not any(x.parameter.requires_grad for x in group.fsdp_params):
@@ -298,7 +298,7 @@ class FSDPUnit:
 
     # --- backward ----------------------------------------------------------------------------------------------------
     def before_backward(self, uses: Sequence[ForwardUse], views: UnshardedViews, _: Tensor) -> None:
-        """Unshard the values that forward used, because a gradient of an output has arrived."""
+        """Unshard the parameters that forward used, as a gradient hook of the module's outputs, and prefetch the next unit."""
         schedule = self._get_or_make_schedule()
         self._pass.views = views
         schedule.queue_end()
@@ -352,7 +352,7 @@ class FSDPUnit:
         return reduced
 
     def _release_uses(self, uses: Sequence[ForwardUse]) -> None:
-        """Reshard the groups of uses that neither the graph nor a recomputation needs."""
+        """Free the unsharded parameters of those uses that have run backward and that no recomputation needs."""
         for use in uses:
             group = use.group
             if not use.is_complete or use.input_grads.num_pending:
@@ -365,21 +365,21 @@ class FSDPUnit:
 
     # --- passes: called by the schedule for all units ----------------------------------------------------------------
     def begin_forward(self) -> None:
-        """Start a forward pass with a new graph and new unsharded values."""
+        """Start a forward pass of this unit with an empty :class:`UnitPass`."""
         self._pass = UnitPass(modules_to_run=self._pass.modules_to_run)
         self.grad_accumulation.has_recorded_use = False
 
     def finish_forward(self) -> None:
-        """Finish the forward pass: from here on the hooks of its outputs own the unsharded values."""
+        """Finish the forward pass: keep only a weak reference to the unsharded values, which output hooks now own."""
         state = self._pass
         state.views, state.finished_views = UnshardedViews(), weakref.ref(state.views)
 
     def flush_gradients(self) -> None:
-        """Reduce the gradients that are left at the end of backward."""
+        """Start the reductions of this unit's gradients that remain at the end of backward."""
         self.grad_accumulation.flush(self._get_or_make_schedule())
 
     def finish_backward(self) -> None:
-        """Finish a backward pass. Uses of a retained graph that have not run are left to a later pass."""
+        """Restore and reshard the parameters after backward; uses of a retained graph that have not run stay recorded."""
         self._pass.drop_views()
         self._pass.modules_to_run = set()
         retains_graph = graph_task() != -1 and graph_stays()
@@ -396,7 +396,7 @@ class FSDPUnit:
                 group.reshard()
 
     def reset_pass(self) -> None:
-        """Restore the sharded parameters and drop everything else, after a pass that raised."""
+        """Restore the sharded parameters and drop all gradients and uses, after a pass that raised."""
         self._pass.close_saved_tensor_hooks()
         self.buffers.restore_dtensors(synchronize=False)
         self.grad_accumulation.drop_all()
@@ -419,13 +419,14 @@ def _run_after_forward(module: nn.Module, args: Any, output: Any) -> Any:
 
 
 def _restore_for_state_dict(module: nn.Module, *_: Any) -> None:
-    """Restore the sharded parameters, which are saved and loaded. Do nothing inside forward, which needs the unsharded ones."""
+    """Put the sharded parameters into the modules before a state dict is saved or loaded, unless forward is running."""
     unit = unit_of(module)
     if unit is not None and (unit.schedule is None or not unit.schedule.depth):
         unit.restore_parameters()
 
 
 def _tie_after_load(module: nn.Module, keys: Any) -> None:
+    """Make weights that the unit's modules share one parameter again, after a state dict was loaded."""
     unit = unit_of(module)
     if unit is not None:
         unit.tie_parameters()
@@ -494,7 +495,7 @@ class UnshardedParams(torch.autograd.Function):
 
 
 def _column_of(group: ParamGroup, fsdp_param: FSDPParam, grads: Sequence[Tensor | None], batch_mesh: DeviceMesh | None) -> Column:
-    """Return the unsharded gradients of one parameter, by member. A DTensor becomes partial over the data-parallel mesh dims."""
+    """Return the unsharded gradients of one parameter, by local member, for the reduction over data-parallel ranks."""
     grad = grads[0]
     if not isinstance(grad, DTensor):
         return (None,) * group.num_local_members if grad is None and len(grads) == 1 else tuple(grads)

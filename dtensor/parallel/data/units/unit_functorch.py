@@ -24,7 +24,7 @@ from .parameters.param_group import ParamGroup
 
 
 def put_differentiable_values(groups: Sequence[ParamGroup], has_distributed_batch: bool) -> ExitStack:
-    """Put gathered values into the modules, each from a collective of its own, until the result is closed."""
+    """Put unsharded values into the modules through which ``torch.func`` can differentiate, until the result is closed."""
     values = [(x, _unshard_differentiably(group, x, has_distributed_batch)) for group in groups for x in group.fsdp_params]
     stack = ExitStack()
     for fsdp_param, value in values:
@@ -35,7 +35,7 @@ def put_differentiable_values(groups: Sequence[ParamGroup], has_distributed_batc
 
 
 def wrap_ranks_as_one(output: Any) -> Any:
-    """Return a module's output with each ``PerRank`` as one tensor: transforms do not know ``PerRank``."""
+    """Return a module's output with each ``PerRank`` joined to one tensor, which ``torch.func`` can handle."""
 
     def wrap_one(x: Any) -> Any:
         return join_ranks(x.shards, PerRank) if isinstance(x, PerRank) else x
@@ -67,7 +67,7 @@ def _unshard_differentiably(group: ParamGroup, fsdp_param: FSDPParam, has_distri
 
 
 def _differentiated_value(fsdp_param: FSDPParam) -> Any:
-    """Return the value that the module has in place of the parameter, by which a transform may differentiate.
+    """Return the module's present value of the parameter, possibly one that a ``torch.func`` transform wraps.
 
     Raises:
         MeshError: its layout is not that of the parameter.

@@ -42,7 +42,7 @@ class UnshardedViews(dict[int, tuple["ForwardUse | None", list[Any]]]):
     """
 
     def drop_unrecorded(self) -> None:
-        """Drop the values that no autograd node returned. Then only the group and the program have tensors in their memory."""
+        """Drop the values without autograd node, so that only the group and the program have tensors in their memory."""
         for k in [k for k, (use, _) in self.items() if use is None]:
             del self[k]
 
@@ -62,8 +62,8 @@ class InputGradients:
 
     num_pending: int = 0
 
-    def expect_for(self, inputs: Any, on_last: Callable[[], None]) -> Any:
-        """Count the gradients of ``inputs``, have ``on_last`` called with the last one, and return the inputs for the module.
+    def hook_inputs(self, inputs: Any, on_last: Callable[[], None]) -> Any:
+        """Hook the gradients of ``inputs`` so that the last one calls ``on_last``; return the inputs for the module.
 
         If no input requires a gradient, the end of the backward pass releases the values. Inputs after the first may be used by
         other units too (the output of an encoder), and their gradients arrive late. They are replaced by aliases.
@@ -80,6 +80,7 @@ class InputGradients:
         return tree_map(lambda x: aliases.get(id(x), x), inputs, is_leaf=lambda x: isinstance(x, PerRank))
 
     def _count_gradient(self, on_last: Callable[[], None], grad: Tensor) -> None:
+        """Count one arrived input gradient, and call ``on_last`` when none is missing."""
         self.num_pending -= 1
         if not self.num_pending:
             on_last()
@@ -154,14 +155,14 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def watch_saved_tensors(groups: Sequence[ParamGroup]) -> ExitStack:
-    """Keep parts of the unsharded values out of the graph until the result is closed. Backward raises if it needs one."""
+    """Enter hooks by which graphs save only the shape of unsharded values; a backward that needs one raises."""
     storages = _unsharded_storages(groups)
 
-    def pack(x: Tensor) -> Any:
+    def save_shape_if_unsharded(x: Tensor) -> Any:
         return tuple(x.shape) if _is_in(storages, x) else x
 
     stack = ExitStack()
-    stack.enter_context(saved_tensors_hooks(pack, _unpack_saved))
+    stack.enter_context(saved_tensors_hooks(save_shape_if_unsharded, _unpack_saved))
     return stack
 
 
@@ -176,7 +177,7 @@ def _unpack_saved(saved: Any) -> Any:
 
 
 def clone_outputs(output: Any, groups: Sequence[ParamGroup]) -> tuple[Any, list[Tensor]]:
-    """Return a module's output, with clones of tensors in the unsharded values, and the list of its tensors."""
+    """Return a module's output, with tensors that are in the unsharded memory cloned, and the list of its tensors."""
     storages, tensors = _unsharded_storages(groups), tensors_in(output)
     if not any(_is_in(storages, x) for x in tensors):
         return output, tensors
@@ -193,7 +194,7 @@ def _unsharded_storages(groups: Sequence[ParamGroup]) -> list[UnshardedStorage]:
 
 
 def _is_in(storages: Sequence[UnshardedStorage], x: Any) -> bool:
-    """Return True if a local tensor of ``x`` is in one of the storages."""
+    """Return True if a local tensor of ``x``, or of the base of a lazy view, is in one of the storages."""
     while isinstance(x, LazyView):  # its local tensors are computed when they are read
         x = x._origin.base
     return any(part in storage for part in _plain_parts(x) for storage in storages)
@@ -211,7 +212,7 @@ def _plain_parts(x: Any) -> Iterator[Tensor]:
 
 # --- reads of parameters for a part of the batch ---------------------------------------------------------------------
 def declare_partial_use(parameters: Iterable[Any], batch_dims: Set[tuple[int, ...]], op: str = "sum") -> None:
-    """Declare that along the mesh dims ``batch_dims`` each rank uses the local tensors of DTensor parameters for its own batch.
+    """Mark DTensor parameters so that gradients of their local tensors are partial along the mesh dims ``batch_dims``.
 
     Their gradients are then partial: addends of the gradient of one loss (``"sum"``), or of the mean of the ranks' losses of
     plain batches (``"avg"``).
@@ -226,7 +227,7 @@ def declare_partial_use(parameters: Iterable[Any], batch_dims: Set[tuple[int, ..
 
 
 def declare_outside_use(groups: Iterable[ParamGroup], schedule: Any) -> None:
-    """Declare that reads of parameters outside forward (``lm_head.weight.full_tensor()``) are for a rank's batch as well."""
+    """Mark parameters so that reads outside forward (``lm_head.weight.full_tensor()``) have partial gradients, too."""
     has_distributed_batch = schedule is not None and schedule.batch_mesh is not None
     for group in groups:
         dims = set(group.axes.mesh._dims)

@@ -46,7 +46,7 @@ class GradAccumulation:
         self.drop_all()
 
     def drop_all(self) -> None:
-        """Drop all unreduced gradients."""
+        """Drop all accumulated gradients of the unit's groups, after a pass that raised."""
         for group in self._groups:
             group.accumulated_grads.clear()
             group.scattered_grads.clear()
@@ -59,7 +59,7 @@ class GradAccumulation:
     def reduce_now(
         self, schedule: Schedule, group: ParamGroup, gradients: dict[int, Column], average: bool
     ) -> dict[Tensor, Tensor]:
-        """Reduce a group's gradients at once, and return them by parameter: the pass was asked for them.
+        """Reduce a group's gradients and wait; return them by parameter, for ``torch.autograd.grad``.
 
         Raises:
             UnsupportedOperationError: they are reduced later, or in turn with other groups, which the pass does not reach.
@@ -82,7 +82,7 @@ class GradAccumulation:
         return reduced
 
     def add_gradients(self, schedule: Schedule, group: ParamGroup, gradients: dict[int, Column], average: bool) -> None:
-        """Reduce a group's gradients, or accumulate them, as the settings say."""
+        """Start the reduction of a group's new gradients, or accumulate them until a later use or pass, as the settings say."""
         if group.accumulated_grads:
             gradients = {i: _add_member_grads(group.accumulated_grads.pop(i, None), column) for i, column in gradients.items()}
         # hooks are called once, with the sum over all uses
@@ -105,14 +105,14 @@ class GradAccumulation:
         defer_hooks([group.fsdp_params[i].parameter for i in gradients])
 
     def _reduce_ready(self, schedule: Schedule, average: bool) -> None:
-        """Reduce ready groups in their order, which is equal on all ranks, whatever each of them used."""
+        """Start the reductions of groups with gradients, in a group order that is equal on all ranks."""
         while self._ready[self._turn]:
             gradients = self._ready[self._turn].pop(0)
             schedule.add_reductions(start_reductions(self._groups[self._turn], gradients, average, schedule.send_buffers))
             self._turn = (self._turn + 1) % len(self._groups)
 
     def flush(self, schedule: Schedule) -> None:
-        """Finish backward. Groups that this rank did not use take part without gradients: other ranks may have used them."""
+        """Start the reductions that remain at the end of backward, also of groups that only other ranks used."""
         average = schedule.batch_mesh is None
         for group in self._groups:
             group.num_pending_uses = 0
@@ -207,7 +207,7 @@ def _add_member_grads(accumulated: Column | None, new: Column) -> Column:
 
 
 def _widen_column(column: Column, dtype: torch.dtype | None) -> Column:
-    """Convert gradients that will be added to at least ``dtype``, in which they are reduced: small addends would vanish."""
+    """Convert gradients to at least ``dtype`` before they are accumulated, because small addends would vanish."""
     if dtype is None:
         return column
     return tuple(None if grad is None else grad.to(torch.promote_types(grad.dtype, dtype)) for grad in column)
@@ -230,7 +230,7 @@ def _column_as_tensor(group: ParamGroup, fsdp_param: FSDPParam, column: Column) 
 def _clear_flat(
     group: ParamGroup, member: int, indices: Sequence[int], flat: Tensor, positions: Sequence[int], to_none: bool
 ) -> Tensor:
-    """Return a copy of reduce-scattered gradients with zeros at ``positions``, and with ``to_none`` zero flags."""
+    """Return a copy of flat reduce-scattered gradients with those at ``positions`` zero, and with ``to_none`` marked missing."""
     flat = flat.clone()
     *blocks, flags = group.param_rows(member).split(indices, flat)
     for k in positions:
@@ -246,7 +246,7 @@ _is_patched = False
 
 
 def _patch_zero_grad() -> None:
-    """Make ``Optimizer.zero_grad`` clear pending gradients.
+    """Patch ``Optimizer.zero_grad`` to clear pending gradients of FSDP units as well.
 
     Done when the first unit is made: a recording must not see the method change between its start and its end.
     """
@@ -257,6 +257,7 @@ def _patch_zero_grad() -> None:
 
     @functools.wraps(torch_zero_grad)
     def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
+        """Clear the gradients of an optimizer's parameters, also the pending gradients of FSDP units."""
         torch_zero_grad(self, set_to_none)
         if _MAY_HOLD_GRADIENTS:
             clear_pending({id(parameter) for group in self.param_groups for parameter in group["params"]}, set_to_none)

@@ -37,7 +37,7 @@ Accumulate = Callable[[list[tuple[nn.Parameter, Tensor]]], None]
 
 
 class GradReduction:
-    """Reduction of some gradients of a group, which is issued by the constructor.
+    """Reduction in flight of some gradients of a parameter group; the constructor starts it.
 
     The first round is the reduce-scatter or the all-reduce. HSDP has a second one, the all-reduce over replicas, and an
     all-reduce may have two rounds. Recorders do not see the reduction itself.
@@ -89,6 +89,7 @@ class GradReduction:
             self._buckets = group.unsharded.grad_buckets.pop(self._bucket_key(), {})
 
         def get_send_buffer(numel: int) -> Tensor | None:
+            """Return a pooled buffer of ``numel`` elements for a reduce-scatter; None if the caller must allocate."""
             nbytes = numel * dtype.itemsize
             buffer = self._send_buffers.get_or_allocate(nbytes, device) if axes.reduce_scatter else None
             if buffer is None:
@@ -96,8 +97,8 @@ class GradReduction:
             self._borrowed_buffers.append(buffer)
             return (buffer if buffer.numel() == nbytes else buffer[:nbytes]).view(dtype)
 
-        def pack(member: int) -> Tensor:
-            """Pack the gradients of one member, with flags of those that are missing, or fill its bucket."""
+        def pack_member(member: int) -> Tensor:
+            """Return the flat tensor of a member's gradients, followed by a flag for each: 0 where it is missing."""
             grads = [column[member if in_process else 0] for column in columns]
             if self._buckets is None:
                 flags = self._send_buffers.get_or_make_ones(len(grads), dtype, device)
@@ -113,7 +114,7 @@ class GradReduction:
                 bucket = self._buckets[member] = rows.allocate_bucket(self.indices, dtype, device, len(grads))
             return _fill_bucket(bucket, grads)
 
-        packed = comm.map(pack)
+        packed = comm.map(pack_member)
         if axes.reduce_scatter:
             return group.bind_reduce_scatter(self.indices, dtype, self._op)(packed)
         if self._comm_hook is not None:
@@ -127,7 +128,7 @@ class GradReduction:
         return tuple(self.indices), self._dtype
 
     def finish_first_round(self) -> None:
-        """Wait for the first round. Its results are here, or in a second round, or in a copy to host memory."""
+        """Wait for the first collective, then start the all-reduce over replicas or the copy to host memory, if any."""
         axes = self.group.axes
         if self._first_round.advance():
             self._second_round = self._first_round
@@ -144,7 +145,7 @@ class GradReduction:
             self._finish_reduced(flat)
 
     def _reduce_over_replicas(self, flat: Any) -> None:
-        """All-reduce this rank's shard, plus what earlier passes left, over replicas; or leave it for a later pass."""
+        """Start the all-reduce of reduce-scattered gradients over replicas, or store them for a later pass."""
         group, key = self.group, (tuple(self.indices), self._op)
         earlier, missing = group.scattered_grads.pop(key, (None, frozenset()))
         flat = flat if earlier is None else earlier + flat
@@ -157,11 +158,11 @@ class GradReduction:
 
     @property
     def is_in_flight(self) -> bool:
-        """True if a second round or a copy to host memory is in flight."""
+        """Return True if a second collective or a copy to host memory is in flight."""
         return self._second_round is not None or self.group.axes.offload is not None
 
     def deliver(self, accumulate_into: Accumulate | None = None) -> bool:
-        """Add the results to the parameters' gradients. Return False if their copy to host memory has only started now.
+        """Add the reduced gradients to ``.grad`` of the parameters. Return False if a copy to host memory has only started now.
 
         Args:
             accumulate_into: receives the pairs of parameter and gradient instead; default :func:`accumulate_grads`.
@@ -193,7 +194,7 @@ class GradReduction:
         return True
 
     def _finish_reduced(self, flat: Any) -> None:
-        """Divide the reduced gradients, call the user's hook, and start the copy to host memory."""
+        """Divide the flat reduced gradients, call the user's hook, and start the copy to host memory or buckets."""
         group = self.group
         if self._buckets is not None:
             group.unsharded.grad_buckets[self._bucket_key()] = self._buckets
@@ -204,7 +205,7 @@ class GradReduction:
             self._flat = group.comm.map(self._copy_to_host, self._flat, group.axes.offload)
 
     def _divide_and_hook(self, flat: Any) -> Any:
-        """Divide, then call the hook. With ``force_sum`` the hook sees sums and is called first, as torch's FSDP2 does."""
+        """Divide the reduced gradients, then call the user's hook; with ``force_sum`` call it first, as torch's FSDP2 does."""
         settings, factor = self.group.settings, self._divide_factor
         if factor is not None and not (settings.force_sum and settings.hook is not None):
             flat, factor = flat / factor, None
@@ -215,17 +216,19 @@ class GradReduction:
         return flat if factor is None else flat / factor
 
     def _copy_to_bucket(self, member: int, flat: Tensor) -> Tensor:
+        """Copy a member's reduced gradients into its bucket, if a hook returned another tensor."""
         assert self._buckets is not None
         bucket = self._buckets[member][0]
         return bucket if bucket is flat else bucket.copy_(flat)
 
     def _copy_to_host(self, member: int, flat: Tensor, offload: HostOffload) -> Tensor:
+        """Start the copy of a member's reduced gradients to host memory, and remember to wait for it."""
         copied, wait = offload.copy_to_host(flat)
         self._host_copy_waits.append(wait)
         return copied
 
     def _split(self, member: int, flat: Tensor, layouts: Sequence[Layout]) -> list[Tensor]:
-        """Return the gradients of a member in the dtypes of ``layouts``, followed by the flags."""
+        """Split a member's flat reduced gradients into one tensor per parameter, in its gradient dtype, and the flags."""
         *blocks, flags = self.group.param_rows(member).split(self.indices, flat)
         if any(layout.dtype is not flat.dtype for layout in layouts):
             blocks = [block.to(layout.dtype) for block, layout in zip(blocks, layouts, strict=True)]
@@ -234,12 +237,12 @@ class GradReduction:
 
 @untracked
 def _read_flags(flags: Any) -> list[list[float]]:
-    """Return the flags of all local members. They depend only on what the ranks' programs did, so a replay may reuse them."""
+    """Return as numbers, for each local member, the reduced flags: non-zero where some rank had a gradient."""
     return [shard.tolist() for shard in shards_of(flags)]
 
 
 def _fill_bucket(bucket: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Tensor:
-    """Copy gradients and flags into a bucket, and return its flat tensor."""
+    """Copy gradients, and flags of those that are missing, into a bucket; return its flat tensor."""
     flat, *parts, flags = bucket
     flags.fill_(1)
     present = [grad for grad in grads if grad is not None]
@@ -270,7 +273,7 @@ def start_reductions(
 
 # --- gradients of leaves ---------------------------------------------------------------------------------------------
 def accumulate_grads(grads: Sequence[tuple[Any, Any]]) -> None:
-    """Do for each pair of parameter and gradient what autograd does for leaves: hooks, ``.grad``, and the hooks after that."""
+    """Add gradients to ``.grad`` of leaves as autograd does: call gradient hooks, add, call post-accumulation hooks."""
     with DisableTorchFunctionSubclass():  # attribute reads and writes take half the time
         if not ACTIVE_OBSERVERS and all(
             p.grad is None and p._layout is grad._layout and has_no_other_hooks(p) for p, grad in grads
@@ -291,7 +294,7 @@ def accumulate_grads(grads: Sequence[tuple[Any, Any]]) -> None:
 
 
 def defer_hooks(parameters: Sequence[nn.Parameter]) -> None:
-    """Make the hooks of these leaves ignore autograd's next visit, which has no gradient: :func:`accumulate_grads` calls them."""
+    """Make gradient hooks of these leaves skip autograd's call without gradient; :func:`accumulate_grads` calls them later."""
     with DisableTorchFunctionSubclass():
         hooked = [p for p in parameters if not has_no_other_hooks(p)]
     for parameter in hooked:
@@ -305,7 +308,7 @@ def defer_hooks(parameters: Sequence[nn.Parameter]) -> None:
 
 
 class _SkipWithoutGradient:
-    """Hook of a leaf that is called with gradients only."""
+    """Wrapper of a leaf's gradient hook that calls the hook only if there is a gradient."""
 
     def __init__(self, hook: Callable[[Tensor], Tensor | None]) -> None:
         self.hook = hook
@@ -315,7 +318,7 @@ class _SkipWithoutGradient:
 
 
 class _SkipUnchanged:
-    """Post-accumulation hook that is called only if ``.grad`` has changed since its construction."""
+    """Wrapper of a post-accumulation hook that calls the hook only if ``.grad`` has changed since the wrapper was made."""
 
     def __init__(self, hook: Callable[[nn.Parameter], None], parameter: nn.Parameter) -> None:
         self.hook, self._version = hook, _grad_version(parameter)

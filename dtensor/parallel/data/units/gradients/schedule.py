@@ -78,7 +78,7 @@ class Schedule:
         self.send_buffers = SendBufferPool()
 
     def begin_forward(self, batch: Sequence[DTensor]) -> None:
-        """Start a forward pass. ``batch``: the inputs that are DTensors over the data-parallel mesh dims."""
+        """Start a forward pass of all units. ``batch``: the inputs that are DTensors over the data-parallel mesh dims."""
         if ACTIVE_RECORDERS and (recorder := current_recorder()) is not None:
             recorder.on_refusal(self.reset)
         self.batch_mesh, self._is_end_queued = batch[0].device_mesh if batch else None, False
@@ -89,12 +89,12 @@ class Schedule:
             unit.begin_forward()
 
     def finish_forward(self) -> None:
-        """Finish the forward pass."""
+        """Finish the forward pass in all units."""
         for unit in self.units:
             unit.finish_forward()
 
     def record_forward(self, unit: Any) -> None:
-        """Append ``unit`` to the order, if its forward runs for the first time in this pass."""
+        """Append ``unit`` to this pass's order of forward, unless its forward has run in this pass already."""
         if unit not in self.order:
             self.order.append(unit)
 
@@ -108,6 +108,7 @@ class Schedule:
 
     @staticmethod
     def _neighbor_in(order: list[Any], unit: Any, step: int) -> Any:
+        """Return the unit ``step`` positions after ``unit`` in ``order``; None if there is none."""
         if unit not in order:
             return None
         index = order.index(unit) + step
@@ -125,12 +126,12 @@ class Schedule:
             engine.queue_callback(_BackwardEnd(self))
 
     def add_reductions(self, reductions: list[GradReduction]) -> None:
-        """Add reductions of a unit, and wait for older ones, so that few units' gradients are held at a time."""
+        """Add a unit's reductions in flight, and wait for the oldest, so that gradients of few units are in memory."""
         self._in_flight.append(reductions)
         self._finish_first_rounds(max(unit.max_reductions_in_flight for unit in self.units))
 
     def _finish_first_rounds(self, num_kept: int = 0) -> None:
-        """Wait for the first rounds of all but the newest ``num_kept`` units."""
+        """Wait for the first collective of all reductions but those of the newest ``num_kept`` units."""
         while len(self._in_flight) > num_kept:
             arriving = self._in_flight.pop(0)
             for reduction in arriving:
@@ -144,14 +145,14 @@ class Schedule:
         self._arriving = [reduction for reduction in self._arriving if not reduction.deliver()]
 
     def finish_reductions(self) -> None:
-        """Wait for all reductions and deliver their gradients."""
+        """Wait for all reductions, and add their gradients to ``.grad``."""
         self._finish_first_rounds()
         while self._arriving:
             self._deliver_arrived()
 
     @torch.no_grad()
     def finish_backward(self) -> None:
-        """Finish the backward pass: all gradients arrive, in the order in which they were sent."""
+        """Finish the backward pass: start the remaining reductions, wait for all, and finish the pass in all units."""
         self._is_end_queued = False
         for unit in self.units:
             unit.flush_gradients()
@@ -160,12 +161,12 @@ class Schedule:
             unit.finish_backward()
 
     def reset(self) -> None:
-        """Drop all state of a pass that raised."""
+        """Drop the state of a forward or backward pass that raised, in all units."""
         self.depth = 0
         self.drop_backward()
 
     def drop_backward(self) -> None:
-        """Drop the gradients of a backward pass that raised: they must not be added to those of the next."""
+        """Drop the reductions of a backward pass that raised, so that the next pass does not add their gradients."""
         self._is_end_queued, self._in_flight, self._arriving = False, [], []
         for unit in self.units:
             unit.reset_pass()

@@ -55,6 +55,7 @@ def _compare_over_tp(group: ParamGroup, mesh: DeviceMesh, pairs_here: Sequence[t
     other_dims = [i for i in range(mesh.ndim) if i not in tp_dims]
 
     def own_extremes(member: int) -> Tensor:
+        """Return samples of a member's gradients and their negatives: a max over ranks gives maximum and minimum."""
         own = torch.stack(
             [_sample_elements(column[member if group.comm.holds_all else 0], dp_mesh.device_type) for _, column in pairs_here]
         )
@@ -79,7 +80,7 @@ def _compare_over_tp(group: ParamGroup, mesh: DeviceMesh, pairs_here: Sequence[t
 
 
 def _sample_elements(grad: Tensor | None, device_type: str) -> Tensor:
-    """Return ``_SAMPLE_SIZE`` evenly spaced elements of a gradient."""
+    """Return ``_SAMPLE_SIZE`` evenly spaced elements of a gradient, to compare between ranks."""
     if grad is None or grad.numel() == 0:
         return torch.zeros(_SAMPLE_SIZE, device=device_type)
     flat = torch.view_as_real(grad).reshape(-1) if grad.is_complex() else grad.reshape(-1)
@@ -88,6 +89,7 @@ def _sample_elements(grad: Tensor | None, device_type: str) -> Tensor:
 
 
 def _describe_difference(fsdp_param: FSDPParam, mesh: DeviceMesh, tp_dims: Sequence[int]) -> str:
+    """Return the error text for a parameter with gradients that differ along mesh dims ``tp_dims``."""
     module, name = fsdp_param.locations[0]
     names = mesh.mesh_dim_names
     over = ", ".join(repr(names[i]) if names else str(i) for i in tp_dims)

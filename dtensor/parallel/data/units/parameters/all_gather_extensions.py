@@ -88,7 +88,7 @@ class AllGatherExtensions:
     # --- before the all-gather ---------------------------------------------------------------------------------------
     @torch.no_grad()
     def make_inputs(self, locals_: Sequence[Any]) -> list[Any]:
-        """Return the local values of all entries. The first time ranks exchange the sizes of theirs: one small exchange.
+        """Return the local tensors to gather: parameters, and results of ``fsdp_pre_all_gather``; ranks exchange shapes once.
 
         Raises:
             LayoutError: ranks have inputs that do not fit together, or other inputs than the first time.
@@ -122,7 +122,7 @@ class AllGatherExtensions:
         return [x.detach().view(1) if not x.ndim else x.detach() for x in results]
 
     def _exchange_specs(self, comm: Communicator, own_specs: dict[int, list[InputSpecs]]) -> None:
-        """Learn the dtypes and shapes that each member of the groups of this process gathers."""
+        """Exchange the dtypes and shapes of tensors to gather between ranks, and order the entries by item size."""
         self._specs = dict(own_specs)
         if not comm.holds_all:
             for member in own_specs:
@@ -147,12 +147,12 @@ class AllGatherExtensions:
         return next(iter(self._specs.values()))[i][k][0] if self._is_extended[i] else self._dtypes[i]
 
     def _concat_dim(self, fsdp_param: FSDPParam, shape: Sequence[int]) -> int:
-        """Return the dim of an input along which it is concatenated: the sharded dim if both have as many dims, else 0."""
+        """Return the dim along which ranks' inputs are concatenated: the sharded dim if the input has it, else 0."""
         dim = fsdp_param.shard_dim
         return dim if dim is not None and len(shape) == len(fsdp_param.stored_layout.shape) else 0
 
     def make_rows(self, member: int, alignment: int) -> FlatBuffer:
-        """Return the offsets of the entries in what is gathered, for one member."""
+        """Return the flat buffer layout of what ``member`` gathers, with the offset of each entry."""
         group = self._axes.mesh.members_of(self._axes.shard, member)
         entry_boxes = [self._entry_boxes(i, k, member, group) for i, k in self._order]
         boxes = [[each[position] for _, each in entry_boxes] for position in range(len(group))]
@@ -163,7 +163,7 @@ class AllGatherExtensions:
         )
 
     def _entry_boxes(self, i: int, k: int, member: int, group: Sequence[int]) -> tuple[tuple[int, ...], list[Box]]:
-        """Return the shape of one gathered tensor, and the box in it of each rank of the group."""
+        """Return the shape of one gathered tensor, and for each rank of the group the region of it that the rank sends."""
         fsdp_param = self._fsdp_params[i]
         if not self._is_extended[i]:
             layout = fsdp_param.unsharded_layout
@@ -181,7 +181,7 @@ class AllGatherExtensions:
     # --- after the all-gather ----------------------------------------------------------------------------------------
     @torch.no_grad()
     def make_values(self, locals_: Sequence[Any], gathered: Sequence[Any]) -> list[Any]:
-        """Return the unsharded parameters, made of the gathered entries."""
+        """Return the unsharded parameters: the gathered tensors, or the results of ``fsdp_post_all_gather``."""
         comm, made = communicator_of(self._axes.mesh), []
         for i, local in enumerate(locals_):
             outputs = [gathered[k] for k in self._entries[i]]
@@ -212,7 +212,7 @@ class AllGatherExtensions:
         return value.as_strided(size, torch.empty(size, device="meta").stride(), 0)  # without the padding of the last ranks
 
     def _copy_outputs(self, member: int, i: int, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return copies of ``outputs`` in separate storages, the same tensors each time.
+        """Copy gathered ``outputs`` to tensors in separate storages, the same tensors at each call.
 
         A wrapper subclass that is made of them has one storage offset for all.
         """
@@ -230,7 +230,7 @@ def _first_locals(fsdp_params: Sequence[FSDPParam]) -> list[Tensor]:
 
 
 def _pre_all_gather_parameters(mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> None:
-    """Provide the signature of ``fsdp_pre_all_gather``."""
+    """Do nothing; the error message reads the parameters of ``fsdp_pre_all_gather`` from this signature."""
 
 
 def _input_specs(inputs: Any) -> InputSpecs:

@@ -23,7 +23,7 @@ from .fsdp_param_init import broadcast_from_first, make_unsharded_layout, tensor
 
 
 class ModuleBuffers:
-    """Buffers of some modules. If not ``shared``, each rank keeps buffers of its own, as plain tensors.
+    """Buffers of a unit's modules. If not ``shared``, each rank keeps buffers of its own, as plain tensors.
 
     A module may belong to several units. The unit that runs first puts the local tensors in place until it has run, and the
     others find them there.
@@ -51,7 +51,7 @@ class ModuleBuffers:
                 self.locations.append((module, name, tp_layout))
 
     def put_local(self, has_distributed_batch: bool) -> None:
-        """Put local tensors into the modules, unless the batch is a DTensor over the data-parallel mesh."""
+        """Replace the DTensor buffers in the modules by local tensors, unless the batch is a DTensor over the mesh."""
         if has_distributed_batch or self._in_use:
             return
         for module, name, tp_layout in self.locations:
@@ -63,7 +63,7 @@ class ModuleBuffers:
             module._buffers[name] = value
 
     def restore_dtensors(self, synchronize: bool = True) -> None:
-        """Put the DTensors into the modules again. If ``synchronize``, broadcast those that training wrote to."""
+        """Put the DTensor buffers back into the modules, and broadcast those that training wrote to if ``synchronize``."""
         written: set[nn.Module] = set()  # by module: batch norm advances the version counter of one of its buffers only
         for module, name, buffer, value, version in self._in_use:
             current = module._buffers[name]
@@ -81,7 +81,7 @@ class ModuleBuffers:
 
 
 def _replicate_buffer(buffer: Tensor, axes: MeshAxes, tp_layout: Layout | None, has_values: bool) -> DTensor:
-    """Return a DTensor with the first rank's value, replicated over the data-parallel mesh. It is meta if not ``has_values``."""
+    """Return a buffer as a DTensor that has the first rank's value, replicated over the data-parallel mesh."""
     comm = communicator_of(axes.mesh)
     _, layout = make_unsharded_layout(axes, buffer, tp_layout)
     local = buffer._local if isinstance(buffer, DTensor) else buffer.detach()
@@ -97,7 +97,7 @@ def _replicate_buffer(buffer: Tensor, axes: MeshAxes, tp_layout: Layout | None, 
 
 
 def _copy_for_ranks(local: Any, axes: MeshAxes) -> Any:
-    """Return a copy of a buffer's value on the device, one for each local rank. A meta tensor is copied as meta."""
+    """Return copies of a buffer's value on the mesh's device, one for each local rank; a meta tensor stays meta."""
     value = local if local.is_meta else local.to(axes.mesh.device_type)
     copied = communicator_of(axes.mesh).map(lambda member, x: x.detach().clone(memory_format=torch.contiguous_format), value)
     return local if copied is None else copied  # None: on a rank outside the mesh

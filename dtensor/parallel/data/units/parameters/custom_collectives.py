@@ -146,7 +146,7 @@ class _StreamScope:
 
 # --- a user's primitives ---------------------------------------------------------------------------------------------
 def gather_rows(axes: MeshAxes, custom: AllGather, lengths_of: Lengths, row: Any) -> Pending[Any]:
-    """Gather the rows of all ranks with a custom all-gather, concatenated. ``lengths_of(member)``: the lengths of the rows."""
+    """Gather the rows of all ranks by the program's own all-gather; ranks may send rows of different length."""
     comm, device, dtype = communicator_of(axes.mesh), torch.device(axes.mesh.device_type), row.dtype
     _, order = _process_group_of(axes)
 
@@ -167,11 +167,12 @@ def gather_rows(axes: MeshAxes, custom: AllGather, lengths_of: Lengths, row: Any
 
 
 def scatter_row(axes: MeshAxes, custom: ReduceScatter, op: str, lengths_of: Lengths, row: Any) -> Pending[Any]:
-    """Reduce-scatter rows with a custom reduce-scatter. ``lengths_of(member)``: the lengths of the parts."""
+    """Reduce-scatter the rows of all ranks by the program's own reduce-scatter; parts may have different length."""
     comm, device, dtype = communicator_of(axes.mesh), torch.device(axes.mesh.device_type), row.dtype
     _, order = _process_group_of(axes)
 
     def fill_input(member: int, own: Tensor) -> Tensor:
+        """Return a member's parts, in the order of group ranks and padded to equal size, in the custom buffer."""
         lengths = lengths_of(member)
         parts = own.split(list(lengths))
         placed = [parts[order.index(k)] for k in range(len(parts))]
@@ -193,28 +194,29 @@ def scatter_row(axes: MeshAxes, custom: ReduceScatter, op: str, lengths_of: Leng
 def _run_custom(
     kind: str, axes: MeshAxes, custom: Any, source: Any, output: Any, take: Any, nbytes: int, **options: Any
 ) -> Pending[Any]:
-    """Run a custom collective, and return ``take(member, output)`` once it is done.
+    """Start a program's own collective; the pending result is ``take(member, output)`` for each member.
 
     It is reported as one collective with ``nbytes`` from each other rank, whatever it issues.
     """
     mesh, size, comm = axes.mesh, axes.mesh.size_of(axes.shard), communicator_of(axes.mesh)
 
-    def issue() -> Pending[Any]:
-        """Issue the user's collective; the pending result is taken from its output."""
+    def start_collective() -> Pending[Any]:
+        """Start the program's collective; the pending result takes each member's part from ``output``."""
         group_handle, _ = _process_group_of(axes)
         work = mark_reported(custom)(output_tensor=output, input_tensor=source, group=group_handle, async_op=True, **options)
 
-        def wait() -> Any:
+        def take_results() -> Any:
+            """Wait for the collective, and take the result of each member from its output."""
             if work is not None:
                 work.wait()
             return comm.map(take, output)
 
-        return Pending(wait)
+        return Pending(take_results)
 
     if not listeners:
-        return issue()
+        return start_collective()
     groups = dict.fromkeys(tuple(mesh.ranks[k] for k in mesh.members_of(axes.shard, member)) for member in comm.held)
-    return report_events(Event(kind, axes.shard, size, (size - 1) * nbytes, mesh, groups=tuple(groups)), issue)
+    return report_events(Event(kind, axes.shard, size, (size - 1) * nbytes, mesh, groups=tuple(groups)), start_collective)
 
 
 def _fill_padded(buffer: Tensor, parts: Sequence[Tensor], part_size: int) -> Tensor:

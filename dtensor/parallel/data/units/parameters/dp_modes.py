@@ -69,17 +69,17 @@ class MeshAxes:
             object.__setattr__(self, name, dims)
 
     def dims_with(self, letters: str, letter: str) -> tuple[int, ...]:
-        """Return the mesh dims that have ``letter`` in the cell ``letters`` of the table."""
+        """Return the data-parallel mesh dims for which ``letters``, an entry of the mode table, has ``letter``."""
         return tuple(i for i in self.all_dims if (letters[0] if i < self.num_replicate_dims else letters[-1]) == letter)
 
     @property
     def storage_device(self) -> str:
-        """Device type of stored parameters."""
+        """Return the device type on which sharded parameters are stored."""
         return self.mesh.device_type if self.offload is None else "cpu"
 
     @property
     def all_dims(self) -> tuple[int, ...]:
-        """Dims of the data-parallel mesh, all of them."""
+        """Return all dims of the data-parallel mesh."""
         return tuple(range(self.mesh.ndim))
 
 

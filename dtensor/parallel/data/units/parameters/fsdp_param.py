@@ -60,13 +60,13 @@ class FSDPParam:
         return FSDPParam(locations, parameter, *layouts, self.shard_dim, self.axes)
 
     def describe(self, location: int = 0) -> str:
-        """Return the words for this parameter in messages."""
+        """Return the name of the parameter at one location, for error messages: ``parameter 'weight' of Linear``."""
         module, name = self.locations[location]
         return f"parameter {name!r} of {type(module).__name__}"
 
     # --- what a program does to the parameter ------------------------------------------------------------------------
     def refresh(self) -> bool:
-        """Take over what the program did to the parameter. Return True if the module has another parameter now.
+        """Adopt what the program did to the parameter (replaced it, set ``.data``); return True if it was replaced.
 
         Loading and materializing a module may replace the parameter. A parameter that was replaced, or assigned to by ``.data``,
         is redistributed to the placements of ``stored_layout``.
@@ -75,7 +75,7 @@ class FSDPParam:
             MeshError: the parameter has another shape or mesh now, or is no DTensor.
         """
         if self.unshard_version is not None:
-            self._keep_written_value()
+            self._copy_back_written_value()
         module, name = self.locations[0]
         current = module._parameters.get(name)
         if current is None:
@@ -87,11 +87,11 @@ class FSDPParam:
             self._check_tied(current)
         if self.parameter._layout is not self.stored_layout:  # type: ignore[attr-defined]  # a DTensor
             self._restore_placements()
-            self._follow_dtype()
+            self._update_layout_dtypes()
         return is_replaced
 
     def _adopt_replacement(self, value: Any) -> None:
-        """Make a DTensor that replaced the parameter in its module the parameter; raise if it does not fit."""
+        """Use ``value``, which replaced the parameter in its module, as the parameter; raise if it does not fit."""
         module, name = self.locations[0]
         is_parameter = isinstance(value, nn.Parameter) and value.is_leaf  # not a value that another FSDP unit has gathered
         if torch.is_grad_enabled() and not is_parameter and (value.requires_grad or has_tangent(value)):
@@ -130,7 +130,7 @@ class FSDPParam:
             )
 
     def _restore_placements(self) -> None:
-        """Redistribute a value that was assigned with other placements (``torch.nn.utils.vector_to_parameters`` does so)."""
+        """Redistribute the parameter to its stored placements, if the program assigned ``.data`` with other ones."""
         layout = self.parameter._layout  # type: ignore[attr-defined]  # a DTensor
         self._check_layout(layout)
         if not layout.has_same_blocks(self.stored_layout):
@@ -138,8 +138,8 @@ class FSDPParam:
             with torch.inference_mode(False), torch.no_grad():
                 self.parameter.data = self.parameter.data.redistribute(placements=placements)  # type: ignore[attr-defined]
 
-    def _follow_dtype(self) -> None:
-        """Change the layouts to the parameter's dtype: ``module.double()`` changes or replaces parameters."""
+    def _update_layout_dtypes(self) -> None:
+        """Change the dtype of the recorded layouts to the parameter's, after ``module.double()`` and the like."""
         dtype = self.parameter._layout.dtype  # type: ignore[attr-defined]  # a DTensor
         if dtype is not self.stored_layout.dtype:
             self.stored_layout = self.stored_layout.replace(dtype=dtype)
@@ -150,8 +150,8 @@ class FSDPParam:
                 self.param_group.add_params([])  # sorts the parameters by item size again
 
     @torch.no_grad()
-    def _keep_written_value(self) -> None:
-        """Copy what a program wrote to the unsharded parameter into the sharded one: each rank its shard, no communication.
+    def _copy_back_written_value(self) -> None:
+        """Copy what a program wrote to the unsharded parameter into the sharded one, without communication.
 
         Raises:
             DTensorError: the value has another dtype or shape than the parameter, or ``fsdp_post_all_gather`` made it.
@@ -174,7 +174,7 @@ class FSDPParam:
 
     # --- its value in the modules ------------------------------------------------------------------------------------
     def put_value(self, value: Any) -> None:
-        """Put ``value`` into the modules in place of the parameter."""
+        """Put ``value``, unsharded or sharded, into the modules in place of the parameter."""
         self.module_value = value
         for module, name in self.locations:
             module._parameters[name] = value
@@ -188,11 +188,11 @@ class FSDPParam:
         value = self.module_value
         if value is not None and value is not self.parameter and module._parameters.get(name) is value:
             if self.unshard_version is not None:
-                self._keep_written_value()
+                self._copy_back_written_value()
             self.put_value(self.parameter)
 
     def tie_locations(self) -> None:
-        """Put the parameter of the first location into all: loading and ``to_empty`` put another tensor into each."""
+        """Put the first location's parameter into all modules that share it: loading and ``to_empty`` make several."""
         module, name = self.locations[0]
         for other, other_name in self.locations[1:]:
             other._parameters[other_name] = module._parameters[name]

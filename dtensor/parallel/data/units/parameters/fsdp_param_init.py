@@ -136,7 +136,7 @@ def axes_on_common_root(axes: MeshAxes, modules: Sequence[nn.Module]) -> MeshAxe
 
 
 def _param_layouts(parameter: nn.Parameter, axes: MeshAxes, placement_fn: ShardPlacementFn | None) -> ParamLayouts:
-    """Return the layouts, the sharded dim and the mesh axes that ``parameter`` will have."""
+    """Return the stored, unsharded and tensor-parallel layout of ``parameter``, its sharded dim, and its mesh axes."""
     dim, axes = _requested_shard_dim(parameter, placement_fn, axes)
     shard_dim = None if not axes.shard or parameter.ndim == 0 else dim
     tp_layout = _layout_off_dp_mesh(parameter._layout, axes.mesh) if isinstance(parameter, DTensor) else None
@@ -149,7 +149,7 @@ def _param_layouts(parameter: nn.Parameter, axes: MeshAxes, placement_fn: ShardP
 
 
 def _requested_shard_dim(parameter: nn.Parameter, placement_fn: ShardPlacementFn | None, axes: MeshAxes) -> tuple[int, MeshAxes]:
-    """Return the tensor dim to shard, and the mesh axes to shard it over.
+    """Return the tensor dim and the mesh axes that ``placement_fn`` requests for a parameter; default dim 0.
 
     Raises:
         PlacementError: ``placement_fn`` returns no placement, or names mesh dims that do not shard parameters.
@@ -175,7 +175,7 @@ def _requested_shard_dim(parameter: nn.Parameter, placement_fn: ShardPlacementFn
 
 
 def _shard_over_axes(form: Any, axes: MeshAxes, ndim: int) -> Any:
-    """Return the placement that a form gives for the mesh dims that shard parameters. They are one mesh dim for the unit.
+    """Return the one placement that ``form`` (text, mapping, partition) gives for the mesh dims that shard parameters.
 
     Raises:
         PlacementError: the form names other mesh dims, or gives them different placements.
@@ -188,7 +188,7 @@ def _shard_over_axes(form: Any, axes: MeshAxes, ndim: int) -> Any:
 
 
 def make_unsharded_layout(axes: MeshAxes, x: Tensor, tp_layout: Layout | None) -> tuple[MeshAxes, Layout]:
-    """Return ``axes`` on the root of ``tp_layout``, and the layout that is replicated over the data-parallel mesh.
+    """Return the axes, and the layout of ``x`` unsharded: replicated over data-parallel mesh dims, else ``tp_layout``.
 
     On other mesh dims the placements are those of ``tp_layout``.
     """
@@ -200,7 +200,7 @@ def make_unsharded_layout(axes: MeshAxes, x: Tensor, tp_layout: Layout | None) -
 
 
 def _layout_off_dp_mesh(layout: Layout, dp_mesh: DeviceMesh) -> Layout | None:
-    """Return ``layout`` on its mesh dims that are not data-parallel; None if there are none.
+    """Return ``layout`` restricted to its mesh dims that are not data-parallel; None if it has no others.
 
     Raises:
         MeshError: it is not replicated over the data-parallel dims.
@@ -258,7 +258,7 @@ def _is_composed(x: Tensor) -> bool:
 
 
 def broadcast_from_first(comm: Communicator, local: Any, mesh_dims: Sequence[int]) -> Any:
-    """Return the first rank's value. A wrapper subclass is sent part by part; a tensor with an extension is not sent."""
+    """Broadcast the first rank's local tensor; tensors with an all-gather extension keep each rank's own value."""
     if isinstance(local, Tensor) and local.is_meta:
         local = torch.empty_like(local, device=comm.mesh.device_type)
 
@@ -284,6 +284,7 @@ def _own_shard(parameter: Any, axes: MeshAxes, unsharded: Layout, stored: Layout
             local = broadcast_from_first(comm, local, axes.all_dims)
 
     def slice_shard(member: int, full: torch.Tensor) -> torch.Tensor:
+        """Return a copy of a member's shard of the unsharded local tensor, in host memory if it is offloaded."""
         offset, origin = (x.local_offset(mesh.coordinates[member]) for x in (stored, unsharded))
         for dim, size in enumerate(stored.local_shape(mesh.coordinates[member])):
             full = full.narrow(dim, min(offset[dim] - origin[dim], full.shape[dim]), size)
@@ -314,13 +315,13 @@ def move_to_common_mesh(fsdp_params: Sequence[FSDPParam], dp_mesh: DeviceMesh) -
 
 
 def _dims_are_disjoint(first: DeviceMesh, second: DeviceMesh) -> bool:
-    """Return True if the two meshes share whole dims only: no dim of one is a part of a dim of the other."""
+    """Return True if each mesh dim of ``second`` is one of ``first``, or shares no part with those."""
     used = {d for dims in first._dims for d in dims}
     return all(dims in first._dims or not used & set(dims) for dims in second._dims)
 
 
 def _replicate_on(fsdp_param: FSDPParam, mesh: DeviceMesh) -> None:
-    """Replicate the parameter over the further dims of a larger mesh, with the values of the first rank."""
+    """Move the parameter to a larger mesh, replicated over the additional mesh dims with the first rank's values."""
     old, layout = fsdp_param.parameter, fsdp_param.stored_layout
     new_dims = tuple(i for i, dims in enumerate(mesh._dims) if dims not in layout.mesh._dims)
     local = old._local  # type: ignore[attr-defined]  # a DTensor

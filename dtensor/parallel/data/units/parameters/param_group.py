@@ -106,7 +106,7 @@ class ParamGroup:
         self.clear_derived_state()
 
     def clear_derived_state(self) -> None:
-        """Drop the buffer and everything that was computed from the list of parameters."""
+        """Drop the unsharded buffer and all caches that depend on the list of parameters, and compute dtypes again."""
         self.unsharded = UnshardedState(version=self.unsharded.version)
         self._param_rows: dict[int, FlatBuffer] = {}
         self._extension_rows: dict[int, FlatBuffer] = {}
@@ -128,17 +128,17 @@ class ParamGroup:
 
     @property
     def num_local_members(self) -> int:
-        """Number of members with tensors in this process."""
+        """Return the number of members of the mesh with tensors in this process, at least 1."""
         return max(1, len(self.comm.held))
 
     # --- unsharded values as the computation sees them ---------------------------------------------------------------
     def compute_dtype(self, fsdp_param: FSDPParam) -> torch.dtype:
-        """Return the dtype in which a parameter is gathered."""
+        """Return the dtype in which a parameter is gathered and computed with."""
         dtype, stored_dtype = self.policy.param_dtype, fsdp_param.stored_layout.dtype
         return dtype if dtype is not None and stored_dtype.is_floating_point else stored_dtype
 
     def layout_in_use(self, fsdp_param: FSDPParam, batch_mesh: DeviceMesh | None) -> Layout | None:
-        """Return a parameter's layout in the computation; None: modules see a plain tensor.
+        """Return the layout of a parameter while modules compute with it; None: they see a plain tensor.
 
         Args:
             batch_mesh: the mesh of a batch that is a DTensor; None: each rank has a plain batch of its own.
@@ -152,6 +152,7 @@ class ParamGroup:
         return None if layout is None else layout.replace(dtype=self.compute_dtype(fsdp_param), stride=None)
 
     def _get_layouts_in_use(self, batch_mesh: DeviceMesh | None) -> list[Layout | None]:
+        """Return the cached result of :meth:`layout_in_use` for each parameter."""
         layouts = self._layouts_in_use.get(batch_mesh)
         if layouts is None:
             layouts = self._layouts_in_use[batch_mesh] = [self.layout_in_use(x, batch_mesh) for x in self.fsdp_params]
@@ -170,7 +171,7 @@ class ParamGroup:
         return flat
 
     def owner_indices(self, batch_mesh: DeviceMesh | None) -> list[int]:
-        """Return, for each entry of :meth:`flat_values`, the index of its parameter."""
+        """Return the index of the parameter to which each entry of :meth:`flat_values` belongs."""
         indices = self._owner_indices.get(batch_mesh)
         if indices is None:
             counts = [self.num_local_members if layout is None else 1 for layout in self._get_layouts_in_use(batch_mesh)]
@@ -178,7 +179,7 @@ class ParamGroup:
         return indices
 
     def regroup_values(self, flat: Sequence[Tensor], batch_mesh: DeviceMesh | None) -> list[Any]:
-        """Return entries of :meth:`flat_values` as one value for each parameter."""
+        """Return entries of :meth:`flat_values` as one value per parameter; plain tensors of all ranks become one."""
         if not self.comm.holds_all:
             return list(flat)
         items, count = iter(flat), self.num_local_members
@@ -194,13 +195,13 @@ class ParamGroup:
 
     # --- unshard and reshard -----------------------------------------------------------------------------------------
     def _refresh_params(self) -> VersionSnapshot:
-        """Take over what programs did to the parameters, and return their version snapshot."""
+        """Adopt what programs did to the parameters, and return a snapshot of their version counters."""
         if sum(map(FSDPParam.refresh, self.fsdp_params)):
             self.declared_use = None
         return take_snapshot(*[x.parameter for x in self.fsdp_params])
 
     def check_unchanged(self, version: VersionSnapshot | None) -> VersionSnapshot:
-        """Return the version snapshot of the parameters. Backward needs the values of forward, which had ``version``.
+        """Raise if parameters changed since forward, which had the snapshot ``version``; return the present snapshot.
 
         Raises:
             DTensorError: a parameter was written to in between.
@@ -216,7 +217,7 @@ class ParamGroup:
 
     @hides_from_policies
     def start_unshard(self, version: VersionSnapshot | None = None) -> None:
-        """Issue the all-gather, unless the gathered values are up to date.
+        """Start the all-gather of the parameters, unless the gathered values, or those in flight, are up to date.
 
         Args:
             version: the current version snapshot, if the caller has refreshed the parameters already.
@@ -252,7 +253,7 @@ class ParamGroup:
             state.pending = self._issue_all_gather(locals_, version)
 
     def _issue_all_gather(self, locals_: list[Any], version: VersionSnapshot) -> Pending[Any]:
-        """Start the all-gather of the group's parameters, packed into one row per rank."""
+        """Pack the local shards into one row per rank, and start the all-gather of the rows."""
         device, offload = self.axes.mesh.device_type, self.axes.offload
         concatenate: Callable[[list[Tensor]], Tensor] = torch.cat if offload is None else offload.concatenate
         if self._extensions is not None:
@@ -269,7 +270,7 @@ class ParamGroup:
         return self._get_or_bind(self.settings.all_gather, self._bind_all_gather)(row)
 
     def _bind_all_gather(self) -> BoundCollective:
-        """Return a function that gathers the rows of all members of a rank's group."""
+        """Return the bound collective that gathers one row of every rank: the program's own, or the communicator's."""
         custom, receive_dtype = self.settings.all_gather, self._gathered_rows(self.comm.held[0]).row_dtype
         if custom is not None:
             return functools.partial(gather_rows, self.axes, custom, lambda member: self._gathered_rows(member).lengths)
@@ -278,20 +279,22 @@ class ParamGroup:
         )
 
     def bind_reduce_scatter(self, indices: Sequence[int], dtype: torch.dtype, op: str) -> BoundCollective:
-        """Return a function that reduce-scatters the gradients of the parameters at ``indices``, followed by a flag for each."""
+        """Return the bound collective that reduce-scatters gradients of the parameters at ``indices`` and their flags."""
         custom, comm = self.settings.reduce_scatter, self.settings.reduce_scatter_comm or self.comm
 
         def part_lengths(member: int) -> list[int]:
             return self.param_rows(member).parts(indices, len(indices))
 
-        def bind() -> BoundCollective:
+        def bind_row_scatter() -> BoundCollective:
+            """Return the reduce-scatter of one row per member: the program's own, or that of the communicator."""
             if custom is not None:
                 return functools.partial(scatter_row, self.axes, custom, op, part_lengths)
             return comm.bind_scatter(self.axes.reduce_scatter, part_lengths, op, dtype, self.name)
 
-        return self._get_or_bind((tuple(indices), dtype, op, custom, comm), bind)
+        return self._get_or_bind((tuple(indices), dtype, op, custom, comm), bind_row_scatter)
 
     def _get_or_bind(self, key: Any, bind: Callable[[], BoundCollective]) -> BoundCollective:
+        """Return the bound collective under ``key``, made by ``bind()`` at the first call."""
         run = self._bound_collectives.get(key)
         if run is None:
             run = self._bound_collectives[key] = bind()
@@ -300,7 +303,7 @@ class ParamGroup:
     @hides_from_policies
     @functools.partial(issue_for_cause, "gather parameters")
     def unshard(self, version: VersionSnapshot | None = None) -> None:
-        """Fill the buffer with the unsharded values; ``version``: see :meth:`start_unshard`."""
+        """Wait for the all-gather of the parameters, and unpack the received rows into the buffer of unsharded values."""
         self.start_unshard(version)
         state = self.unsharded
         if state.pending is None:
@@ -322,11 +325,12 @@ class ParamGroup:
         state.saved_aliases.restore()
 
     def _copy_source(self, fsdp_param: FSDPParam) -> Any:
-        """Return the local tensor from which a parameter that is not sharded is copied, on the device."""
+        """Return the device copy of an unsharded parameter's local tensor; a sharded one is returned where it is."""
         local, offload = fsdp_param.parameter._local, self.axes.offload  # type: ignore[attr-defined]  # a DTensor
         return local if offload is None or fsdp_param.shard_dim is not None else self._copy_to_device(local, offload)
 
     def _copy_to_device(self, local: Any, offload: HostOffload) -> Any:
+        """Copy the local tensors of an offloaded shard from host memory to the mesh's device."""
         device = self.axes.mesh.device_type
         return self.comm.map(
             lambda _, x: x.to(device, non_blocking=True) if is_extended(x) else offload.copy_to_device(x, device), local
@@ -357,7 +361,7 @@ class ParamGroup:
 
     @hides_from_policies
     def reshard(self) -> None:
-        """Free the unsharded values."""
+        """Free the memory of the unsharded parameters; tensors that the program took from it keep the old memory."""
         state = self.unsharded
         state.resharded_part = None
         if state.pending is not None:
@@ -372,7 +376,7 @@ class ParamGroup:
         state.is_filled = False
 
     def is_used_by_program(self) -> bool:
-        """Return True if the program has tensors in the memory of the unsharded values, and no graph has any.
+        """Return True if the program, and not only autograd graphs, has tensors in the memory of the unsharded values.
 
         A read of freed memory would end the process. Values that a graph has saved are gathered again in backward. Tensors of an
         all-gather extension or of a recorder are not counted: the program has no access to them.
@@ -406,7 +410,7 @@ class ParamGroup:
 
     # --- rows --------------------------------------------------------------------------------------------------------
     def _gathered_rows(self, member: int) -> FlatBuffer:
-        """Return the offsets of what is gathered, for one member: parameters, or the inputs of all-gather extensions."""
+        """Return the flat buffer layout of what a member gathers: parameters, or inputs of all-gather extensions."""
         if self._extensions is None:
             return self.param_rows(member)
         if member not in self._extension_rows:
@@ -414,7 +418,7 @@ class ParamGroup:
         return self._extension_rows[member]
 
     def param_rows(self, member: int) -> FlatBuffer:
-        """Return the offsets of the parameters' shards, for one member."""
+        """Return the flat buffer layout of a member's parameters: the offset of each shard."""
         if member not in self._param_rows:
             group = self.axes.mesh.members_of(self.axes.shard, member)
             layouts = [(x.stored_layout, x.unsharded_layout) for x in self.fsdp_params]

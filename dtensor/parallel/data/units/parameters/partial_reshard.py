@@ -42,7 +42,7 @@ class ReshardGroup:
         self._order = [axes.mesh.ranks.index(rank) for rank in self._mesh.ranks]  # its members, as members of the axes' mesh
 
     def shard_buffer(self, buffer: Any) -> Any:
-        """Return each member's part of a byte buffer that all ranks of its group hold in full."""
+        """Return the part that each member keeps of a byte buffer, which all ranks of its reshard group have in full."""
 
         def own_part(member: int, full: Tensor) -> Tensor:
             start, length = self._part_bounds(member, full.numel())
@@ -52,7 +52,7 @@ class ReshardGroup:
             return communicator_of(self.axes.mesh).map(own_part, buffer)
 
     def bind_all_gather(self, numel_of: Callable[[int], int]) -> BoundCollective:
-        """Return a function that gathers the parts to full buffers. ``numel_of(member)``: bytes of a full buffer."""
+        """Return the bound collective that gathers the kept parts within a reshard group. ``numel_of(member)``: bytes in all."""
 
         def part_lengths(k: int) -> list[int]:
             group = [self._order[other] for other in self._mesh.members_of((self._group_dim,), k)]

@@ -157,7 +157,7 @@ def _cast_floating_point(values: Any, dtype: torch.dtype) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class HostOffload:
-    """Copies between the device and host memory, in which offloaded shards are stored.
+    """Copies of shards between the device and host memory, in which offloaded parameters are stored.
 
     A device copies from and to pinned memory asynchronously. Shards are stored in pageable memory, and what is sent to the
     device is a copy in pinned memory. So an optimizer may write the shards while an older value is being sent.

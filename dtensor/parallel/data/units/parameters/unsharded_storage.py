@@ -34,11 +34,11 @@ class UnshardedStorage:
         return x.layout is torch.strided and x.untyped_storage()._cdata in self._by_storage
 
     def count_own_uses(self) -> None:
-        """Record that all tensors that use the storages now belong to the parameter group."""
+        """Record how many tensors use each storage now; all of these belong to the parameter group."""
         self._own_use_counts = [storage_use_count(storage) for storage in self._by_storage]
 
     def has_other_uses(self) -> bool:
-        """Return True if more tensors of this process use the storages than those of the parameter group."""
+        """Return True if more tensors use a storage than :meth:`count_own_uses` recorded."""
         counts = zip(self._by_storage, self._own_use_counts, strict=False)
         return any(storage_use_count(storage) > own_count for storage, own_count in counts)
 
@@ -67,7 +67,7 @@ class RowViewCache:
         self._version: VersionSnapshot | None = None
 
     def get_or_make(self, locals_: Sequence[Any], version: VersionSnapshot, make: Callable[[], list[Any]]) -> list[Any]:
-        """Return ``make()`` or its cached result. ``version``: the version snapshot of ``locals_``.
+        """Return the cached views of ``locals_``, or ``make()`` if their memory changed since. ``version``: their snapshot.
 
         Results in other memory than that of ``locals_`` are copies, which are not cached.
         """
@@ -95,20 +95,20 @@ class SavedAliases:
         self._versions: list[int] = []  # original versions, while the memory is freed
 
     def add(self, tensors: Iterable[Tensor]) -> None:
-        """Add ``tensors``, and drop references to tensors that were freed."""
+        """Remember weak references to ``tensors``, which autograd graphs may save."""
         if not self._versions:
             self._tensors = [ref for ref in self._tensors if ref() is not None]
         self._tensors += map(TensorWeakRef, tensors)
 
     def invalidate(self) -> None:
-        """Advance the version counters, because the memory was freed."""
+        """Advance version counters of the aliases, so that a backward pass that reads freed memory raises."""
         if self._tensors and not self._versions:
             alive = [(ref, x) for ref in self._tensors if (x := ref()) is not None]
             self._tensors, self._versions = [ref for ref, _ in alive], [x._version for _, x in alive]
             set_version_counter(tuple([x for _, x in alive]), tuple([version + 1 for version in self._versions]))
 
     def restore(self) -> None:
-        """Restore the version counters, because the memory is allocated again with the same contents."""
+        """Restore version counters of the aliases, because their memory has the same contents again."""
         if self._versions:
             alive = [
                 (x, version) for ref, version in zip(self._tensors, self._versions, strict=False) if (x := ref()) is not None
@@ -161,7 +161,7 @@ class SendBufferPool:
         self._ones: dict[Any, Tensor] = {}
 
     def get_or_allocate(self, nbytes: int, device: torch.device) -> Tensor | None:
-        """Return a buffer of at least ``nbytes`` bytes.
+        """Return a host buffer of at least ``nbytes`` bytes from the pool, or a new one.
 
         Return None if the caller should allocate: on devices other than the CPU, and while a recorder is active.
         """
@@ -175,7 +175,7 @@ class SendBufferPool:
         return buffer
 
     def get_or_make_ones(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a tensor of ``count`` ones, which callers must not write. It is made on ``device``: a copy would block."""
+        """Return a cached tensor of ``count`` ones on ``device``, which callers must not write."""
         key = count, dtype, device
         if ACTIVE_RECORDERS or key not in self._ones:
             made = torch.ones(count, dtype=dtype, device=device)
