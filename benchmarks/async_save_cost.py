@@ -24,7 +24,7 @@ import torch.multiprocessing as mp
 from torch import nn
 
 
-def measure(rank: int, store: str, options: argparse.Namespace, folder: str, out: Any) -> None:
+def measure_rank(rank: int, store: str, options: argparse.Namespace, folder: str, out: Any) -> None:
     import dtensor as dt
     from dtensor.checkpoint import Manager
     from dtensor.parallel import fully_shard
@@ -78,7 +78,7 @@ def main() -> None:
     folder = tempfile.mkdtemp(dir=options.where)
     try:
         out = mp.get_context("spawn").SimpleQueue()
-        mp.spawn(measure, (f"{folder}/store", options, f"{folder}/run", out), nprocs=options.ranks)
+        mp.spawn(measure_rank, (f"{folder}/store", options, f"{folder}/run", out), nprocs=options.ranks)
         rows = [out.get() for _ in range(options.ranks)]
     finally:
         shutil.rmtree(folder)

@@ -45,7 +45,7 @@ class Row(NamedTuple):
         return None if isinstance(self.peer, str) or isinstance(self.ours, str) else self.ours / self.peer
 
 
-def placed(side: Distributed, x: Any, cut: bool) -> Any:
+def distribute_value(side: Distributed, x: Any, cut: bool) -> Any:
     """Distribute ``x`` over the 2-D mesh, as a leaf that requires gradients if ``x`` does."""
     if not isinstance(x, torch.Tensor):
         return x
@@ -57,7 +57,7 @@ def placed(side: Distributed, x: Any, cut: bool) -> Any:
     return made.requires_grad_(x.requires_grad)
 
 
-def fits(sample: Any, cut: bool) -> bool:
+def is_usable_sample(sample: Any, cut: bool) -> bool:
     """Return whether ``x`` can be sharded evenly and is not large."""
     if not isinstance(sample.input, (torch.Tensor, list, tuple)):
         return False
@@ -65,8 +65,8 @@ def fits(sample: Any, cut: bool) -> bool:
     return all(0 < x.numel() <= 100_000 and not (cut and x.ndim and x.shape[0] % 2) for x in tensors)
 
 
-def run_of(op: Any, side: Distributed, sample: Any, cut: bool, gradients: bool) -> Run:
-    first, args, kwargs = tree_map(lambda x: placed(side, x, cut), (sample.input, sample.args, sample.kwargs))
+def make_call(op: Any, side: Distributed, sample: Any, cut: bool, gradients: bool) -> Run:
+    first, args, kwargs = tree_map(lambda x: distribute_value(side, x, cut), (sample.input, sample.args, sample.kwargs))
 
     def outputs() -> list[Any]:
         made = tree_leaves(op(first, *args, **kwargs))
@@ -81,7 +81,7 @@ def run_of(op: Any, side: Distributed, sample: Any, cut: bool, gradients: bool) 
     return lambda: torch.autograd.grad(outputs(), leaves, seeds, allow_unused=True)
 
 
-def rows_of(only: list[str]) -> Iterator[Row]:
+def measure_operators(only: list[str]) -> Iterator[Row]:
     sides = {"peer": Distributed(peer), "ours": Distributed(dtensor)}
     for op in op_db:
         name = f"{op.name}.{op.variant_test_name}".removesuffix(".")
@@ -91,22 +91,22 @@ def rows_of(only: list[str]) -> Iterator[Row]:
             if gradients and not op.supports_autograd:
                 continue
             samples = islice(op.sample_inputs("cpu", torch.float32, requires_grad=gradients), 12)
-            sample = next((each for each in samples if fits(each, cut)), None)
+            sample = next((each for each in samples if is_usable_sample(each, cut)), None)
             if sample is not None:
-                yield Row(name, "S" if cut else "R", gradients, **_measured(op, sides, sample, cut, gradients))
+                yield Row(name, "S" if cut else "R", gradients, **_measure_sample(op, sides, sample, cut, gradients))
 
 
-def _measured(op: Any, sides: dict[str, Distributed], sample: Any, cut: bool, gradients: bool) -> dict[str, Any]:
+def _measure_sample(op: Any, sides: dict[str, Distributed], sample: Any, cut: bool, gradients: bool) -> dict[str, Any]:
     runs: dict[str, Run] = {}
     for name, side in sides.items():
         try:
-            runs[name] = run_of(op, side, sample, cut, gradients)
+            runs[name] = make_call(op, side, sample, cut, gradients)
         except Exception as error:
             return {"peer": "refused", "ours": "refused"} | {name: type(error).__name__}
-    return timing.interleaved(runs, EFFORT)
+    return timing.time_interleaved(runs, EFFORT)
 
 
-def report(rows: list[Row], worst: int) -> Iterator[str]:
+def format_report(rows: list[Row], worst: int) -> Iterator[str]:
     """Print the distribution of ratios by kind, and the worst rows."""
     found = sorted(((row.ratio, row) for row in rows if row.ratio is not None), key=lambda pair: -pair[0])
     yield f"{'whole calls, ours / peer':28} {'rows':>5} {'mean':>5} {'median':>6} {'p90':>5} {'> 1':>4} {'> 0.8':>5}"
@@ -134,8 +134,13 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-    rows = list(rows_of(options.only))
-    print(*(f"{key:8} {value}" for key, value in timing.machine().items()), "", *report(rows, options.worst), sep="\n")
+    rows = list(measure_operators(options.only))
+    print(
+        *(f"{key:8} {value}" for key, value in timing.describe_machine().items()),
+        "",
+        *format_report(rows, options.worst),
+        sep="\n",
+    )
     if options.json:
         options.json.write_text(json.dumps([{**row._asdict(), "ratio": row.ratio} for row in rows], indent=1))
     dist.destroy_process_group()

@@ -39,7 +39,7 @@ CASES: dict[str, tuple[tuple[int, ...], str]] = {  # shape, how it is cut
 IN_A_ROW = 10
 
 
-def sides() -> dict[str, Callable[[torch.Tensor, str], Any]]:
+def make_sides() -> dict[str, Callable[[torch.Tensor, str], Any]]:
     import torch.distributed.tensor as peer
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -57,11 +57,11 @@ def sides() -> dict[str, Callable[[torch.Tensor, str], Any]]:
     return {name: side(name) for name in libraries}
 
 
-def rank_main(rank: int, world: int, file: str, rounds: int, names: list[str], out: str) -> None:
+def measure_rank(rank: int, world: int, file: str, rounds: int, names: list[str], out: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world)
     found: dict[str, dict[str, list[tuple[float, float]]]] = {}
-    functions = sides()
+    functions = make_sides()
     for name in names:
         shape, how = CASES[name]
         x = torch.arange(float(torch.Size(shape).numel())).view(shape)
@@ -97,7 +97,7 @@ def main() -> None:
     for world in options.worlds:
         with tempfile.TemporaryDirectory() as folder:
             out = f"{folder}/out.json"
-            spawn(rank_main, (world, f"{folder}/store", options.rounds, options.only, out), nprocs=world)
+            spawn(measure_rank, (world, f"{folder}/store", options.rounds, options.only, out), nprocs=world)
             every = json.loads(Path(out).read_text())
         for key, row in every[0].items():
             name, _, count = key.partition("|")

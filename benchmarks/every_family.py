@@ -27,10 +27,10 @@ import transformers
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "hf"))
-from costing.families import reduced
+from costing.families import all_reduce_bytes
 from model_inputs import parts
 from model_sizes import Scale
-from program_cost import distribute, laid_out, measure
+from program_cost import distribute_inputs, distribute_model, measure_step
 from shrink_model import CONFIG_MAPPING, Shrunk, classes_of, shrunk
 from training_step import floating, loss_of
 
@@ -52,10 +52,10 @@ _ROWS = re.compile(
     r"(attention|attn|output)(\.output)?\.(dense|proj)$|\d\.output\.dense$"
 )
 _HEADS = re.compile(r"(num_|n_)(attention_)?heads?")  # of a module whose parameters are (..., heads, width of one)
-_WHOLE = re.compile(r"embed_positions|position|token_type|norm|patch_embed")
+_REPLICATED = re.compile(r"embed_positions|position|token_type|norm|patch_embed")
 
 
-class ByHand:
+class HandWrittenCost:
     """Where a hand-written program would shard parameters, the bytes that one pass of it reduces, and the FLOPs on every rank."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -84,10 +84,10 @@ class ByHand:
             return "stacks"
         if not (turned or isinstance(module, (nn.Linear, nn.Embedding))):
             return ""
-        if not _WHOLE.search(name) and _ROWS.search(name):
+        if not _REPLICATED.search(name) and _ROWS.search(name):
             self.places[id(module.weight)] = dt.Shard(0 if turned else 1)
             return "rows"
-        if not _WHOLE.search(name) and _COLUMNS.search(name):
+        if not _REPLICATED.search(name) and _COLUMNS.search(name):
             self.places[id(module.weight)] = dt.Shard(1 if turned else 0)
             self.places |= {id(p): dt.Shard(0) for n, p in module.named_parameters(recurse=False) if n == "bias"}
             return "table" if isinstance(module, nn.Embedding) else "columns"
@@ -110,7 +110,7 @@ class ByHand:
         return self.sent + sum(nbytes for nbytes, _ in self.given.values())
 
 
-def step_of(model: nn.Module, inputs: dict[str, Any]) -> Callable[[], Any]:
+def make_step(model: nn.Module, inputs: dict[str, Any]) -> Callable[[], Any]:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -126,7 +126,7 @@ def step_of(model: nn.Module, inputs: dict[str, Any]) -> Callable[[], Any]:
     return step
 
 
-def trained(found: Shrunk) -> nn.Module:
+def build_training_model(found: Shrunk) -> nn.Module:
     """Return the model in training mode, without caches, as a hand-written program has none."""
     model = found.build().train()
     for _, part in parts(model.config):  # type: ignore[arg-type]  # that of a model of Hugging Face
@@ -134,12 +134,12 @@ def trained(found: Shrunk) -> nn.Module:
     return model
 
 
-def rows_of(model_type: str, layouts: list[str]) -> Any:
+def measure_family(model_type: str, layouts: list[str]) -> Any:
     found = shrunk(model_type, WIDE)
-    plain = trained(found)
-    hand, shares = ByHand(plain), [p.nbytes for p in plain.parameters()]
+    plain = build_training_model(found)
+    hand, shares = HandWrittenCost(plain), [p.nbytes for p in plain.parameters()]
     places = hand.placed(plain.named_parameters(remove_duplicate=False))
-    one = measure(step_of(plain, found.call()))
+    one = measure_step(make_step(plain, found.call()))
     for layout in layouts:
         mesh = dt.init_device_mesh("cpu", (2, 2) if layout == "tp_dp" else (4,))
         batch = [R] if layout == "tp" else [dt.Shard(0), R][: mesh.ndim]
@@ -152,17 +152,17 @@ def rows_of(model_type: str, layouts: list[str]) -> Any:
         inputs = found.call()
         cut = {name: x for name, x in inputs.items() if isinstance(x, Tensor) and x.ndim and x.shape[0] % 8 == 0}
         rest = {name: x for name, x in inputs.items() if isinstance(x, Tensor) and name not in cut}
-        inputs |= laid_out(cut, mesh, batch) | laid_out(rest, mesh, [R] * mesh.ndim)
-        got = measure(step_of(distribute(trained(found), mesh, spots[layout]), inputs))
+        inputs |= distribute_inputs(cut, mesh, batch) | distribute_inputs(rest, mesh, [R] * mesh.ndim)
+        got = measure_step(make_step(distribute_model(build_training_model(found), mesh, spots[layout]), inputs))
         n = {"tp": 4, "tp_dp": 2}.get(layout, 1)
         owned = sum(
             size / (1 if places[name] == R else 2) for (name, _), size in zip(plain.named_parameters(), shares, strict=True)
         )
         nbytes = {
-            "tp": reduced(hand.bytes, 4),
-            "tp_dp": reduced(hand.bytes / 2, 2) + reduced(owned, 2),
+            "tp": all_reduce_bytes(hand.bytes, 4),
+            "tp_dp": all_reduce_bytes(hand.bytes / 2, 2) + all_reduce_bytes(owned, 2),
             "fsdp": 9 / 4 * sum(shares),
-            "dp": reduced(sum(shares), 4),
+            "dp": all_reduce_bytes(sum(shares), 4),
         }[layout]
         yield {
             "type": model_type,
@@ -190,7 +190,7 @@ def main() -> None:
         if name in seen or time.monotonic() - begun > options.seconds:
             continue
         try:
-            found = list(rows_of(name, options.layouts.split(",")))
+            found = list(measure_family(name, options.layouts.split(",")))
         except Exception as error:  # whatever a model, its inputs or a layout raises
             found = [{"type": name, "error": f"{type(error).__name__}: {error}"[:120]}]
         known += found

@@ -88,7 +88,7 @@ def measure(rounds: int) -> dict[str, list[dict[str, float]]]:
     return found
 
 
-def table(found: dict[str, list[dict[str, float]]]) -> str:
+def format_table(found: dict[str, list[dict[str, float]]]) -> str:
     """Return the medians in milliseconds, the smallest times, and the ratios to the peer."""
 
     def cell(side: str, part: str) -> str:
@@ -104,7 +104,7 @@ def table(found: dict[str, list[dict[str, float]]]) -> str:
     return "\n".join(lines)
 
 
-def imports(side: str) -> str:
+def list_imports(side: str) -> str:
     """Return the packages that the process of one side imports after torch: number of modules, and their own milliseconds."""
     _, errors = run_process(side, "-X", "importtime")
     counts, spent = Counter[str](), Counter[str]()
@@ -125,13 +125,13 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
     options = parser.parse_args()
     if options.imports:
-        print(*map(imports, SIDES), sep="\n\n")
+        print(*map(list_imports, SIDES), sep="\n\n")
         return
-    about, found = timing.machine(), measure(options.rounds)
+    about, found = timing.describe_machine(), measure(options.rounds)
     if options.json:
         print(json.dumps({"machine": about, "unit": "seconds", "rounds": found}, indent=1))
     else:
-        print(*(f"{key:8} {value}" for key, value in about.items()), "", table(found), sep="\n")
+        print(*(f"{key:8} {value}" for key, value in about.items()), "", format_table(found), sep="\n")
 
 
 if __name__ == "__main__":

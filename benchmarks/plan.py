@@ -29,7 +29,7 @@ MESHES = ((2, 2, 2), (4, 4, 4), (8, 8, 8), (16, 16, 16), (2,) * 6, (4,) * 6)
 KINDS: dict[str, list[Any]] = {"R S": [Replicate(), Shard(0), Shard(1)], "R S P": [Replicate(), Shard(0), Shard(1), Partial()]}
 
 
-def times_of(mesh: DeviceMesh, choices: list[Any], pairs: int) -> list[float]:
+def time_plans(mesh: DeviceMesh, choices: list[Any], pairs: int) -> list[float]:
     """Return the sorted seconds of planning each pair; each has new random sizes and placements."""
     draw, found = random.Random(0), []
     for _ in range(pairs + 5):
@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=200)
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
-    about = timing.machine()
+    about = timing.describe_machine()
     print(*(f"{key:8} {value}" for key, value in about.items()), "", sep="\n")
     print(f"{'mesh':14} {'ranks':>6} {'kinds':6} {'median':>8} {'95 %':>8} {'most':>8}  ms")
     rows = []
@@ -55,7 +55,7 @@ def main() -> None:
         for kinds, choices in KINDS.items():
             gc.collect()
             gc.disable()
-            found = times_of(mesh, choices, options.pairs)
+            found = time_plans(mesh, choices, options.pairs)
             gc.enable()
             row = {
                 "mesh": "x".join(map(str, shape)),

@@ -174,6 +174,6 @@ class Distributed:
         return style.parallelize_module(block, self.mesh, plan)
 
 
-def all_sides() -> dict[str, Side]:
+def make_all_sides() -> dict[str, Side]:
     """Return the sides by column name; needs the process group."""
     return {"plain": Plain(), "peer": Distributed(peer), "ours": Distributed(dtensor)}

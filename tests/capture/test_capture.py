@@ -11,8 +11,8 @@ import numpy
 import pytest
 import torch
 from capture_cases import CASES, WHOLE, Block, assert_same, compare, mesh_of
-from case_lists import on_four
-from fast_part import diagonals
+from case_lists import run_cases_on_four_processes
+from slow_case_marks import keep_diagonals_fast
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence
@@ -31,7 +31,7 @@ def randn(*size: int, on: Any = MESH, at: Any = WHOLE, grad: bool = False, dtype
 
 
 # --- programs ----------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("name", "mesh"), diagonals(CASES, [MESH, THREE, GRID]))
+@pytest.mark.parametrize(("name", "mesh"), keep_diagonals_fast(CASES, [MESH, THREE, GRID]))
 def test_trains_as_the_function_does(name: str, mesh: Any) -> None:
     captured = compare(lambda: CASES[name](mesh))
     assert captured.cache_info()[:4] == (1, 16, 1, 2)
@@ -39,7 +39,7 @@ def test_trains_as_the_function_does(name: str, mesh: Any) -> None:
 
 @pytest.mark.gloo
 def test_trains_as_the_function_does_on_four_processes() -> None:
-    on_four(capture_cases)
+    run_cases_on_four_processes(capture_cases)
 
 
 def test_random_sites_of_the_counter_mode() -> None:

@@ -13,8 +13,8 @@ from capture_data_parallel_cases import CASES, cut, line, net
 from capture_microbatch_cases import CASES as UNITS
 from capture_microbatch_cases import SYNCS, compare_microbatches
 from capture_step_cases import compare_steps
-from case_lists import on_four
-from fast_part import chosen, some
+from case_lists import run_cases_on_four_processes
+from slow_case_marks import keep_chosen_fast, keep_every_nth_fast
 
 from dtensor import Shard
 from dtensor.capture import capture
@@ -24,7 +24,7 @@ from dtensor.parallel import fully_shard, replicate
 SOME = ("hybrid_in_bfloat16",)
 
 
-@pytest.mark.parametrize("name", chosen(list(CASES), SOME))
+@pytest.mark.parametrize("name", keep_chosen_fast(list(CASES), SOME))
 def test_trains_as_the_step_does(name: str) -> None:
     compare_steps(CASES[name])
 
@@ -32,7 +32,7 @@ def test_trains_as_the_step_does(name: str) -> None:
 @pytest.mark.gloo
 @pytest.mark.slow
 def test_trains_as_the_step_does_on_four_processes() -> None:
-    on_four(capture_data_parallel_cases)
+    run_cases_on_four_processes(capture_data_parallel_cases)
 
 
 def batch(*_: Any) -> Any:
@@ -125,8 +125,8 @@ def test_what_is_set_of_units_is_seen() -> None:
         assert_same(f(x), step(alone, x))
 
 
-@pytest.mark.parametrize("sync", some(SYNCS, 3))
-@pytest.mark.parametrize("name", chosen(list(UNITS), ("fully_shard",)))
+@pytest.mark.parametrize("sync", keep_every_nth_fast(SYNCS, 3))
+@pytest.mark.parametrize("name", keep_chosen_fast(list(UNITS), ("fully_shard",)))
 def test_each_microbatch_may_be_a_call_of_its_own(name: str, sync: str) -> None:
     compare_microbatches(UNITS[name], sync)
 
@@ -134,7 +134,7 @@ def test_each_microbatch_may_be_a_call_of_its_own(name: str, sync: str) -> None:
 @pytest.mark.gloo
 @pytest.mark.slow
 def test_each_microbatch_may_be_a_call_of_its_own_on_four_processes() -> None:
-    on_four(capture_microbatch_cases)
+    run_cases_on_four_processes(capture_microbatch_cases)
 
 
 def test_a_step_that_is_refused_leaves_what_microbatches_before_it_left() -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from capture_cases import assert_same
-from fast_part import some
-from random_programs_runner import Program, random_case
+from random_programs_runner import Program, make_random_case
+from slow_case_marks import keep_every_nth_fast
 
 import dtensor as dt
 from dtensor import DTensor
@@ -45,7 +45,7 @@ def trail(run: Any, program: Program, mesh: Any, placements: Any, call: int, roo
 
 def differs(seed: int, length: int = 6) -> str | None:
     """How one program's replays differ from it; None if they do not, ``"refused"`` where it cannot be captured."""
-    program, mesh_shape, placements = random_case(seed, length)
+    program, mesh_shape, placements = make_random_case(seed, length)
     mesh = get_or_make_mesh(mesh_shape)
     captured = capture(lambda *values: program(*values))
     with warnings.catch_warnings():
@@ -97,7 +97,7 @@ def stepping(program: Program, mesh: Any, placements: Any) -> tuple[Any, list[DT
 
 def step_differs(seed: int, length: int = 6) -> str | None:
     """The same of a whole step."""
-    program, mesh_shape, placements = random_case(seed, length)
+    program, mesh_shape, placements = make_random_case(seed, length)
     mesh = get_or_make_mesh(mesh_shape)
     (step, given), (same, same_given) = stepping(program, mesh, placements), stepping(program, mesh, placements)
     captured = capture(same)
@@ -140,7 +140,7 @@ def check_longer(differing: Callable[..., str | None], first: int) -> None:
         assert problem is None or problem.startswith("refused"), problem
 
 
-@pytest.mark.parametrize("block", some(range(2)))
+@pytest.mark.parametrize("block", keep_every_nth_fast(range(2)))
 def test_whole_steps(block: int) -> None:
     check_block(step_differs, 500 + START + block * BLOCK, BLOCK // 5)
 
@@ -151,7 +151,7 @@ def test_longer_whole_steps(block: int) -> None:
     check_longer(step_differs, 200_000 + START + block * BLOCK)
 
 
-@pytest.mark.parametrize("block", some(range(3), 3))
+@pytest.mark.parametrize("block", keep_every_nth_fast(range(3), 3))
 def test_programs(block: int) -> None:
     check_block(differs, START + block * BLOCK, BLOCK // 2)
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from capture_cases import assert_same, mesh_of, randn
 from capture_step_cases import CASES, compare_steps, recordings_while_frames_are_held
-from case_lists import on_four
-from fast_part import some
+from case_lists import run_cases_on_four_processes
+from slow_case_marks import keep_every_nth_fast
 
 from dtensor import Replicate, Shard
 from dtensor.capture import capture
@@ -24,7 +24,7 @@ MESH, GRID = mesh_of(2), mesh_of(2, 2)
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [
-        *some([(name, MESH) for name in CASES], 9),
+        *keep_every_nth_fast([(name, MESH) for name in CASES], 9),
         ("adamw", GRID),
         ("losses_as_floats", GRID),
         ("buffers_and_averages", GRID),
@@ -35,14 +35,14 @@ def test_trains_as_the_step_does(name: str, mesh: Any) -> None:
     assert captured.cache_info().recorded <= 4
 
 
-@pytest.mark.parametrize("held", some([[1], [2], [0, 2], range(8)], 4))
+@pytest.mark.parametrize("held", keep_every_nth_fast([[1], [2], [0, 2], range(8)], 4))
 def test_what_autograd_copies_while_somebody_looks_on_is_no_other_program(held: Any) -> None:
     assert recordings_while_frames_are_held(MESH, held) == (3, 5)
 
 
 @pytest.mark.gloo
 def test_trains_as_the_step_does_on_four_processes() -> None:
-    on_four(capture_step_cases)
+    run_cases_on_four_processes(capture_step_cases)
 
 
 def test_what_a_step_returns_has_no_history_left() -> None:

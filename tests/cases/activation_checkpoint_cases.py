@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from case_lists import S0, S1, Cases, R, equal, line, put, square, value
+from case_lists import S0, S1, CaseList, R, assert_full_value, distribute_values, get_line_mesh, get_square_mesh, make_values
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn import functional as F
@@ -19,9 +19,9 @@ import dtensor as dt
 from dtensor import Partial
 from dtensor.parallel import ColwiseParallel, RowwiseParallel, fully_shard, parallelize_module
 
-CASES = Cases()
+CASES = CaseList()
 case = CASES.case
-X, W = value(6, 8) / 8, value(8, 8, seed=1) / 8
+X, W = make_values(6, 8) / 8, make_values(8, 8, seed=1) / 8
 FUNCTIONAL = torch.ops._c10d_functional
 GATHER, SCATTER = FUNCTIONAL.all_gather_into_tensor.default, FUNCTIONAL.reduce_scatter_tensor.default
 REDUCE, EXCHANGE = FUNCTIONAL.all_reduce.default, FUNCTIONAL.all_to_all_single.default
@@ -70,13 +70,15 @@ def collectives_that_a_policy_saves_are_not_issued_again() -> None:
         saved = (op, GATHER, EXCHANGE)
         for options in ({}, {"async_op": True}):
             block, policy = redistributions(*placements, **options), Policy(*saved)
-            plain, gradient = collectives_of_a_step(block, put(X, *start), None)
-            kept, same = collectives_of_a_step(block, put(X, *start), policy)
+            plain, gradient = collectives_of_a_step(block, distribute_values(X, *start), None)
+            kept, same = collectives_of_a_step(block, distribute_values(X, *start), policy)
             assert kept == plain, (op, options)
-            again, also = collectives_of_a_step(block, put(X, *start), Policy())
+            again, also = collectives_of_a_step(block, distribute_values(X, *start), Policy())
             assert again > plain, (op, options)
             for found in (same, also):
-                equal(found, gradient.full_tensor() if not isinstance(whole := gradient.full_tensor(), dt.PerRank) else whole[0])
+                assert_full_value(
+                    found, gradient.full_tensor() if not isinstance(whole := gradient.full_tensor(), dt.PerRank) else whole[0]
+                )
 
 
 @case
@@ -84,7 +86,7 @@ def a_policy_names_each_kind_of_collective() -> None:
     found = {}
     for name, start, target in (("gather", S0, R), ("exchange", S0, S1), ("scatter", Partial(), S0), ("reduce", Partial(), R)):
         policy = Policy()
-        collectives_of_a_step(lambda x, to=target: x.redistribute(placements=[to]), put(X, start), policy)
+        collectives_of_a_step(lambda x, to=target: x.redistribute(placements=[to]), distribute_values(X, start), policy)
         found[name] = [op for op in policy.seen if op.namespace == "_c10d_functional"]
         assert all(op.namespace == "_c10d_functional" for op in policy.seen), policy.seen
     assert found == {"gather": [GATHER], "exchange": [EXCHANGE], "scatter": [SCATTER], "reduce": [REDUCE]}
@@ -97,7 +99,7 @@ def a_saved_collective_that_is_written_to_is_refused() -> None:
         z = y * 2
         return z.sin() + y.mul_(3).detach()
 
-    x = put(X, S0).requires_grad_()
+    x = distribute_values(X, S0).requires_grad_()
     y = checkpoint(block, x, use_reentrant=False, context_fn=Policy(GATHER).contexts)
     try:
         y.sum().backward()
@@ -116,7 +118,7 @@ class Log(TorchDispatchMode):
 class Experts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.w1, self.w2 = nn.Parameter(value(4, 8, 12) / 16), nn.Parameter(value(4, 12, 8, seed=1) / 16)
+        self.w1, self.w2 = nn.Parameter(make_values(4, 8, 12) / 16), nn.Parameter(make_values(4, 12, 8, seed=1) / 16)
 
     def forward(self, x: Any) -> Any:
         return torch.bmm(torch.bmm(x.unsqueeze(0).expand(4, -1, -1), self.w1).relu(), self.w2).sum(0)
@@ -144,7 +146,7 @@ def blocks(checkpointed: Callable[[nn.Module], nn.Module], mesh: Any, **options:
 def trained(net: nn.Module, mesh: Any) -> list[Any]:
     optimizer = torch.optim.SGD(net.parameters(), 0.01)
     for seed in range(2):
-        x = dt.distribute_tensor(value(8, 8, seed=seed) / 8, mesh, [R] * (mesh.ndim - 1) + [S0])
+        x = dt.distribute_tensor(make_values(8, 8, seed=seed) / 8, mesh, [R] * (mesh.ndim - 1) + [S0])
         net(x).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -155,7 +157,7 @@ def trained(net: nn.Module, mesh: Any) -> list[Any]:
 def gathers_of_a_nested_unit_are_hidden_from_both_passes() -> None:
     aten = torch.ops.aten
     movers = [aten.cat.default, aten.view.default, aten.as_strided.default, aten.copy_.default, aten.clone.default]
-    for mesh, reshard in ((line(), True), (line(), False), (square(), True)):
+    for mesh, reshard in ((get_line_mesh(), True), (get_line_mesh(), False), (get_square_mesh(), True)):
         wanted = trained(blocks(lambda block: block, mesh, reshard_after_forward=reshard), mesh)
         for saved in ([aten.addmm.default, aten.bmm.default], movers):
             policy = Policy(*saved)
@@ -180,20 +182,22 @@ def a_value_shared_by_sibling_modules_is_gathered_in_both_passes() -> None:
     torch.manual_seed(0)
     net = Gated()
     into = partial(ColwiseParallel, input_layouts=S0)
-    parallelize_module(net, line(), {"q": into(), "k": into(), "o": RowwiseParallel(output_layouts=S0, use_local_output=False)})
+    parallelize_module(
+        net, get_line_mesh(), {"q": into(), "k": into(), "o": RowwiseParallel(output_layouts=S0, use_local_output=False)}
+    )
     wanted = None
     for checkpointed in (False, True):
-        x = put(value(8, 8) / 8, S0).requires_grad_()
+        x = distribute_values(make_values(8, 8) / 8, S0).requires_grad_()
         y = checkpoint(net, x, use_reentrant=False, context_fn=Policy(GATHER).contexts) if checkpointed else net(x)
         y.sum().backward()
         wanted = x.grad if wanted is None else wanted
         assert torch.equal(x.grad, wanted)
     # a part of the module that shares: what crossed before it is not remembered inside of it
     parts = Gated()
-    parallelize_module(parts, line(), {"q": into(), "k": into()})
+    parallelize_module(parts, get_line_mesh(), {"q": into(), "k": into()})
     inner = parts.k.forward
     parts.k.forward = lambda x: checkpoint(inner, x, use_reentrant=False, context_fn=Policy(GATHER).contexts)
-    x = put(value(8, 8) / 8, S0).requires_grad_()
+    x = distribute_values(make_values(8, 8) / 8, S0).requires_grad_()
     (parts.q(x) * parts.k(x)).sum().backward()
 
 
@@ -212,7 +216,7 @@ def a_dispatch_mode_around_one_pass_changes_nothing_that_is_saved() -> None:
     for name, fn in WEIGHTS.items():
         gradients = []
         for forward, backward in ((nullcontext, nullcontext), (nullcontext, Log), (Log, nullcontext), (Log, Log)):
-            x, w = put(X, S0).requires_grad_(), put(W, S1).requires_grad_()
+            x, w = distribute_values(X, S0).requires_grad_(), distribute_values(W, S1).requires_grad_()
             with forward():
                 y = checkpoint(fn, x, w, use_reentrant=False).sum()
             with backward():
@@ -227,7 +231,7 @@ def second_gradients_inside_a_dispatch_mode() -> None:
     for fn in WEIGHTS.values():
         found = []
         for mode in (nullcontext, Log):
-            x, w = put(X, S0).requires_grad_(), put(W, S1).requires_grad_()
+            x, w = distribute_values(X, S0).requires_grad_(), distribute_values(W, S1).requires_grad_()
             with mode():
                 (first,) = torch.autograd.grad(fn(x, w).square().sum(), x, create_graph=True)
                 found.append(torch.autograd.grad(first.square().sum(), (x, w)))

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from case_lists import Cases
+from case_lists import CaseList
 from torch import nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
@@ -20,7 +20,7 @@ from dtensor.debug import CommDebugMode
 WHOLE = (Replicate(),)
 Program = tuple[Callable[..., Any], Callable[[int], tuple[Any, ...]], list[Any]]
 Build = Callable[[], Program]
-CASES = Cases()
+CASES = CaseList()
 case = CASES.case
 
 

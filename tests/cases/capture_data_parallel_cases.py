@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from capture_cases import randn, weight
 from capture_step_cases import OPTIMIZERS, Step, compare_steps
-from case_lists import Cases
+from case_lists import CaseList
 from torch import nn
 
 import dtensor as dt
@@ -23,7 +23,7 @@ from dtensor.parallel import (
     replicate,
 )
 
-CASES = Cases()
+CASES = CaseList()
 case = CASES.case
 ADAMW = OPTIMIZERS["adamw_fused"]
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from capture_cases import Block, assert_same, last, mesh_of, randn, weight
-from case_lists import Cases
+from case_lists import CaseList
 from torch.nn import functional as F
 
 import dtensor as dt
@@ -22,7 +22,7 @@ from dtensor.comm.events import listening
 from dtensor.debug import CommDebugMode
 
 Step = tuple[Callable[..., Any], Callable[[int], tuple[Any, ...]], list[torch.Tensor], list[Any]]  # parameters, optimizers
-CASES = Cases()
+CASES = CaseList()
 case = CASES.case
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1),

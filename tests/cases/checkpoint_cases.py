@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from case_lists import Cases
+from case_lists import CaseList
 from torch import nn
 
 import dtensor as dt
@@ -23,7 +23,7 @@ from dtensor.checkpoint import load, read_tensors, read_tree, save, save_safeten
 from dtensor.errors import CheckpointError
 
 R = Replicate()
-CASES = Cases()
+CASES = CaseList()
 case = CASES.case
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from case_lists import Cases
+from case_lists import CaseList
 from checkpoint_cases import on_first_rank
 
 import dtensor as dt
@@ -16,7 +16,7 @@ from dtensor import Replicate, Shard
 from dtensor.checkpoint import Manager, load
 from dtensor.errors import CheckpointError
 
-CASES = Cases()
+CASES = CaseList()
 case = CASES.case
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from case_lists import Cases
+from case_lists import CaseList
 from torch import Tensor
 
 import dtensor as dt
@@ -29,7 +29,7 @@ Dims = tuple[int, ...]
 OPS = ("sum", "avg", "max", "min", "product")
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
-CASES = Cases()
+CASES = CaseList()
 case = CASES.case
 DTYPES = (*FLOATS, *INTEGERS, torch.bool, torch.complex64, torch.complex128, torch.complex32)
 

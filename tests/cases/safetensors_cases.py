@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from case_lists import Cases
+from case_lists import CaseList
 from checkpoint_cases import blank, layouts_of, line, network, on_first_rank, placed, same, sharded, square, value
 from torch import nn
 
@@ -20,7 +20,7 @@ from dtensor.errors import CheckpointError
 
 OFFICIAL = importlib.util.find_spec("safetensors") is not None
 R = Replicate()
-CASES = Cases()
+CASES = CaseList()
 case = CASES.case
 
 

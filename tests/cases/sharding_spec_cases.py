@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from case_lists import Cases
+from case_lists import CaseList
 from torch import nn
 
 import dtensor as dt
@@ -18,7 +18,7 @@ from dtensor import Replicate, Shard
 from dtensor.errors import DTensorError, MeshError, PlacementError, UnsupportedOperationError
 from dtensor.sharding_spec.composite import composite, from_data, mesh, single_split, spec_of, whole
 
-CASES = Cases()
+CASES = CaseList()
 case = CASES.case
 
 

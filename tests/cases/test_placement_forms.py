@@ -7,7 +7,7 @@ from typing import Any
 import placement_form_cases
 import pytest
 import torch
-from case_lists import here_and_on_four
+from case_lists import make_case_tests
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,7 +18,7 @@ from dtensor.placement import REDUCE_OPS, parse_placement
 from dtensor.testing import strategies
 
 R = Replicate()
-test_case_in_one_process, test_all_cases_on_four_processes = here_and_on_four(placement_form_cases)
+test_case_in_one_process, test_all_cases_on_four_processes = make_case_tests(placement_form_cases)
 
 PLACEMENTS = [
     *(Shard(dim, sizes, level) for dim in (0, 11) for sizes in (None, (3,), (3, 0, 2)) for level in (None, 0, 2)),

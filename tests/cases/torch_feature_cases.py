@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from case_lists import Cases, everywhere, value
+from case_lists import CaseList, check_under_layouts, make_values
 from torch import nn
 from torch.autograd import forward_ad
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import offload_wrapper
@@ -22,15 +22,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_selective_checkpoint_contexts
 
-CASES = Cases()
-A, B, C = value(5, 6) / 8, value(6, 7, seed=1) / 8, value(6, seed=2) / 8
+CASES = CaseList()
+A, B, C = make_values(5, 6) / 8, make_values(6, 7, seed=1) / 8, make_values(6, seed=2) / 8
 
 
 def program(*tensors: torch.Tensor) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Add a case that runs the program on these tensors under all layouts."""
 
     def add(fn: Callable[..., Any]) -> Callable[..., Any]:
-        CASES[fn.__name__] = partial(everywhere, fn, *tensors, cloned=True, gradients=False)
+        CASES[fn.__name__] = partial(check_under_layouts, fn, *tensors, cloned=True, gradients=False)
         return fn
 
     return add
@@ -182,7 +182,7 @@ def strings_and_python_numbers(x: Any) -> Any:
     return numbers, words, facts
 
 
-@program(value(1))
+@program(make_values(1))
 def conversions_of_a_scalar(x: Any) -> Any:
     x = x.sum()
     return x.item(), float(x), int(x), bool(x), x.tolist(), round(x.item()), -x, abs(x), x.reshape(1), x.expand(3), x.view(1, 1)

@@ -8,7 +8,18 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from case_lists import S0, Cases, R, by_rank, held, line, put, raises, square, value
+from case_lists import (
+    S0,
+    CaseList,
+    R,
+    assert_raises,
+    distribute_values,
+    get_line_mesh,
+    get_square_mesh,
+    local_tensors_by_rank,
+    make_per_rank,
+    make_values,
+)
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
@@ -28,7 +39,7 @@ from dtensor.parallel import (
     replicate,
 )
 
-CASES = Cases()
+CASES = CaseList()
 
 
 def net() -> Any:
@@ -48,21 +59,21 @@ def _tensor_parallel() -> Any:
 
 
 WAYS: dict[str, Callable[[], Any]] = {
-    "fully_shard": lambda: fully_shard(net(), mesh=line()),
-    "offloaded": lambda: fully_shard(net(), mesh=line(), offload_policy=CPUOffloadPolicy()),
-    "copied and sharded": lambda: fully_shard(net(), mesh=square()),
+    "fully_shard": lambda: fully_shard(net(), mesh=get_line_mesh()),
+    "offloaded": lambda: fully_shard(net(), mesh=get_line_mesh(), offload_policy=CPUOffloadPolicy()),
+    "copied and sharded": lambda: fully_shard(net(), mesh=get_square_mesh()),
     "tensor parallel": _tensor_parallel,
-    "replicate": lambda: replicate(net(), line()),
+    "replicate": lambda: replicate(net(), get_line_mesh()),
 }
 
 
 def _part(rank: int) -> torch.Tensor:
     """Return a rank's batch: ranks 0 and 1 share one, as do 2 and 3, since they may be tensor-parallel."""
-    return value(2, 3, seed=rank // 2) / 4
+    return make_values(2, 3, seed=rank // 2) / 4
 
 
 def batch() -> torch.Tensor:
-    return by_rank(_part)
+    return make_per_rank(_part)
 
 
 def same_as(alone: Any, model: Any) -> None:
@@ -111,9 +122,9 @@ def parameters_of_a_vector() -> None:
 
 @CASES.case
 def replacing_a_parameter_by_one_of_another_layout() -> None:
-    model, alone = fully_shard(net(), mesh=line()), net()
-    model[1].weight = nn.Parameter(put(value(5, 6) / 8, R))
-    alone[1].weight = nn.Parameter(value(5, 6) / 8)
+    model, alone = fully_shard(net(), mesh=get_line_mesh()), net()
+    model[1].weight = nn.Parameter(distribute_values(make_values(5, 6) / 8, R))
+    alone[1].weight = nn.Parameter(make_values(5, 6) / 8)
     same_as(alone, model)
     assert model[1].weight.placements == (S0,)
 
@@ -129,24 +140,24 @@ def replacing_a_parameter_by_another_shape_or_mesh_is_refused() -> None:
     for assign in (with_data, with_parameter):
         for ran in (False, True):
             for x, told in (
-                (put(value(7, 6), S0), r"float64\[7, 6\].*gathers one of float64\[5, 6\]"),
-                (put(value(5, 6), S0, R), "Mesh"),
+                (distribute_values(make_values(7, 6), S0), r"float64\[7, 6\].*gathers one of float64\[5, 6\]"),
+                (distribute_values(make_values(5, 6), S0, R), "Mesh"),
             ):
-                model = fully_shard(net(), mesh=line())
+                model = fully_shard(net(), mesh=get_line_mesh())
                 if ran:
                     model(batch())
                 assign(model, x)
-                raises(MeshError, f"'weight' of Linear was replaced by.*{told}", functools.partial(model, batch()))
+                assert_raises(MeshError, f"'weight' of Linear was replaced by.*{told}", functools.partial(model, batch()))
 
 
 @CASES.case
 def a_tied_weight_replaced_in_one_place_is_refused() -> None:
     model: Any = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)).double()
     model[1].weight = model[0].weight
-    fully_shard(model, mesh=line())
+    fully_shard(model, mesh=get_line_mesh())
     model(batch())
-    model[1].weight = nn.Parameter(put(value(3, 3), S0))
-    raises(MeshError, "'weight' of Linear was replaced, but parameter 'weight' of Linear was not", lambda: model(batch()))
+    model[1].weight = nn.Parameter(distribute_values(make_values(3, 3), S0))
+    assert_raises(MeshError, "'weight' of Linear was replaced, but parameter 'weight' of Linear was not", lambda: model(batch()))
 
 
 # --- attributes ------------------------------------------------------------------------------------------------------------
@@ -156,11 +167,11 @@ def _shard_weight(name: str, module: nn.Module, mesh: dt.DeviceMesh) -> None:
 
 
 DISTRIBUTED: dict[str, Callable[[Any], Any]] = {
-    "fully_shard": lambda m: fully_shard(m, mesh=line()),
-    "replicate": lambda m: replicate(m, line()),
-    "distribute_module": lambda m: dt.distribute_module(m, line()),
-    "a partition function": lambda m: dt.distribute_module(m, line(), _shard_weight),
-    "parallelize_module": lambda m: parallelize_module(m, line(), {"0": ColwiseParallel(), "1": RowwiseParallel()}),
+    "fully_shard": lambda m: fully_shard(m, mesh=get_line_mesh()),
+    "replicate": lambda m: replicate(m, get_line_mesh()),
+    "distribute_module": lambda m: dt.distribute_module(m, get_line_mesh()),
+    "a partition function": lambda m: dt.distribute_module(m, get_line_mesh(), _shard_weight),
+    "parallelize_module": lambda m: parallelize_module(m, get_line_mesh(), {"0": ColwiseParallel(), "1": RowwiseParallel()}),
     "tensor and data parallel": lambda m: fully_shard(
         parallelize_module(m, named_square()["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()}), mesh=named_square()["dp"]
     ),
@@ -178,7 +189,9 @@ def attributes_of_parameters_are_kept() -> None:
         assert all(isinstance(p, DTensor) for p in model.parameters())
         for _ in range(2):
             model(
-                put(value(4, 3).bfloat16(), R) if "module" in name or "function" in name else batch().bfloat16()
+                distribute_values(make_values(4, 3).bfloat16(), R)
+                if "module" in name or "function" in name
+                else batch().bfloat16()
             ).sum().backward()
         assert all(p.grad.dtype is torch.float32 for p in model.parameters()), name
 
@@ -236,11 +249,11 @@ def unsharded_parameters_without_writes_are_unchanged() -> None:
 
 @CASES.case
 def writes_to_unsharded_parameters_of_another_dtype_are_lost() -> None:
-    model = fully_shard(net(), mesh=line(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32))
+    model = fully_shard(net(), mesh=get_line_mesh(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32))
     model.unshard()
     with torch.no_grad():
         model[0].weight.zero_()
-    raises(DTensorError, "'weight' of Linear was written to while it was unsharded.*cannot keep", model.reshard)
+    assert_raises(DTensorError, "'weight' of Linear was written to while it was unsharded.*cannot keep", model.reshard)
     model.reshard()
     assert all(isinstance(p, DTensor) for p in model.parameters())
     model(batch())
@@ -248,23 +261,27 @@ def writes_to_unsharded_parameters_of_another_dtype_are_lost() -> None:
 
 @CASES.case
 def parameters_written_to_between_forward_and_backward_are_refused() -> None:
-    model = fully_shard(net(), mesh=line())
+    model = fully_shard(net(), mesh=get_line_mesh())
     loss = model(batch()).sum()
     model.unshard()
     with torch.no_grad():
         model[0].weight.mul_(2)
-    raises(DTensorError, "written to in between", loss.backward)
+    assert_raises(DTensorError, "written to in between", loss.backward)
 
 
 @CASES.case
 def replacing_a_parameter_by_another_shape_is_refused_under_transforms() -> None:
-    model = fully_shard(nn.Linear(3, 5, bias=False).double(), mesh=line())
+    model = fully_shard(nn.Linear(3, 5, bias=False).double(), mesh=get_line_mesh())
 
     def loss(w: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = torch.func.functional_call(model, {"weight": w}, (batch(),))
         return out.square().sum()
 
-    raises(MeshError, r"'weight' of FSDPLinear was replaced by", lambda: torch.func.grad(loss)(put(value(7, 3), S0)))
+    assert_raises(
+        MeshError,
+        r"'weight' of FSDPLinear was replaced by",
+        lambda: torch.func.grad(loss)(distribute_values(make_values(7, 3), S0)),
+    )
 
 
 # --- optimizers that step in backward -----------------------------------------------------------------------------------------
@@ -369,9 +386,11 @@ def a_model_on_some_of_the_ranks() -> None:
             materialize(model)
             if outside:
                 assert all(not p.to_local().numel() for p in model.parameters())
-                raises(UnitError, "a rank that is not in this mesh.*ranks.*0, 2", functools.partial(model, value(4, 3).float()))
+                assert_raises(
+                    UnitError, "a rank that is not in this mesh.*ranks.*0, 2", functools.partial(model, make_values(4, 3).float())
+                )
             else:
-                model(value(4, 3).float()).sum().backward()
+                model(make_values(4, 3).float()).sum().backward()
                 assert all(p.grad.layout is p.layout for p in model.parameters())
 
 
@@ -382,10 +401,10 @@ def values_of_the_first_rank_are_used_where_others_have_meta_tensors() -> None:
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     first = dist.get_rank() == 0
     ways: tuple[Callable[[Any], Any], ...] = (
-        lambda m: fully_shard(m, mesh=line()),
-        lambda m: fully_shard(m, mesh=square()),
-        lambda m: fully_shard(m, mesh=line(), offload_policy=CPUOffloadPolicy()),
-        lambda m: replicate(m, line()),
+        lambda m: fully_shard(m, mesh=get_line_mesh()),
+        lambda m: fully_shard(m, mesh=get_square_mesh()),
+        lambda m: fully_shard(m, mesh=get_line_mesh(), offload_policy=CPUOffloadPolicy()),
+        lambda m: replicate(m, get_line_mesh()),
     )
     for way in ways:
         for empty in (False, True):
@@ -402,24 +421,24 @@ def values_of_the_first_rank_are_used_where_others_have_meta_tensors() -> None:
             for name, x in model.state_dict().items():
                 for piece in _pieces(x.full_tensor()):
                     torch.testing.assert_close(piece, full[name])
-            model(value(4, 3).float()).sum().backward()
+            model(make_values(4, 3).float()).sum().backward()
 
 
 @CASES.on_processes
 def meta_tensors_on_the_first_rank_give_no_values() -> None:
     with torch.device("meta" if dist.get_rank() == 0 else "cpu"):
         model = _normalized()
-    fully_shard(model, mesh=line())
+    fully_shard(model, mesh=get_line_mesh())
     assert all(x.is_meta for x in (*model.parameters(), *model.buffers()))
-    raises(DTensorError, "still on the meta device", lambda: model(value(4, 3).float()))
+    assert_raises(DTensorError, "still on the meta device", lambda: model(make_values(4, 3).float()))
 
 
 @CASES.case
 def buffers_start_with_the_values_of_the_first_rank() -> None:
     for distribute in (DISTRIBUTED["fully_shard"], DISTRIBUTED["replicate"]):
         model: Any = nn.BatchNorm1d(3)
-        model.running_mean = by_rank(lambda rank: torch.full((3,), float(rank + 1)))
-        model.register_buffer("mask", by_rank(lambda rank: torch.tensor([rank == 0, False])))
+        model.running_mean = make_per_rank(lambda rank: torch.full((3,), float(rank + 1)))
+        model.register_buffer("mask", make_per_rank(lambda rank: torch.tensor([rank == 0, False])))
         distribute(model)
         for x, wanted in ((model.running_mean, torch.ones(3)), (model.mask, torch.tensor([True, False]))):
             for piece in _pieces(x.to_local()):
@@ -461,17 +480,17 @@ def a_plain_value_written_to_a_buffer_is_kept_on_all_ranks() -> None:
 
 @CASES.case
 def a_plain_value_that_differs_between_ranks_is_refused() -> None:
-    model: Any = fully_shard(nn.BatchNorm1d(3), mesh=line())
+    model: Any = fully_shard(nn.BatchNorm1d(3), mesh=get_line_mesh())
     model.running_mean.copy_(torch.arange(3.0))
-    different = by_rank(lambda rank: torch.arange(3.0) + rank)
-    raises(
+    different = make_per_rank(lambda rank: torch.arange(3.0) + rank)
+    assert_raises(
         MixedTensorError,
         "differs between|would write a PerRank tensor",
         lambda: model.running_mean.__setitem__(slice(None), different),
     )
     for name in ("running_mean", "weight"):
         x = getattr(model, name).detach()
-        raises(
+        assert_raises(
             MixedTensorError,
             "differs between|would write a PerRank tensor",
             functools.partial(x.copy_, different),
@@ -483,9 +502,13 @@ def a_plain_value_that_differs_between_ranks_is_refused() -> None:
 # --- the arguments of PyTorch's replicate --------------------------------------------------------------------------------------
 @CASES.case
 def replicate_accepts_device_mesh() -> None:
-    model, alone = replicate(net(), device_mesh=line(), bucket_cap_mb=25, gradient_as_bucket_view=True), net()
+    model, alone = replicate(net(), device_mesh=get_line_mesh(), bucket_cap_mb=25, gradient_as_bucket_view=True), net()
     same_as(alone, model)
-    raises(ArgumentError, "one of mesh=, device_mesh= and process_group=", lambda: replicate(net(), line(), device_mesh=line()))
+    assert_raises(
+        ArgumentError,
+        "one of mesh=, device_mesh= and process_group=",
+        lambda: replicate(net(), get_line_mesh(), device_mesh=get_line_mesh()),
+    )
 
 
 # --- gathered parameters as forward sees them ----------------------------------------------------------------------------------
@@ -516,9 +539,9 @@ def gathered_parameters_are_instances_of_parameter() -> None:
         with torch.no_grad():
             out = model(batch())
         torch.testing.assert_close(_pieces(out)[0], alone(_part(dist.get_rank() if dist.is_initialized() else 0)))
-        whole = dt.distribute_tensor(value(8, 3), line(), [S0])
+        whole = dt.distribute_tensor(make_values(8, 3), get_line_mesh(), [S0])
         for piece in _pieces(model(whole).full_tensor()):
-            torch.testing.assert_close(piece, alone(value(8, 3)))
+            torch.testing.assert_close(piece, alone(make_values(8, 3)))
 
 
 @CASES.case
@@ -530,7 +553,7 @@ def results_of_gathered_parameters_are_not_parameters() -> None:
         assert all(isinstance(p, nn.Parameter) for p in module.parameters())
         module.alias = scale.view_as(scale)
 
-    model = fully_shard(_scaled(), mesh=line())
+    model = fully_shard(_scaled(), mesh=get_line_mesh())
     model.look = look
     model(batch()).sum().backward()
     assert [*model.state_dict()] == ["scale", "linear.weight", "linear.bias"]
@@ -542,9 +565,9 @@ def gathered_parameters_are_not_registered_again() -> None:
         module.alias = module.scale
 
     for look in (register, lambda module: nn.ParameterList([module.scale])):  # a list would cut the gradient off
-        model: Any = fully_shard(_scaled(), mesh=line())
+        model: Any = fully_shard(_scaled(), mesh=get_line_mesh())
         model.look = look
-        raises(ValueError, "Cannot assign non-leaf Tensor to parameter", functools.partial(model, batch()))
+        assert_raises(ValueError, "Cannot assign non-leaf Tensor to parameter", functools.partial(model, batch()))
 
 
 @CASES.case
@@ -556,10 +579,10 @@ def gathered_parameters_are_not_registered_without_gradients() -> None:
         module.register_buffer("alias", module.scale.detach()[1:])
 
     for look in (as_parameter, as_buffer):
-        model: Any = fully_shard(_scaled(), mesh=line())
+        model: Any = fully_shard(_scaled(), mesh=get_line_mesh())
         model.look = look
         with torch.no_grad():
-            raises(
+            assert_raises(
                 UnitError,
                 r"'alias' in its forward.*'scale' of FSDPScaled.*self.alias = self.scale.clone\(\)",
                 functools.partial(model, batch()),
@@ -595,18 +618,18 @@ def gathered_parameters_kept_without_gradients_stay_readable() -> None:
             for step, x in enumerate(kept):
                 wanted = view(net()[0].weight.detach()) + (2 if way == "replicate" else step)
                 whole = x.full_tensor() if isinstance(x, DTensor) else x
-                for piece in held(whole).values():
+                for piece in local_tensors_by_rank(whole).values():
                     torch.testing.assert_close(piece, wanted)
 
 
 @CASES.case
 def unsharded_parameters_kept_without_gradients_stay_readable() -> None:
-    model = fully_shard(net(), mesh=line())
+    model = fully_shard(net(), mesh=get_line_mesh())
     with torch.no_grad():
         model.unshard()
         kept = model[0].weight
         model.reshard()
-        for piece in held(kept * 1).values():
+        for piece in local_tensors_by_rank(kept * 1).values():
             torch.testing.assert_close(piece, net()[0].weight.detach())
     same_as(net(), model)
 
@@ -628,5 +651,5 @@ def a_units_gathered_parameter_does_not_replace_that_of_another() -> None:
         model = Calls().double()
         distribute(model.inner)
         distribute(model)
-        x = dt.distribute_tensor(value(8, 3), line(), [S0])
-        raises(DTensorError, "functional_call cannot replace it", functools.partial(model, x))
+        x = dt.distribute_tensor(make_values(8, 3), get_line_mesh(), [S0])
+        assert_raises(DTensorError, "functional_call cannot replace it", functools.partial(model, x))

@@ -9,7 +9,7 @@ import checkpoint_cases
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from case_lists import here_and_on_four
+from case_lists import make_case_tests
 from gloo_processes import run_gloo
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,7 +21,7 @@ from dtensor.errors import CheckpointError
 from dtensor.layout.layout import Layout
 from dtensor.testing import strategies
 
-test_case_in_one_process, test_all_cases_on_four_processes = here_and_on_four(checkpoint_cases, folders=True)
+test_case_in_one_process, test_all_cases_on_four_processes = make_case_tests(checkpoint_cases, folders=True)
 
 
 @settings(max_examples=40)
