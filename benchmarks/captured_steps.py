@@ -55,6 +55,7 @@ def _run_uncaptured(x: Any) -> Any:
 
 
 def make_mlp_step(side: Any, around: Callable[[Any], Any]) -> Run:
+    """Return a step of forward and backward of a tensor-parallel MLP, its forward pass wrapped by ``around``."""
     x = side.replicate(N, N)
     up, down = side.shard(0, N, N).requires_grad_(), side.shard(1, N, N).requires_grad_()
     loss = around(lambda x: side.reduce(F.linear(F.gelu(F.linear(x, up)), down)).sum())
@@ -67,6 +68,7 @@ def make_mlp_step(side: Any, around: Callable[[Any], Any]) -> Run:
 
 
 def make_block_step(side: Any, around: Callable[[Any], Any]) -> Run:
+    """Return a step of forward and backward of a transformer block, its forward pass wrapped by ``around``."""
     module = make_block(side)
     module.enter = getattr(side, "enter", _run_uncaptured)
     x = side.replicate(1, SEQUENCE, WIDTH)
@@ -80,13 +82,15 @@ def make_block_step(side: Any, around: Callable[[Any], Any]) -> Run:
 
 
 def make_adamw_step(side: Any, around: Callable[[Any], Any]) -> Run:
-    """Time only the optimizer's step, over 100 parameters."""
+    """Return AdamW's step over 100 parameters, wrapped by ``around``."""
     step: Run = around(torch.optim.AdamW(_make_parameters(side, 100), lr=1e-3, fused=True).step)
     return step
 
 
 def make_block_training_step(side: Any, around: Callable[[Any], Any]) -> Run:
-    """Capture forward, backward, AdamW and clearing the gradients as one function."""
+    """Return a training step of a transformer block; ``around`` wraps forward, backward, AdamW and clearing the gradients as one
+    function.
+    """
     module = make_block(side)
     module.enter = getattr(side, "enter", _run_uncaptured)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, fused=True)
@@ -112,6 +116,7 @@ CASES = {
 
 
 def measure_cases(effort: timing.Effort, names: Sequence[str], backend: str | None) -> dict[str, dict[str, Any]]:
+    """Return each named case's median seconds by column, or the name of the error that a column raised."""
     sides = make_all_sides()
     rows = {}
     for name in names:
@@ -132,6 +137,7 @@ def measure_cases(effort: timing.Effort, names: Sequence[str], backend: str | No
 
 
 def main() -> None:
+    """Print the seconds of all cases and columns, and the ratios to the program by hand."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", action="store_true")

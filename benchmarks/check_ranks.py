@@ -1,4 +1,5 @@
-"""The overhead of ``check_ranks`` on gloo for one small all-reduce, for operations and for a fully sharded training step.
+"""Check ranks: the overhead of ``check_ranks`` on gloo for one small all-reduce, for operations and for a fully sharded training
+step.
 
     python benchmarks/check_ranks.py [--ranks 2] [--rounds 10]
 
@@ -45,6 +46,7 @@ def main() -> None:
 
 
 def measure_rank(rank: int, size: int, rounds: int, folder: str) -> None:
+    """Measure all steps at all levels on one gloo rank; the first rank prints the rows."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
     mesh = dt.init_device_mesh("cpu", (size,), mesh_dim_names=("dp",))
@@ -72,7 +74,7 @@ def measure_rank(rank: int, size: int, rounds: int, folder: str) -> None:
 
 
 def measure_levels(step: Callable[[], None], repeated: int, rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """Return wall and processor seconds of a step for each level and round."""
+    """Return wall and processor seconds of one step by level of ``check_ranks``, a pair for each round."""
     found: dict[str, list[tuple[float, float]]] = {level: [] for level in LEVELS}
     for turn in range(rounds + 1):
         for level in LEVELS:
@@ -94,7 +96,7 @@ def make_all_reduce(mesh: dt.DeviceMesh) -> Callable[[], None]:
 
 
 def make_operations_step(mesh: dt.DeviceMesh) -> Callable[[], None]:
-    """Return a step of operations without communication and one all-reduce, at which the ranks' logs are compared."""
+    """Return a step of ``OPERATIONS`` local operations and one all-reduce, at which the ranks' logs are compared."""
     reduce, x = make_all_reduce(mesh), dt.distribute_tensor(torch.ones(64), mesh, [dt.Shard(0)])
 
     def step() -> None:
@@ -106,6 +108,7 @@ def make_operations_step(mesh: dt.DeviceMesh) -> Callable[[], None]:
 
 
 def make_training_step(mesh: dt.DeviceMesh) -> Callable[[], None]:
+    """Return a training step of a fully sharded model of eight layers with AdamW."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(8)))
     for block in model:
@@ -122,7 +125,7 @@ def make_training_step(mesh: dt.DeviceMesh) -> Callable[[], None]:
 
 
 def time_checks(mesh: dt.DeviceMesh) -> float:
-    """Return the seconds that level "watch" takes to log, compare and announce one collective."""
+    """Return the seconds that level "watch" takes to log, compare and announce one collective, without the collective."""
     group = communicator_of(mesh)._group((0,))
     chain = get_or_make_log(ranks_of(group), group.handle, group.backend)
     assert chain is not None

@@ -35,7 +35,9 @@ COLUMNS = 512
 
 
 def list_cases(ranks: int) -> list[tuple[str, tuple[int, ...], str, tuple[int, ...], str]]:
-    """Return rows of name, mesh and placements at the save, mesh and placements at the load; a digit shards that dim."""
+    """Return rows of name, mesh and placements at the save, mesh and placements at the load. In placements a digit shards that
+    dim.
+    """
     two = (2, ranks // 2)
     return [
         ("fsdp to fsdp", (ranks,), "0", (ranks,), "0"),
@@ -54,6 +56,7 @@ def make_state(side: ModuleType, mesh: Any, placements: str, count: int, filled:
 
 # --- one rank --------------------------------------------------------------------------------------------------------------
 def measure_rank(rank: int, store: str, options: argparse.Namespace, out: Any) -> None:
+    """Save and load each case with both libraries in turn on one gloo rank; the first rank sends a summary of each case."""
     import torch.distributed.checkpoint as dcp
     import torch.distributed.tensor as peer
 
@@ -92,6 +95,7 @@ def measure_rank(rank: int, store: str, options: argparse.Namespace, out: Any) -
 
 
 def measure_call(what: str, run: Callable[..., Any], *args: Any) -> Row:
+    """Run a save or a load; return its seconds, the bytes that the process read and the growth of its resident memory."""
     dist.barrier()
     reset_peak_memory()
     before, read, start = get_resident_bytes("VmRSS"), get_bytes_read(), time.perf_counter()
@@ -101,7 +105,7 @@ def measure_call(what: str, run: Callable[..., Any], *args: Any) -> Row:
 
 
 def summarize_ranks(ranks: list[list[Row]]) -> Row:
-    """Take the slowest or busiest rank of each round, then the median over rounds."""
+    """Return the median over rounds of each measurement, of the slowest or busiest rank in each round."""
     per_round = [{key: max(row[key] for row in rows) for key in rows[0]} for rows in zip(*ranks, strict=True)]
     ratio = [max(row["load read"] / row["needed"] for row in rows) for rows in zip(*ranks, strict=True)]
     return {key: statistics.median(row[key] for row in per_round) for key in per_round[0]} | {
@@ -115,7 +119,7 @@ def reset_peak_memory() -> None:
 
 
 def get_resident_bytes(which: str) -> int:
-    """Return VmRSS or VmHWM in bytes."""
+    """Return ``VmRSS`` or ``VmHWM`` of this process in bytes."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(which))
     return int(line.split()[1]) * 1024
 
@@ -126,6 +130,7 @@ def get_bytes_read() -> int:
 
 # --- what is shown ---------------------------------------------------------------------------------------------------------
 def format_row(row: Row) -> str:
+    """Return a line of the table: times, bytes read and peak memory of one case in both libraries."""
     ours, peer = row["ours"], row["peer"]
     cells = [f"{row['name']:24}"]
     for what in ("save", "load"):
@@ -137,6 +142,7 @@ def format_row(row: Row) -> str:
 
 
 def main() -> None:
+    """Run all ranks, print their rows, and exit with an error if a rank failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="16 MB, 2 rounds")
     parser.add_argument("--mb", type=int, default=64)

@@ -171,6 +171,7 @@ def print_changes(part: str, rows: list[dict[str, Any]], complete: Mapping[str, 
 
 
 def main() -> None:
+    """Run the rows without each part in a child process, and print which rows change."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", help="default: all")
     parser.add_argument("--families", default="", help="default: the usual ones, or with --every all")

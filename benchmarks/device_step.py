@@ -1,4 +1,5 @@
-"""Wall time, host time and peak memory of one rank's training step on an accelerator, for ``dtensor`` and PyTorch's DTensor.
+"""Device step: wall time, host time and peak memory of one rank's training step on an accelerator, for ``dtensor`` and PyTorch's
+DTensor.
 
     python benchmarks/device_step.py [--device cuda] [--quick] [--only fsdp tp] [--width 2048 --layers 8]
 
@@ -37,6 +38,7 @@ BUILD = {"ours": train_step.make_dtensor_step, "peer": train_step.make_peer_step
 
 
 def build_step(side: str, case: str, config: Config, batch: torch.Tensor) -> Step:
+    """Return one library's training step of a case, run under autocast to bfloat16."""
     torch.manual_seed(0)
     model = train_step.build_model(case, config).to(batch.device)
     step = BUILD[side](case, model, batch[:, :-1].contiguous(), batch[:, 1:].contiguous())
@@ -54,7 +56,7 @@ def synchronize_device(device: str) -> None:
 
 
 def measure_peak_memory(side: str, case: str, config: Config, batch: torch.Tensor) -> float:
-    """Return the peak in MiB of two steps; from the second one on the optimizer's states exist."""
+    """Return the peak MiB of the second step, when the optimizer's states exist; NaN without CUDA."""
     if batch.device.type != "cuda":
         return float("nan")
     gc.collect()
@@ -68,7 +70,7 @@ def measure_peak_memory(side: str, case: str, config: Config, batch: torch.Tenso
 
 
 def measure_case(case: str, config: Config, batch: torch.Tensor, rounds: int) -> dict[str, tuple[float, float, float]]:
-    """Return per side the wall ms, the host thread's ms and the MiB; the sides alternate."""
+    """Return for each library the median wall ms and host ms of a step, measured in turn, and its peak MiB."""
     device = batch.device.type
     peaks = {side: measure_peak_memory(side, case, config, batch) for side in BUILD}
     steps = {side: build_step(side, case, config, batch) for side in BUILD}
@@ -88,6 +90,7 @@ def measure_case(case: str, config: Config, batch: torch.Tensor, rounds: int) ->
 
 
 def main() -> None:
+    """Print times and memory of each case on torch's fake process group of 8 ranks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--quick", action="store_true", help="a small model, few rounds")

@@ -1,4 +1,4 @@
-"""Host time per op of plain torch, ``torch.distributed.tensor`` ("peer") and ``dtensor``, in one run.
+"""Dispatch: host time per op of plain torch, ``torch.distributed.tensor`` ("peer") and ``dtensor``, in one run.
 
     make bench      or      python benchmarks/dispatch.py [--quick] [--json] [--plot FILE] [--only add mm] [--part hot|cold]
 
@@ -28,7 +28,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Seconds or error name of one case on each side, and the largest ratio that we allow."""
+    """Seconds, or the name of the error, of one case on each side, and the largest overhead ratio that we allow."""
 
     name: str
     plain: float | str
@@ -55,6 +55,7 @@ def measure_repeated_calls(name: str, case: Case, sides: dict[str, Side], effort
 
 
 def build_case(case: Case, side: Side) -> Callable[[], object]:
+    """Return the function to time of a case on one side, or a function that raises the error of building it."""
     try:
         return case(side)
     except Exception as error:
@@ -78,7 +79,7 @@ def measure_first_calls(name: str, case: ColdCase, sides: dict[str, Side], repea
 
 
 def measure_rows(names: Sequence[str], effort: timing.Effort) -> list[Row]:
-    """Measure the rows on a fake process group that exists only during this call."""
+    """Measure the named rows on a fake process group that exists only during this call."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
@@ -94,6 +95,7 @@ def measure_rows(names: Sequence[str], effort: timing.Effort) -> list[Row]:
 
 
 def format_table(rows: Sequence[Row]) -> str:
+    """Return the table of microseconds and ratios as text, with the mean ratios at the end."""
     sides = f"{'plain':>10} {'peer':>12} {'dtensor':>12}"
     lines = [f"{'microseconds per call':24} {sides} {'overhead ratio':>15} {'bound':>6} {'whole':>6}"]
     for row in rows:
@@ -114,6 +116,7 @@ def summarize_parts(rows: Sequence[Row]) -> list[str]:
 
 
 def summarize_ratios(rows: Sequence[Row]) -> str:
+    """Return a line with the geometric mean of the overhead ratios, and the rows above their bound."""
     ratios = {row.name: row.ratio for row in rows if row.ratio is not None}
     if not ratios:
         return "no case ran on all three sides"
@@ -144,6 +147,7 @@ def plot_ratios(rows: Sequence[Row], file: Path) -> None:
 
 
 def main() -> None:
+    """Measure the rows that the options choose, and print them as a table or JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer and shorter repeats")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")

@@ -1,4 +1,5 @@
-"""Time of whole calls of torch's operator samples relative to PyTorch DTensor ("peer"): the distribution, and the slowest ratios.
+"""Dispatch of operators: whole calls of torch's operator samples relative to PyTorch DTensor ("peer"): distribution and slowest
+ratios.
 
     python benchmarks/dispatch_operators.py [--only add mm] [--worst 40] [--json FILE]
 
@@ -46,7 +47,9 @@ class Row(NamedTuple):
 
 
 def distribute_value(side: Distributed, x: Any, cut: bool) -> Any:
-    """Distribute ``x`` over the 2-D mesh, as a leaf that requires gradients if ``x`` does."""
+    """Distribute a tensor over the side's 2-D mesh, as a leaf that requires gradients if ``x`` does; return other values
+    unchanged.
+    """
     if not isinstance(x, torch.Tensor):
         return x
     shard, replicate = side.library.Shard, side.library.Replicate
@@ -58,7 +61,7 @@ def distribute_value(side: Distributed, x: Any, cut: bool) -> Any:
 
 
 def is_usable_sample(sample: Any, cut: bool) -> bool:
-    """Return whether ``x`` can be sharded evenly and is not large."""
+    """Return whether all tensors of a sample are non-empty, not large, and evenly sharded along dim 0 if ``cut``."""
     if not isinstance(sample.input, (torch.Tensor, list, tuple)):
         return False
     tensors = [x for x in tree_leaves((sample.input, sample.args, sample.kwargs)) if isinstance(x, torch.Tensor)]
@@ -66,6 +69,7 @@ def is_usable_sample(sample: Any, cut: bool) -> bool:
 
 
 def make_call(op: Any, side: Distributed, sample: Any, cut: bool, gradients: bool) -> Run:
+    """Return a function that calls the operator on the sample's distributed tensors, and computes gradients if ``gradients``."""
     first, args, kwargs = tree_map(lambda x: distribute_value(side, x, cut), (sample.input, sample.args, sample.kwargs))
 
     def outputs() -> list[Any]:
@@ -82,6 +86,7 @@ def make_call(op: Any, side: Distributed, sample: Any, cut: bool, gradients: boo
 
 
 def measure_operators(only: list[str]) -> Iterator[Row]:
+    """Yield the rows of each operator: sharded and replicated, forward and with gradients."""
     sides = {"peer": Distributed(peer), "ours": Distributed(dtensor)}
     for op in op_db:
         name = f"{op.name}.{op.variant_test_name}".removesuffix(".")
@@ -97,6 +102,7 @@ def measure_operators(only: list[str]) -> Iterator[Row]:
 
 
 def _measure_sample(op: Any, sides: dict[str, Distributed], sample: Any, cut: bool, gradients: bool) -> dict[str, Any]:
+    """Return the seconds of both libraries for one sample, or "refused" and the name of the error if one of them raises."""
     runs: dict[str, Run] = {}
     for name, side in sides.items():
         try:
@@ -107,7 +113,7 @@ def _measure_sample(op: Any, sides: dict[str, Distributed], sample: Any, cut: bo
 
 
 def format_report(rows: list[Row], worst: int) -> Iterator[str]:
-    """Print the distribution of ratios by kind, and the worst rows."""
+    """Yield the lines of the report: the distribution of ratios by kind, and the slowest rows."""
     found = sorted(((row.ratio, row) for row in rows if row.ratio is not None), key=lambda pair: -pair[0])
     yield f"{'whole calls, ours / peer':28} {'rows':>5} {'mean':>5} {'median':>6} {'p90':>5} {'> 1':>4} {'> 0.8':>5}"
     for gradients in (False, True):
@@ -126,6 +132,7 @@ def format_report(rows: list[Row], worst: int) -> Iterator[str]:
 
 
 def main() -> None:
+    """Measure the operators on a fake process group and print the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[], metavar="OPERATOR", help="names of operators")
     parser.add_argument("--worst", type=int, default=40, metavar="N", help="how many to list")

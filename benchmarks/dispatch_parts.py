@@ -1,4 +1,4 @@
-"""Host time of one operation, part by part, beside the minimum that any Python tensor subclass needs.
+"""Dispatch parts: host time of one operation part by part, and the minimum that any Python tensor subclass needs.
 
     make profile      or      python benchmarks/dispatch_parts.py             torch's fake group of 8 ranks
     torchrun --standalone --nproc-per-node 2 benchmarks/dispatch_parts.py     gloo
@@ -33,7 +33,7 @@ from dtensor.state.wrap import wrap_local
 
 
 class ConstantResultTensor(torch.Tensor):
-    """Tensor subclass that answers every operator with the same plain tensor."""
+    """Tensor subclass that answers every operator with a prepared plain tensor, without running it."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -94,13 +94,14 @@ OPERATIONS: dict[str, tuple[Callable[..., object], int]] = {
 
 
 def measure_microseconds(run: Callable[[], object], repeats: int = 30) -> float:
-    """Microseconds."""
+    """Return the microseconds of one call of ``run``, the minimum over ``repeats`` rounds."""
     refill_answers()
     run()
     return min(timeit.repeat(run, refill_answers, number=COUNT, repeat=repeats, timer=time.thread_time)) / COUNT * 1e6
 
 
 def measure_parts(mesh: dt.DeviceMesh) -> list[str]:
+    """Return the lines of the first table: each operation's whole time, its parts and their sum without the look-up."""
     local = torch.rand(8, 8)
     x = dt.DTensor.from_local(local, mesh, [dt.Replicate()])
     idle = torch.Tensor._make_wrapper_subclass(ConstantResultTensor, (8, 8))
@@ -114,7 +115,7 @@ def measure_parts(mesh: dt.DeviceMesh) -> list[str]:
 
 
 def measure_parameter_lists(mesh: dt.DeviceMesh, count: int = 100) -> list[str]:
-    """Time steps over lists of parameters; medians of turns."""
+    """Return the lines of the second table: optimizer steps and foreach operators over ``count`` parameters on three sides."""
     optimizer_types.append(MinimalWrapperTensor)
     foreach_types.append(MinimalWrapperTensor)
     sides: dict[str, Callable[[Tensor], Any]] = {
@@ -144,6 +145,7 @@ def measure_parameter_lists(mesh: dt.DeviceMesh, count: int = 100) -> list[str]:
 
 
 def main() -> None:
+    """Print both tables for the process group that the launcher or the options choose."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--in-process", type=int, metavar="RANKS", help="all ranks in this process")
     options = parser.parse_args()

@@ -1,4 +1,5 @@
-"""``distribute_tensor`` of ``dtensor`` and of ``torch.distributed.tensor`` ("peer"), alternating in the same gloo processes.
+"""Distribute: ``distribute_tensor`` of ``dtensor`` and of ``torch.distributed.tensor`` ("peer"), in turn in the same gloo
+processes.
 
     python benchmarks/distribute.py [--worlds 2 4] [--rounds 40] [--only "64 x 8"]
 
@@ -40,6 +41,7 @@ IN_A_ROW = 10
 
 
 def make_sides() -> dict[str, Callable[[torch.Tensor, str], Any]]:
+    """Return for each library a function that distributes a tensor by the name of a placement."""
     import torch.distributed.tensor as peer
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -58,6 +60,7 @@ def make_sides() -> dict[str, Callable[[torch.Tensor, str], Any]]:
 
 
 def measure_rank(rank: int, world: int, file: str, rounds: int, names: list[str], out: str) -> None:
+    """Time the named cases with both libraries in turn on one gloo rank; the first rank writes all times to ``out``."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world)
     found: dict[str, dict[str, list[tuple[float, float]]]] = {}
@@ -88,6 +91,7 @@ def measure_rank(rank: int, world: int, file: str, rounds: int, names: list[str]
 
 
 def main() -> None:
+    """Run the ranks of each world size and print the times and ratios of each case."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rounds", type=int, default=40)

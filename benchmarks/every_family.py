@@ -1,4 +1,5 @@
-"""Bytes and FLOPs of every model family that ``tests/hf`` shrinks, its parameters sharded by name; the worst ones first.
+"""Every family: bytes and FLOPs of each model family that ``tests/hf`` shrinks, with parameters sharded by name; the worst ones
+first.
 
     python benchmarks/every_family.py [TYPES...] [--layouts tp,fsdp,dp,tp_dp] [--seconds 200] [--out families.jsonl]
 
@@ -56,7 +57,9 @@ _REPLICATED = re.compile(r"embed_positions|position|token_type|norm|patch_embed"
 
 
 class HandWrittenCost:
-    """Where a hand-written program would shard parameters, the bytes that one pass of it reduces, and the FLOPs on every rank."""
+    """Placements of parameters in a hand-written tensor-parallel program, the bytes that one pass reduces, and the FLOPs of
+    layers on every rank.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -68,10 +71,13 @@ class HandWrittenCost:
             if kind:
                 module.register_forward_hook(lambda *call, kind=kind: self._count(kind, *call), with_kwargs=True)
 
-    def placed(self, names: Any) -> dict[str, Any]:
+    def get_placements(self, names: Any) -> dict[str, Any]:
         return {name: self.places.get(id(p), R) for name, p in names}
 
     def _kind(self, name: str, module: nn.Module) -> str:
+        """Choose the placements of a module's own parameters, and return how it is sharded: "rows", "columns", "table", "stacks",
+        "whole" or "".
+        """
         turned = type(module).__name__ == "Conv1D"
         stacked = [n for n, p in module.named_parameters(recurse=False) if p.ndim == 3 and not isinstance(module, nn.Conv1d)]
         if any("expert" in f"{name}{n}".lower() for n in stacked):
@@ -94,6 +100,7 @@ class HandWrittenCost:
         return "" if isinstance(module, nn.Embedding) else "whole"
 
     def _count(self, kind: str, module: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Add the communication and replicated FLOPs of one call of a module (forward hook)."""
         made = result[0] if isinstance(result, tuple) else result
         given = args[0] if args else next(iter(kwargs.values()))
         if kind in ("rows", "table", "stacks"):
@@ -111,6 +118,7 @@ class HandWrittenCost:
 
 
 def make_step(model: nn.Module, inputs: dict[str, Any]) -> Callable[[], Any]:
+    """Return a step of forward and backward without dropout, with the same random numbers in each call."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -127,7 +135,7 @@ def make_step(model: nn.Module, inputs: dict[str, Any]) -> Callable[[], Any]:
 
 
 def build_training_model(found: Shrunk) -> nn.Module:
-    """Return the model in training mode, without caches, as a hand-written program has none."""
+    """Build the shrunk model in training mode without caches, which a hand-written program does not have."""
     model = found.build().train()
     for _, part in parts(model.config):  # type: ignore[arg-type]  # that of a model of Hugging Face
         part.use_cache = False
@@ -135,10 +143,11 @@ def build_training_model(found: Shrunk) -> nn.Module:
 
 
 def measure_family(model_type: str, layouts: list[str]) -> Any:
+    """Yield for each layout the ratios of bytes and FLOPs of one family, its collectives, and whether the loss is equal."""
     found = shrunk(model_type, WIDE)
     plain = build_training_model(found)
     hand, shares = HandWrittenCost(plain), [p.nbytes for p in plain.parameters()]
-    places = hand.placed(plain.named_parameters(remove_duplicate=False))
+    places = hand.get_placements(plain.named_parameters(remove_duplicate=False))
     one = measure_step(make_step(plain, found.call()))
     for layout in layouts:
         mesh = dt.init_device_mesh("cpu", (2, 2) if layout == "tp_dp" else (4,))
@@ -175,6 +184,7 @@ def measure_family(model_type: str, layouts: list[str]) -> Any:
 
 
 def main() -> None:
+    """Measure the families until the time limit, append their rows to ``--out``, and print all rows, worst first."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("types", nargs="*")
     parser.add_argument("--layouts", default="tp,fsdp")

@@ -1,4 +1,4 @@
-"""The share of PyTorch's operator database that runs without the gathering fallback when one tensor dim is sharded.
+"""Gather share: the share of PyTorch's operator database that runs without the gather fallback when one tensor dim is sharded.
 
     python benchmarks/gather_share.py --json shares.jsonl
     python benchmarks/gather_share.py --ops 'nn_functional_*' --samples 2 --mesh 2,2
@@ -33,6 +33,7 @@ from dtensor.testing.scatter import scatter  # noqa: E402
 
 
 def main() -> None:
+    """Measure the entries that the options choose, or read earlier results, and print the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ops", default="*", help="comma-separated patterns of entry names")
     parser.add_argument("--mesh", action="append", help="mesh shape such as 2,2 (may be repeated); default 4 and 2,2")
@@ -58,7 +59,7 @@ def main() -> None:
 
 
 def measure_entry(entry: Any, mesh: tuple[int, ...], samples: int) -> dict[str, Any]:
-    """Return the results of one entry on one mesh: cases, the operators that gather in them, errors."""
+    """Run all cases of one entry on one mesh; return their number, the operators that gather, and the errors."""
     torch.manual_seed(0)
     line: dict[str, Any] = {"entry": entry.formatted_name, "mesh": list(mesh), "cases": 0, "forward": {}, "backward": {}}
     line |= {"errors": [], "seconds": 0.0}
@@ -70,7 +71,7 @@ def measure_entry(entry: Any, mesh: tuple[int, ...], samples: int) -> dict[str, 
 
 
 def list_samples(entry: Any, mesh: tuple[int, ...], samples: int) -> list[tuple[int, db.Sample]]:
-    """Return the samples that plain torch accepts."""
+    """Return the numbered samples of an entry that plain torch accepts."""
     try:
         given = db.samples_of(entry, db.Setting(mesh, samples=samples))
     except Exception:  # the database's own
@@ -79,6 +80,7 @@ def list_samples(entry: Any, mesh: tuple[int, ...], samples: int) -> list[tuple[
 
 
 def _plain_runs(sample: db.Sample) -> bool:
+    """Return whether plain torch runs the sample, with strided tensors as inputs and results."""
     if any(x.layout is not torch.strided or x.is_quantized for x in tensor_leaves(sample.given)):
         return False
     try:
@@ -91,7 +93,7 @@ def _plain_runs(sample: db.Sample) -> bool:
 
 
 def list_differentiable(sample: db.Sample) -> list[bool]:
-    """Return the tensors that may require a gradient in plain torch, each tried alone."""
+    """Return for each tensor of a sample whether plain torch accepts that it alone requires a gradient."""
     given = tensor_leaves(sample.given)
     found = []
     for i, chosen in enumerate(given):
@@ -108,7 +110,7 @@ def list_differentiable(sample: db.Sample) -> list[bool]:
 
 
 def yield_sharded_arguments(sample: db.Sample, mesh: tuple[int, ...], wanted: list[bool]) -> Iterator[tuple[Any, Any, str]]:
-    """Yield the arguments with one tensor dim sharded, for each tensor and dim."""
+    """Yield the arguments with one dim of one tensor sharded, and a text that names both, for each tensor and dim."""
     device_mesh = dt.init_device_mesh("cpu", mesh)
     given = tensor_leaves(sample.given)
     for i, chosen in enumerate(given):
@@ -122,7 +124,7 @@ def yield_sharded_arguments(sample: db.Sample, mesh: tuple[int, ...], wanted: li
 
 
 def run_case(fn: Any, args: Any, kwargs: Any, where: str, line: dict[str, Any]) -> None:
-    """Run forward and backward of one case; add operators that gather to ``line``, with the first place where they did."""
+    """Run forward and backward of one case, and add the operators that gather and the errors to ``line``."""
     line["cases"] += 1
     try:
         with db.quiet(), db.gathers() as forward:
@@ -149,6 +151,8 @@ def _first_line(error: Exception) -> str:
 
 
 def _plain_backward_raises(fn: Any, args: Any, kwargs: Any) -> bool:
+    """Return whether forward and backward of a case also raise with plain tensors."""
+
     def plain(x: Any) -> Any:
         return x.full_tensor().detach().requires_grad_(x.requires_grad) if isinstance(x, dt.DTensor) else x
 
@@ -164,7 +168,7 @@ def _plain_backward_raises(fn: Any, args: Any, kwargs: Any) -> bool:
 
 # --- the report -----------------------------------------------------------------------------------------------------------
 def print_report(found: list[dict[str, Any]]) -> None:
-    """Print the share, the operators that gather by number of entries, and the entries that gather by use."""
+    """Print the share of entries that never gather, the operators that gather, and the entries that gather, most used first."""
     tried = [line for line in found if line["cases"]]
     names = {line["entry"] for line in tried}
     for label, sides in (("forward", ("forward",)), ("forward and backward", ("forward", "backward"))):
@@ -196,7 +200,7 @@ def _format_share(names: set[str], gather: set[str]) -> str:
 
 
 def count_calls_in_torch(entries: list[str]) -> dict[str, int]:
-    """Count the calls of each name, as a function or a method, in torch's own Python sources (without tests)."""
+    """Count the calls of each entry's name in torch's own Python sources, tests excluded."""
     calls: Counter[str] = Counter()
     for path in Path(torch.__file__).parent.rglob("*.py"):
         if "testing" not in path.parts:

@@ -1,4 +1,4 @@
-"""The share of PyTorch's operator database that is right under random placements, here or (``--peer``) in
+"""Operator coverage: the share of PyTorch's operator database that is right under random placements, here or (``--peer``) in
 torch.distributed.tensor.
 
     python benchmarks/op_coverage.py --ops 'linalg*' --samples 4 --mesh 4 --mesh 2,2 --json found.jsonl
@@ -28,6 +28,7 @@ STATUSES = ("pass", "accepted", "refused", "wrong", "error")
 
 
 def main() -> None:
+    """Run all cases in worker processes, write them to ``--json``, and print the report."""
     options = parse_options()
     if options.worker:
         run_worker(options)
@@ -45,6 +46,7 @@ def main() -> None:
 
 
 def parse_options() -> argparse.Namespace:
+    """Return the options of the command line, with defaults for mesh shapes and seeds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ops", default="*", help="comma-separated patterns of entry names")
     parser.add_argument("--part", default="0/1", help="I/N: every N-th of these entries, from the I-th on")
@@ -73,7 +75,7 @@ def parse_options() -> argparse.Namespace:
 
 # --- the worker -----------------------------------------------------------------------------------------------------------
 def run_worker(options: argparse.Namespace) -> None:
-    """Run the entries from ``--skip`` on; print a line before each entry and a line for each case."""
+    """Run the entries from ``--skip`` on in this worker; print a JSON line before each entry and for each case."""
     sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "databases")]
     import torch
 
@@ -114,14 +116,14 @@ def run_worker(options: argparse.Namespace) -> None:
 
 # --- the parent -----------------------------------------------------------------------------------------------------------
 def run_all_cases(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Run all cases, replacing workers that die or hang."""
+    """Yield all cases, with a new worker after one that dies or hangs."""
     skip = 0
     while skip is not None:
         skip = yield from run_cases_in_worker(options, skip)
 
 
 def run_cases_in_worker(options: argparse.Namespace, skip: int) -> Any:
-    """Yield the cases of one worker; return the entry at which the next worker begins, or None when all are done."""
+    """Yield the cases of one worker; return the number of the next worker's first entry, or None after the last."""
     argv = [*sys.argv, "--worker", "--skip", str(skip)]
     # glibc fills memory with a pattern that is no value of any sample: what a kernel leaves unwritten is then seen
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLIBC_TUNABLES": "glibc.malloc.tcache_count=0:glibc.malloc.perturb=128"}
@@ -159,7 +161,7 @@ def run_cases_in_worker(options: argparse.Namespace, skip: int) -> Any:
 
 
 def read_lines_until(stream: Any, deadline: Any) -> Iterator[str]:
-    """Yield the lines that arrive before the deadline or the end."""
+    """Yield the lines of a stream that arrive before the deadline or the end of the stream."""
     selector = selectors.DefaultSelector()
     selector.register(stream, selectors.EVENT_READ)
     rest = b""
@@ -203,7 +205,7 @@ def print_report(found: list[dict[str, Any]], causes: int) -> None:
 
 
 def strip_numbers(problem: str) -> str:
-    """Return a problem's text without its numbers, to group equal causes."""
+    """Return the text of a problem without numbers and brackets, to group equal causes."""
     return re.sub(r"\d+", "#", re.sub(r"[\[(][^\[\]()]*[\])]", "()", problem))[:110]
 
 

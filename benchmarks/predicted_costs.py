@@ -1,4 +1,4 @@
-"""Predicted costs of plans beside the measured costs on gloo processes: bytes, peak memory, and which plan is faster.
+"""Predicted costs of plans compared with measured costs on gloo processes: bytes, peak memory, and which plan is faster.
 
     python benchmarks/predicted_costs.py [--ranks 4] [--width 256] [--layers 2] [--seconds 0.05]
     python benchmarks/predicted_costs.py --planning 32         # time of planning a Llama of 32 layers on a dry run of 512 x
@@ -57,6 +57,8 @@ SECONDS = 10.0  # for each plan
 
 @dataclass(frozen=True)
 class Row:
+    """Predicted and measured (bytes, peak bytes, seconds) of one step under one plan."""
+
     way: str
     plan: str
     predicted: tuple[int, int, float]  # bytes, peak, seconds
@@ -64,7 +66,7 @@ class Row:
 
 
 def make_step(mesh: dt.DeviceMesh, way: str, width: int, layers: int) -> tuple[Callable[[], Any], list[dt.DTensor]]:
-    """Return a step and its arguments, the batch first."""
+    """Return a training step of attention and MLP layers without an optimizer, and its tensors, the batch first."""
     cuts, spot = WAYS[way]
     generator = torch.Generator().manual_seed(0)
     sizes = {"q": (3 * width, width), "o": (width, width), "up": (4 * width, width), "down": (width, 4 * width)}
@@ -95,7 +97,9 @@ def make_step(mesh: dt.DeviceMesh, way: str, width: int, layers: int) -> tuple[C
 
 
 def make_plans(step: Callable[[], Any], given: Sequence[dt.DTensor]) -> dict[str, dt.ProgramPlan]:
-    """Return the plans of one step: as a program, within a memory bound, and operator by operator."""
+    """Return the plans of one step by name: of the whole program, within nine tenths of its memory if possible, and operator by
+    operator.
+    """
     step()
     for p in given:
         p.grad = None
@@ -112,7 +116,7 @@ def make_plans(step: Callable[[], Any], given: Sequence[dt.DTensor]) -> dict[str
 
 
 def measure_plan(step: Callable[[], Any], given: Sequence[dt.DTensor], plan: dt.ProgramPlan, runs: int) -> tuple[int, int, float]:
-    """Return bytes, peak and seconds of a step run by its plan, each of the rank with the most."""
+    """Run a step by a plan; return received bytes and peak bytes of the busiest rank, and the seconds of the slowest rank."""
     for p in given:
         p.grad = None
     with LiveTensorMemory(given) as live, CommDebugMode() as comm, PlanExecutor(plan) as following:
@@ -135,6 +139,7 @@ def measure_plan(step: Callable[[], Any], given: Sequence[dt.DTensor], plan: dt.
 
 
 def measure_rank(rank: int, ranks: int, folder: str, width: int, layers: int, runs: int) -> None:
+    """Plan and measure all steps on one gloo rank; the first rank writes the rows to ``folder``."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
@@ -161,6 +166,7 @@ def correlate_times(rows: Sequence[Row]) -> float:
 
 
 def compare_costs(options: argparse.Namespace) -> None:
+    """Measure a profile, run all ranks, and print predicted and measured costs with their rank correlations."""
     with tempfile.TemporaryDirectory(prefix="predicted-") as folder:
         profile = Path(folder, "profile.json")
         calibrate.run_calibration(options.ranks, "cpu", profile, options.seconds)
@@ -178,7 +184,7 @@ def compare_costs(options: argparse.Namespace) -> None:
 
 
 def time_planning(layers: int) -> None:
-    """Print the seconds of planning and the resulting plan."""
+    """Plan a Llama of ``layers`` layers in a dry run of 512 x 8 ranks; print the seconds of planning and the plan's costs."""
     from costing.families import Size
     from program_cost import prepare_model
 
@@ -195,6 +201,7 @@ def time_planning(layers: int) -> None:
 
 
 def main() -> None:
+    """Compare predicted and measured costs, or time the planning of a large model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--width", type=int, default=256)

@@ -1,4 +1,4 @@
-"""Bytes, matrix FLOPs and collectives of a whole unchanged model, beside those of the program written by hand.
+"""Program cost: bytes, matrix FLOPs and collectives of an unchanged model, compared with those of a hand-written program.
 
     python benchmarks/program_cost.py [--families llama,gpt2] [--layouts tp,fsdp,dp,tp_dp,styles,styles_sp] [--layers 2]
     python benchmarks/program_cost.py --families more    # ... those of costing/untuned_models.py
@@ -48,8 +48,7 @@ FLOP_FORMULAS = flop_registry | {  # the CPU's attention, which torch leaves out
 
 
 def count_grouped_mm_flops(a: Any, b: Any, *_: Any, out_val: Any, **__: Any) -> int:
-    """Return the FLOPs of grouped matrix products, which torch does not count: each position of the grouped dim is in one
-    group."""
+    """Return the FLOPs of a grouped matrix product. Each position of the grouped dim is in one group."""
     groups = out_val.shape[0] if a.ndim == b.ndim == 2 else 1
     return int(2 * a.shape[-1] * out_val.numel() // groups)
 
@@ -58,8 +57,8 @@ FLOP_FORMULAS[aten._grouped_mm] = count_grouped_mm_flops
 
 
 class FlopCounter(TorchDispatchMode):
-    """Counts matrix FLOPs of plain tensors on one device; for distributed tensors, those of the local operations. Planning runs
-    operators on the device "meta" to learn the shapes of results; with another device those are not counted.
+    """Dispatch mode that counts matrix FLOPs of local operations on tensors of one device type. Planning runs operators on the
+    device "meta" to learn the shapes of results; with another device those are not counted.
     """
 
     looks_on = True  # nothing runs otherwise: captured steps are replayed
@@ -71,6 +70,7 @@ class FlopCounter(TorchDispatchMode):
         self.by: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator and add its FLOPs; an operator without a formula is decomposed first if it can be."""
         if any(issubclass(kind, dt.DTensor) for kind in types):
             return NotImplemented
         if func.overloadpacket not in FLOP_FORMULAS and func._can_decompose():  # a kernel's matmul, which comes here whole
@@ -105,7 +105,7 @@ class Cost:
 
 
 def make_step(model: nn.Module, inputs: dict[str, Any]) -> Callable[[], Any]:
-    """Run forward and backward; gradients get the placements of their parameters, as an optimizer needs."""
+    """Return a step of forward and backward. Gradients get the placements of their parameters, as an optimizer needs."""
 
     def step() -> Any:
         model.zero_grad()
@@ -118,7 +118,7 @@ def make_step(model: nn.Module, inputs: dict[str, Any]) -> Callable[[], Any]:
 
 
 def make_run(way: str, model: nn.Module, inputs: dict[str, Any]) -> Callable[[], Any]:
-    """Return the step itself, or the function that replays it."""
+    """Return the eager step, or the function that replays its capture, after it was recorded."""
     step = make_step(model, inputs)
     if way == "eager":
         return step
@@ -129,7 +129,7 @@ def make_run(way: str, model: nn.Module, inputs: dict[str, Any]) -> Callable[[],
 
 
 def measure_step(step: Callable[[], Any], device: str = "cpu") -> Cost:
-    """Measure the costs of one step."""
+    """Run a step once and return its bytes, FLOPs, collectives and loss."""
     with dt.debug.CommDebugMode() as comm, FlopCounter(device) as flops:
         loss = step()
     value = loss.full_tensor() if isinstance(loss, dt.DTensor) else loss
@@ -140,6 +140,7 @@ def measure_step(step: Callable[[], Any], device: str = "cpu") -> Cost:
 
 # --- layouts ---------------------------------------------------------------------------------------------------------------
 def distribute_model(model: nn.Module, mesh: dt.DeviceMesh, placement_of: Callable[[str, nn.Parameter], Any]) -> nn.Module:
+    """Replace a model's parameters by DTensors with the placements of ``placement_of``, and its buffers by replicated DTensors."""
     made: dict[int, nn.Parameter] = {}
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         owner, _, leaf = name.rpartition(".")
@@ -159,7 +160,7 @@ def distribute_inputs(inputs: dict[str, torch.Tensor], mesh: dt.DeviceMesh, plac
 def prepare_model(
     layout: str, name: str, size: Size, mesh: dt.DeviceMesh | None = None
 ) -> tuple[nn.Module, dict[str, Any], tuple[int, ...]]:
-    """Return the placed model of a family, its batch, and the sizes of the mesh dims."""
+    """Return a family's model with distributed parameters, its batch, and the sizes of the mesh dims."""
     family = FAMILIES[name]
     model, inputs = build_model(family, size), family.inputs(size)
     if layout == "tp_dp":
@@ -180,6 +181,7 @@ def prepare_model(
 
 # --- rows of the table -----------------------------------------------------------------------------------------------------
 def measure_row(name: str, layout: str, size: Size, one: Cost, kinds: bool, way: str) -> str:
+    """Return a line of the table for one family, layout and way to run, relative to the hand-written program and one device."""
     model, inputs, ranks = prepare_model(layout, name, size)
     try:
         found = measure_step(make_run(way, model, inputs))
@@ -198,7 +200,9 @@ CLUSTER = Size(2, 8192, 512, 4096, 128_256, (64, 8), 28_672, torch.bfloat16)  # 
 
 
 def measure_cluster(name: str, size: Size) -> str:
-    """Print the costs of layers as large as Llama-70B's in a dry run; FLOPs are one rank's, relative to its equal share."""
+    """Return a line with the costs of layers as large as Llama-70B's in a dry run; FLOPs are one rank's, relative to its equal
+    share.
+    """
     mesh = dt.init_device_mesh("meta", (512, 8), mesh_dim_names=("dp", "tp"))
     family = FAMILIES[name]
     with torch.device("meta"):
@@ -217,6 +221,7 @@ def measure_cluster(name: str, size: Size) -> str:
 
 
 def main() -> None:
+    """Print the costs of all chosen families, layouts and ways to run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", default=",".join(USUAL))
     parser.add_argument("--layouts", default="tp,fsdp,dp,tp_dp,styles,styles_sp")

@@ -1,4 +1,4 @@
-"""The overhead of recording collectives without listeners: every row of ``dispatch.py`` with the recording code and without.
+"""Recorder cost: the overhead of recording collectives without listeners, for every row of ``dispatch.py``.
 
     python benchmarks/recorder_cost.py [--quick] [--only add "redistribute*"] [--again 3]
 
@@ -38,7 +38,7 @@ LARGEST_RATIO = 1.01
 def wrap_issue_without_listeners(
     self: Communicator, kind: str, dims: Any, run: Callable[..., Any], nbytes: Any
 ) -> Callable[..., Any]:
-    """Replace ``Communicator._wrap_issue``, without the check for listeners."""
+    """Replace ``Communicator._wrap_issue`` by a version without the check for listeners."""
 
     def issue(x: Any) -> Any:
         if ACTIVE_RECORDERS and (recorder := current_recorder()) is not None:
@@ -49,7 +49,7 @@ def wrap_issue_without_listeners(
 
 
 def bind_collective_without_recording(comm: Any, issue: Callable[..., Any], step: Any) -> executor.BoundStep:
-    """Replace ``executor._bind_collective``, without recording."""
+    """Replace ``executor._bind_collective`` by a version without recording."""
     finish = executor._finisher_of(comm, step)
     if finish is None:
         return executor.BoundStep(lambda x: issue(x).wait(), issue)
@@ -57,14 +57,14 @@ def bind_collective_without_recording(comm: Any, issue: Callable[..., Any], step
 
 
 def bind_all_reduce_without_recording(group: Any, op: Any) -> Callable[..., Any]:
-    """Replace ``backends.all_reduction``, without recording."""
+    """Replace ``bind_native_all_reduce`` by a version without recording."""
     issue, options = group.handle.allreduce, torch_backends._async_options(dist.AllreduceOptions(), reduceOp=op)
     return lambda x: issue([x], options)
 
 
 @contextmanager
 def disable_recording() -> Iterator[None]:
-    """Bind and run collectives without the recording code in this context."""
+    """Patch the library inside the context, so that collectives are bound and run without the recording code."""
     taken = [patch.object(Communicator, "_wrap_issue", wrap_issue_without_listeners)]
     taken += [
         patch.object(executor, "_bind_collective", bind_collective_without_recording),
@@ -88,7 +88,7 @@ def enter_side(name: str) -> AbstractContextManager[None]:
 
 
 def make_sides() -> dict[str, Distributed]:
-    """Return both sides on separate pairs of meshes, so that they share no plan."""
+    """Return the sides with and without recording on separate meshes, so that they share no plan."""
     found = {"with": Distributed(dtensor), "without": Distributed(dtensor)}
     for name, side in found.items():
         side.mesh = dtensor.init_device_mesh("cpu", (WORLD,), mesh_dim_names=(name,))
@@ -97,7 +97,7 @@ def make_sides() -> dict[str, Distributed]:
 
 
 def measure_ratio(name: str, effort: timing.Effort) -> tuple[float, float] | str:
-    """Return the seconds with recording and their ratio to the seconds without, or the error that was raised."""
+    """Return the seconds of a case with recording and their ratio to those without, or the name of the error that was raised."""
     functions = {}
     for side_name, side in make_sides().items():
         with enter_side(side_name):
@@ -110,6 +110,7 @@ def measure_ratio(name: str, effort: timing.Effort) -> tuple[float, float] | str
 
 
 def main() -> None:
+    """Print the ratio of each row, measured again while it is too large, and the rows that stay too large."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer and shorter repeats")
     parser.add_argument("--only", nargs="+", metavar="ROW", default=["*"], help="names or patterns (*) of rows")

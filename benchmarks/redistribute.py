@@ -1,4 +1,4 @@
-"""Redistribution by ``dtensor`` and by ``torch.distributed.tensor`` ("peer"), alternating in the same gloo processes.
+"""Redistribute: redistributions by ``dtensor`` and by ``torch.distributed.tensor`` ("peer"), in turn in the same gloo processes.
 
     python benchmarks/redistribute.py [--quick] [--worlds 2 4 8] [--meshes 2x4] [--sizes "16 KB" "64 MB"] [--only "S0>R"]
                                       [--json FILE] [--plot FILE] [--add FILE ...]
@@ -28,7 +28,7 @@ Row = dict[str, Any]
 
 
 def measure_cases(world: int, options: argparse.Namespace) -> Iterator[Row]:
-    """Yield one row per case on ``world`` ranks."""
+    """Start ``world`` gloo ranks and yield the row of each case that they measure."""
     from redistributing.rank import Effort, measure_rank  # it imports the peer, which only the ranks need
 
     spawner = mp.get_context("spawn")
@@ -54,13 +54,14 @@ def measure_cases(world: int, options: argparse.Namespace) -> Iterator[Row]:
 
 # --- what is shown ------------------------------------------------------------------------------------------------------
 def get_ratio(row: Row, what: str, side: str = "ours", base: str = "peer") -> float | None:
-    """Return the ratio of two sides; None if either did not run."""
+    """Return a measurement of one side relative to another side's; None if one of them did not run."""
     if what not in row.get(side, ()) or what not in row.get(base, ()):
         return None
     return row[side][what] / row[base][what]
 
 
 def format_row(row: Row) -> str:
+    """Return a line of the table: times relative to PyTorch, collectives, bytes and peak memory of one case."""
     ours, theirs = row["ours"], row["peer"]
     if "wall" not in ours:
         return f"{row['name']:48} dtensor: {ours['error']}"
@@ -82,6 +83,7 @@ HEAD = (
 
 
 def summarize_rows(rows: Sequence[Row]) -> list[str]:
+    """Return the lines of the summary: mean ratios, slow cases, wrong results, and bytes and memory above their bounds."""
     lines = []
     for world in sorted({row["ranks"] for row in rows}):
         some = [row for row in rows if row["ranks"] == world]
@@ -137,6 +139,7 @@ def plot_ratios(rows: Sequence[Row], path: str) -> None:
 
 
 def main() -> None:
+    """Measure the cases that the options choose on all world sizes; print the rows and the summary."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help=f"only {', '.join(rc.QUICK)}, fewer rounds, 4 ranks unless --worlds")
     parser.add_argument("--worlds", type=int, nargs="*", choices=list(rc.MESHES))

@@ -44,7 +44,7 @@ SIDES = {  # side -> label, color
 
 # --- measuring ---------------------------------------------------------------------------------------------------------
 def run_benchmark(script: str, *arguments: str) -> Any:
-    """Return the JSON that a benchmark prints, or writes to the file that replaces ``FILE`` in its arguments."""
+    """Run a benchmark and return the JSON that it prints, or writes to the file that replaces ``FILE`` in its arguments."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "rows.json")
         command = [sys.executable, str(ROOT / "benchmarks" / script), *(str(file) if a == "FILE" else a for a in arguments)]
@@ -53,7 +53,7 @@ def run_benchmark(script: str, *arguments: str) -> Any:
 
 
 def measure_part(part: str, quick: bool) -> Any:
-    """Return the rows of one part of the page."""
+    """Run the benchmarks of one part of the page and return their rows."""
     fast, rounds = (["--quick"] if quick else []), "5" if quick else "15"
     match part:
         case "host":
@@ -87,7 +87,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def average_transitions(rows: Sequence[Any]) -> dict[str, dict[str, float]]:
-    """Return for each pair of layouts the geometric means over meshes and sizes."""
+    """Return for each pair of placements the geometric mean times and ratio over meshes and sizes."""
     means: dict[str, dict[str, float]] = {}
     for pair in dict.fromkeys(row["pair"] for row in rows):
         some = [row for row in rows if row["pair"] == pair and "wall" in row["ours"]]
@@ -210,6 +210,7 @@ def is_first_call(row: Any) -> bool:
 
 
 def write_host_section(rows: Sequence[Any]) -> str:
+    """Return the section about host time of operators, and draw its figure."""
     hot = {row["name"]: row for row in rows if not is_first_call(row)}
     first = [row["whole"] for row in rows if is_first_call(row) and row["whole"]]
     shown = [hot[name] for name in OPERATORS if not isinstance(hot[name]["peer"], str)]
@@ -238,6 +239,7 @@ def step_ratio(row: Any) -> float:
 
 
 def write_training_section(rows: dict[str, Any]) -> str:
+    """Return the section about training steps, and draw its figure."""
     sides = ("by hand", "peer", "ours")
     head = ["case", "hand-written, ms", "PyTorch, ms", "dtensor, ms", "dtensor / PyTorch"]
     tables: list[str] = []
@@ -255,6 +257,7 @@ def write_training_section(rows: dict[str, Any]) -> str:
 
 
 def write_memory_section(rows: dict[str, Any]) -> str:
+    """Return the section about the memory of a rank."""
     sides = ("by hand", "peer", "ours")
     cells = [
         [f"`{case}`, {size}", *(f"{found[side]['peak_mib']:.0f}" for side in sides)]
@@ -265,6 +268,7 @@ def write_memory_section(rows: dict[str, Any]) -> str:
 
 
 def write_redistribution_section(rows: Sequence[Any]) -> str:
+    """Return the section about redistribution, and draw its figure."""
     means = average_transitions(rows)
     cells = [
         [f"`{pair}`", *(f"{value:.2f}" if value > 0 else "raises" for value in (row["peer"], row["ours"], row["ratio"]))]
@@ -279,6 +283,7 @@ def write_redistribution_section(rows: Sequence[Any]) -> str:
 
 
 def write_first_result_section(rows: dict[str, Any]) -> str:
+    """Return the section about the time to the first result."""
     sides = rows["rounds"]
     parts = next(iter(sides.values()))[0]
     cells = [
@@ -299,7 +304,7 @@ SECTIONS: dict[str, Callable[[Any], str]] = {
 
 
 def list_slower_cases(results: dict[str, Any]) -> str:
-    """List what was slower than PyTorch in this run."""
+    """Return the section that lists what was slower than PyTorch in this run."""
     ratios = {f"operator `{row['name']}`": row["whole"] or 0 for row in results.get("host", ())}
     for size, found in results.get("training", {}).items():
         ratios |= {f"training step `{case}`, {size}": step_ratio(row) for case, row in found.items()}
@@ -360,6 +365,7 @@ def update_tables(results: dict[str, Any]) -> None:
 
 
 def main() -> None:
+    """Run the parts without earlier results, and write the page and the tables of README and the index page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
     parser.add_argument(

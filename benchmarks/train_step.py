@@ -1,4 +1,5 @@
-"""Training steps of a Llama-shaped model on gloo processes: ``dtensor``, PyTorch's DTensor ("peer") and a hand-written program.
+"""Train step: training steps of a Llama-shaped model on gloo processes, by ``dtensor``, PyTorch's DTensor ("peer") and a
+hand-written program.
 
     python benchmarks/train_step.py [--quick] [--json] [--only tp2 fsdp4] [--memory] [--captured]
 
@@ -71,7 +72,7 @@ def make_config(size: str) -> Config:
 
 # --- the same plan for both libraries ------------------------------------------------------------------------------------
 def make_tensor_parallel_plan(lib: Any, shard: Any, replicate: Any) -> dict[str, Any]:
-    """Return the plan of tensor, sequence and loss parallelism; attention computes this rank's heads as local tensors."""
+    """Return the ``parallelize_module`` plan of a GPT with tensor, sequence and loss parallelism; ``lib`` is either library."""
     plan = {
         "embedding": lib.RowwiseParallel(input_layouts=replicate(), output_layouts=shard(1)),
         "norm": lib.SequenceParallel(),
@@ -99,7 +100,7 @@ Step = Callable[[], float]
 
 
 class OneLayerModel(nn.Module):
-    """A feed-forward layer or a block between a cheap embedding and a cheap loss, so that the part dominates the time."""
+    """A feed-forward layer or a block between a cheap embedding and a cheap loss, so that the layer dominates the time."""
 
     cos: Tensor
     sin: Tensor
@@ -118,7 +119,7 @@ class OneLayerModel(nn.Module):
 
 
 class FeedForwardStack(nn.Module):
-    """Feed-forward layers and norms, with many parameters of different sizes."""
+    """Model of feed-forward layers and norms, with many parameters of different sizes."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -135,7 +136,7 @@ def mean_of_squares(out: Any, targets: Any) -> Any:
 
 
 def make_one_layer_plan(plan: dict[str, Any], lib: Any, shard: Any, replicate: Any, block: bool) -> dict[str, Any]:
-    """Return the plan of one feed-forward layer or of one block, with replicated inputs and outputs."""
+    """Return the plan of one feed-forward layer or one block, with replicated inputs and outputs."""
     if not block:
         return {"gate": lib.ColwiseParallel(), "up": lib.ColwiseParallel(), "down": lib.RowwiseParallel()}
     inner = {name.removeprefix("blocks.*."): style for name, style in plan.items() if name.startswith("blocks.*.")}
@@ -158,6 +159,7 @@ def make_captured_step(case: str, model: nn.Module, tokens: Tensor, targets: Ten
 def make_dtensor_step(
     case: str, model: nn.Module, tokens: Tensor, targets: Tensor, around: Callable[[Any], Any] = lambda step: step
 ) -> Step:
+    """Parallelize the model of a case with ``dtensor`` and return its training step."""
     import dtensor as dt
     from dtensor import parallel
 
@@ -194,6 +196,7 @@ def make_dtensor_step(
 
 
 def make_peer_step(case: str, model: nn.Module, tokens: Tensor, targets: Tensor) -> Step:
+    """Parallelize the model of a case with PyTorch's DTensor, FSDP2, DDP or ZeRO and return its training step."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -240,6 +243,7 @@ def make_peer_step(case: str, model: nn.Module, tokens: Tensor, targets: Tensor)
 
 
 def make_hand_written_step(case: str, model: nn.Module, tokens: Tensor, targets: Tensor) -> Step:
+    """Return the training step of a case by Megatron's sharding or by averaging all gradients in one all-reduce."""
     from measuring import megatron_gpt
 
     shape = CASES[case][1]
@@ -275,7 +279,7 @@ def make_step(
     optimizer: Callable[[Any], torch.optim.Optimizer] = lambda p: torch.optim.AdamW(p, **ADAMW),
     around: Callable[[Any], Any] = lambda step: step,
 ) -> Step:
-    """Return one training step as a function that returns the loss."""
+    """Return a function that runs one training step and returns the loss; ``around`` may capture the step."""
     stepping = optimizer(model.parameters())
 
     def train() -> Any:
@@ -303,6 +307,7 @@ def build_model(case: str, config: Config) -> nn.Module:
 
 # --- measuring -----------------------------------------------------------------------------------------------------------
 def measure_rank(rank: int, case: str, sides: tuple[str, ...], size: str, rounds: int, folder: str) -> None:
+    """Build the step of each side on one gloo rank and time them in turn; the first rank writes the results to ``folder``."""
     ranks, shape = CASES[case]
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
@@ -354,7 +359,7 @@ def measure_rank(rank: int, case: str, sides: tuple[str, ...], size: str, rounds
 
 
 def count_communication(steps: dict[str, Step]) -> dict[str, dict[str, Any]]:
-    """Return the collectives of one step of ``dtensor``, and the bytes that a rank receives."""
+    """Return the collectives and received bytes of one step of ``dtensor``; the other sides run a step too and return nothing."""
     from dtensor.debug import CommDebugMode
 
     with CommDebugMode() as comm:
@@ -373,6 +378,7 @@ def measure_case(case: str, sides: tuple[str, ...], size: str, rounds: int) -> d
 
 
 def main() -> None:
+    """Measure the chosen cases, time or memory, and print them as a table or JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a small model, few rounds")
     parser.add_argument("--json", action="store_true")
@@ -398,6 +404,7 @@ def main() -> None:
 
 
 def print_case(case: str, found: dict[str, Any], memory: bool) -> None:
+    """Print a line for each side of a case: its times relative to PyTorch, or its peak memory."""
     for side, row in found.items():
         if memory:
             print(f"{case:10} {side:8} peak {row['peak_mib']:7.1f} MiB", flush=True)
@@ -410,6 +417,7 @@ def print_case(case: str, found: dict[str, Any], memory: bool) -> None:
 
 
 def print_summary(results: dict[str, Any]) -> None:
+    """Print the mean ratios to PyTorch's time by kind of parallelism."""
     for kind in ("tp", "ddp", "zero", "fsdp", "hsdp", "dtensors"):
         for key, what in (("ms", "time"), ("cpu_ms", "processor time")):
             ratios = [found["ours"][key] / found["peer"][key] for case, found in results.items() if case.startswith(kind)]

@@ -1,4 +1,4 @@
-"""Unchanged models, how Megatron would shard their parameters, and the communication of the hand-written program."""
+"""Families: unchanged models, how Megatron would shard their parameters, and the communication of the hand-written program."""
 
 from __future__ import annotations
 
@@ -152,12 +152,15 @@ USUAL = (
 def run_causal_attention(
     module: nn.Module, q: Any, k: Any, v: Any, mask: Any, scaling: float | None = None, **_: Any
 ) -> tuple[Any, None]:
-    """Use attention without an explicit mask: models test for packed sequences by reading values, which a dry run lacks."""
+    """Replace a model's attention by causal attention without a mask. Models test for packed sequences by reading values, which a
+    dry run lacks.
+    """
     out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
     return out.transpose(1, 2).contiguous(), None
 
 
 def build_model(family: Family, size: Size) -> nn.Module:
+    """Return an unchanged model of a family in the given size, without dropout and caches."""
     import transformers
 
     torch.manual_seed(0)
@@ -175,14 +178,14 @@ def build_model(family: Family, size: Size) -> nn.Module:
 
 # --- by hand: what one rank receives, and how many collectives -------------------------------------------------------------
 def all_reduce_bytes(nbytes: float, ranks: int) -> float:
-    """Return the bytes that a rank receives in an all-reduce, or in a reduce-scatter and an all-gather."""
+    """Return the bytes that a rank receives in an all-reduce of ``nbytes``, or in a reduce-scatter and an all-gather."""
     return 2 * (ranks - 1) / ranks * nbytes
 
 
 def count_hand_written_cost(
     layout: str, family: Family, model: nn.Module, size: Size, ranks: tuple[int, ...]
 ) -> tuple[float, int]:
-    """Return the bytes and collectives of the hand-written program.
+    """Return the bytes that a rank receives in a step of the hand-written program, and the number of its collectives.
 
     - tp, styles (Megatron): ``family.reductions`` of the residual stream; the loss of sharded logits reduces a maximum, a sum and
       the target's logit of every token, in float32

@@ -1,4 +1,5 @@
-"""The benchmark's Llama in jax: parameters sharded as in Megatron, the rest by XLA's partitioner (run by ``xla.py``).
+"""JAX Llama: the benchmark's Llama in jax with parameters sharded as in Megatron, the rest by XLA's partitioner (run by
+``xla.py``).
 
     python jax_llama.py LAYOUT LAYERS WIDTH BATCH LENGTH VOCABULARY HEADS INNER
 
@@ -29,6 +30,7 @@ WIDTHS = {"f32": 4, "s32": 4, "u32": 4, "pred": 1, "bf16": 2, "s64": 8, "f64": 8
 
 
 def make_parameters(layers: int, width: int, vocabulary: int, inner: int) -> dict[str, Any]:
+    """Return random parameters by name, with one entry per layer for each weight."""
     shapes = dict.fromkeys("qkvo", (width, width)) | {"gate": (inner, width), "up": (inner, width), "down": (width, inner)}
     made: dict[str, Any] = {"embedding": (vocabulary, width), "head": (vocabulary, width), "norm": (width,)}
     for layer in range(layers):
@@ -50,6 +52,7 @@ def apply_rotary_embedding(x: Any) -> Any:
 
 
 def compute_loss(p: dict[str, Any], ids: Any, labels: Any, layers: int, heads: int) -> Any:
+    """Return the mean cross-entropy of the Llama's logits for ``labels``."""
     x = p["embedding"][ids]
     batch, length, width = x.shape
     seen = jnp.tril(jnp.ones((length, length), bool))
@@ -86,6 +89,7 @@ RECEIVED = {  # of what comes out of it, among n
 
 
 def count_collectives(text: str) -> tuple[float, Counter[str]]:
+    """Return the bytes that a rank receives and the collectives by kind in the text of a compiled program."""
     nbytes, kinds = 0.0, Counter[str]()
     for line in text.splitlines():
         found = COLLECTIVE.search(line)
@@ -107,6 +111,7 @@ def get_group_size(line: str) -> int:
 
 
 def main() -> None:
+    """Compile a training step for one device and for four, and print the bytes, collectives and FLOPs as JSON."""
     layout, *numbers = sys.argv[1:]
     layers, width, batch, length, vocabulary, heads, inner = map(int, numbers)
     shape = (2, 2) if layout == "tp_dp" else (4,)
@@ -129,7 +134,7 @@ def main() -> None:
 
 
 def count_dot_flops(text: str) -> float:
-    """Return the FLOPs of matrix products: twice the size of the result for each contracted position."""
+    """Return the FLOPs of the matrix products in the text of a compiled program."""
     shapes = {
         name: list(map(int, filter(None, dims.split(",")))) for name, dims in re.findall(r"(%[\w.-]+) = \w+\[([\d,]*)\]", text)
     }

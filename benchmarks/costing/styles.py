@@ -1,4 +1,4 @@
-"""Plans of ``ColwiseParallel`` and ``RowwiseParallel`` for unchanged models, as users write them."""
+"""Styles: plans of ``ColwiseParallel`` and ``RowwiseParallel`` for unchanged models, as users write them."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ def _matrices(prefix: str, columns: tuple[str, ...], rows: tuple[str, ...], left
 
 
 def make_llama_plan(sequence: bool) -> Plan:
+    """Return the tensor-parallel plan of a Llama, with sequence parallelism if ``sequence``."""
     left: dict[str, Any] = {"output_layouts": Shard(1), "use_local_output": False} if sequence else {}
     given: dict[str, Any] = {"input_layouts": Shard(1)} if sequence else {}
     plan = _matrices(

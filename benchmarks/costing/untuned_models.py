@@ -1,4 +1,5 @@
-"""More unchanged models, not tuned for: explicit attention, folded heads, parallel blocks, post-norms, experts.
+"""Untuned models: unchanged models that were not tuned for: explicit attention, folded heads, parallel blocks, post-norms,
+experts.
 
 python benchmarks/program_cost.py --families more --layouts tp,fsdp,tp_dp
 """
@@ -16,7 +17,7 @@ Config = Callable[[Size], dict[str, Any]]
 
 
 def _extend_patterns(**more: Callable[[Size], Any]) -> Config:
-    """Return the patterns of the parameter names that most families share, and more."""
+    """Return a configuration function: the Llama fields that most families share, and ``more`` fields."""
     return lambda size: make_llama_config(size) | {name: value(size) for name, value in more.items()}
 
 
@@ -53,7 +54,7 @@ def _none(size: Size) -> int:
 
 
 def _count_parallel_reductions(layers: int) -> int:
-    """Return how often a family reduces that adds attention and MLP of a layer first."""
+    """Return the number of reductions of a family that adds attention and MLP of a layer before reducing."""
     return 2 * layers + 2
 
 

@@ -1,4 +1,4 @@
-"""Rows of the table for the same Llama in jax, partitioned by XLA for CPU devices; read from the compiled program."""
+"""XLA: rows of the table for the same Llama in jax, partitioned by XLA for CPU devices and read from the compiled program."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RANKS = {"tp": (4,), "fsdp": (4,), "dp": (4,), "tp_dp": (2, 2)}
 
 
 def measure_layouts(size: Size, layouts: Sequence[str], python: str = "") -> Iterator[str]:
-    """Yield one line per layout, or one line that says why there is none."""
+    """Yield a line of the table for each layout, or a line that says why jax could not run it."""
     python = python or sys.executable
     if subprocess.run([python, "-c", "import jax"], capture_output=True, check=False).returncode:
         yield f"xla: skipped, {python} has no jax (python -m venv elsewhere, pip install jax, --jax-python elsewhere/bin/python)"
@@ -38,7 +38,7 @@ def measure_layouts(size: Size, layouts: Sequence[str], python: str = "") -> Ite
 
 
 def _count_hand_written_bytes(layout: str, size: Size, parameters: int) -> float:
-    """Return the costs of ``by_hand`` for jax's parameters."""
+    """Return the bytes of the hand-written program for the parameters of the jax model."""
     ranks = RANKS[layout]
     n, dp = ranks[-1], ranks[0] if len(ranks) > 1 else 1
     if layout in ("fsdp", "dp"):

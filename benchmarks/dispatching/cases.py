@@ -1,4 +1,4 @@
-"""The rows of ``dispatch.py`` on repeated shapes: each case makes its tensors on a side and returns the function to time."""
+"""Cases of ``dispatch.py`` on repeated shapes: each makes its tensors on a side and returns the function to time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Case = Callable[[Any], Run]
 
 
 def on_sharded_operands(op: Callable[..., object], *, operands: int = 1, recorded: bool = False) -> Case:
-    """Apply ``op`` to 8 x 8 shards of tensor dim 0; with ``recorded``, autograd records it."""
+    """Return a case that applies ``op`` to tensors sharded along dim 0, 8 x 8 per rank; ``recorded``: by autograd too."""
 
     def case(side: Any) -> Run:
         given = [side.shard(0, N, N).requires_grad_(recorded) for _ in range(operands)]
@@ -26,7 +26,7 @@ def on_sharded_operands(op: Callable[..., object], *, operands: int = 1, recorde
 
 
 def on_2d_sharded_operands(op: Callable[..., object], *, operands: int = 1) -> Case:
-    """Apply ``op`` to 8 x 8 blocks of a tensor that a 2-D mesh shards along both dims."""
+    """Return a case that applies ``op`` to tensors that a 2-D mesh shards along both dims, 8 x 8 per rank."""
 
     def case(side: Any) -> Run:
         given = [side.tiles(N, N) for _ in range(operands)]
@@ -36,7 +36,7 @@ def on_2d_sharded_operands(op: Callable[..., object], *, operands: int = 1) -> C
 
 
 def forward_and_backward(op: Callable[..., Any], *, operands: int = 1) -> Case:
-    """Run ``op`` and compute the gradients of all operands."""
+    """Return a case that runs ``op`` and computes the gradients of all operands."""
 
     def case(side: Any) -> Run:
         given = [side.shard(0, N, N).requires_grad_() for _ in range(operands)]
@@ -47,6 +47,8 @@ def forward_and_backward(op: Callable[..., Any], *, operands: int = 1) -> Case:
 
 
 def in_inference_mode(case: Case) -> Case:
+    """Return the case with its tensors made and its function timed in inference mode."""
+
     def built(side: Any) -> Run:
         with torch.inference_mode():
             run = case(side)
@@ -61,6 +63,8 @@ def in_inference_mode(case: Case) -> Case:
 
 
 def without_grad(case: Case) -> Case:
+    """Return the case with its function timed under ``torch.no_grad``."""
+
     def built(side: Any) -> Run:
         run = case(side)
 
@@ -139,7 +143,7 @@ def cross_entropy_recorded(side: Any) -> Run:
 
 
 def cross_entropy_of_classes(recorded: bool) -> Case:
-    """Compute the loss of class scores; each rank has 8 classes for 8 samples."""
+    """Return a case of cross-entropy with sharded classes, 8 per rank, for 8 samples; with ``recorded``, the gradient too."""
 
     def case(side: Any) -> Run:
         x, target = side.shard(1, N, N).requires_grad_(recorded), side.same_ids(N)
@@ -151,7 +155,7 @@ def cross_entropy_of_classes(recorded: bool) -> Case:
 
 
 def attention(dim: int, *, causal: bool = False, backend: SDPBackend | None = None) -> Case:
-    """Run attention over (batch, heads, sequence, head dim), sharded by batch or by heads."""
+    """Return a case of attention over (batch, heads, sequence, head dim), sharded along tensor dim ``dim``."""
 
     def case(side: Any) -> Run:
         query, key, value = (side.shard(dim, 2, 2, SEQUENCE, HEAD_DIM) for _ in range(3))

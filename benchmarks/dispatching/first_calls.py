@@ -1,5 +1,5 @@
-"""The rows of ``dispatch.py`` on new shapes: the time of the first call of an op. A case takes a size not used before, makes its
-tensors and returns the function whose first call is timed.
+"""First calls: the rows of ``dispatch.py`` on new shapes. A case takes a size not used before, makes its tensors and returns the
+function whose first call is timed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ ColdCase = Callable[[Any, int], Run]
 
 
 def on_new_row_counts(op: Callable[..., object], *, operands: int = 1) -> ColdCase:
-    """Apply ``op`` to tensors whose sharded dim has ``n`` rows per rank."""
+    """Return a case that applies ``op`` to tensors sharded along dim 0, with ``n`` rows per rank."""
 
     def case(side: Any, n: int) -> Run:
         given = [side.shard(0, n, 8) for _ in range(operands)]
@@ -25,7 +25,7 @@ def on_new_row_counts(op: Callable[..., object], *, operands: int = 1) -> ColdCa
 
 
 def on_new_2d_row_counts(op: Callable[..., object], *, operands: int = 1) -> ColdCase:
-    """Apply ``op`` to tensors that a 2-D mesh shards along both dims."""
+    """Return a case that applies ``op`` to tensors that a 2-D mesh shards along both dims, with ``n`` rows per rank."""
 
     def case(side: Any, n: int) -> Run:
         given = [side.tiles(n, 8) for _ in range(operands)]

@@ -1,4 +1,4 @@
-"""The model of ``gpt_model`` with Megatron-LM's tensor parallelism written by hand: local tensors and explicit all-reduces."""
+"""Megatron GPT: ``gpt_model`` with Megatron-LM's tensor parallelism written by hand: local tensors and explicit all-reduces."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 
 class _CopyToRanks(torch.autograd.Function):
-    """Identity whose gradient is summed over ranks."""
+    """Identity in the forward pass; the backward pass all-reduces the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
@@ -27,7 +27,7 @@ class _CopyToRanks(torch.autograd.Function):
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """Sum over ranks whose gradient passes unchanged."""
+    """All-reduce in the forward pass; the backward pass passes the gradient unchanged."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
@@ -45,11 +45,14 @@ def _part(p: Tensor, dim: int, group: Any) -> nn.Parameter:
 
 
 def _reduce_input_gradient(module: nn.Module, group: Any) -> None:
-    """Sum the gradient of the input of ``module`` over ranks."""
+    """Make ``module`` all-reduce the gradient of its first input."""
     module.register_forward_pre_hook(lambda _, args: (_CopyToRanks.apply(args[0], group), *args[1:]))
 
 
 def _split_linear_layers(module: Any, columns: tuple[str, ...], rows: str, group: Any) -> None:
+    """Keep this rank's shards of column-sharded layers and of the row-sharded last layer, and all-reduce output and input
+    gradient.
+    """
     for name in columns:
         linear = getattr(module, name)
         linear.weight = _part(linear.weight, 0, group)
@@ -60,7 +63,7 @@ def _split_linear_layers(module: Any, columns: tuple[str, ...], rows: str, group
 
 
 def split_part(model: Any, group: Any) -> nn.Module:
-    """Keep this rank's part of ``model.part``, a feed-forward layer or a block, in place."""
+    """Shard the weights of ``model.part``, a feed-forward layer or a block, in place and return the model."""
     part = model.part
     if hasattr(part, "attention"):
         _split_linear_layers(part.attention, ("query", "key", "value"), "out", group)
@@ -69,7 +72,7 @@ def split_part(model: Any, group: Any) -> nn.Module:
 
 
 def split_model(model: Any, group: Any) -> nn.Module:
-    """Keep this rank's parts of the weights of ``model``, in place."""
+    """Shard the weights of all layers, the embedding and the head of ``model`` in place and return it."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     for block in model.blocks:
         _split_linear_layers(block.attention, ("query", "key", "value"), "out", group)
@@ -89,7 +92,7 @@ def split_model(model: Any, group: Any) -> nn.Module:
 
 
 def make_vocabulary_loss(group: Any) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return the mean cross-entropy of logits sharded over the vocabulary."""
+    """Return a function that computes the mean cross-entropy of logits sharded over the vocabulary."""
     rank = dist.get_rank(group)
 
     def loss(logits: Tensor, targets: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""Host time of several functions for the same work, measured alternately so that noise of the machine affects all alike. Host
-time is the processor time of the calling thread. Nothing here waits, so on a quiet machine it equals wall time, and on a busy one
-it leaves out the time of other programs.
+"""Timing: host time of several functions for the same work, measured in turn so that noise of the machine affects all equally.
+Host time is the processor time of the calling thread. Nothing here waits, so on a quiet machine it equals wall time, and on a
+busy one it leaves out the time of other programs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How long to measure: ``repeats`` rounds, in each of them every function for about ``seconds``."""
+    """How long to measure: ``repeats`` rounds, in each of which every function runs for about ``seconds``."""
 
     repeats: int = 51
     seconds: float = 0.002
@@ -39,8 +39,8 @@ def time_interleaved(
     effort: Effort,
     around: Callable[[str], AbstractContextManager[object]] = nullcontext,
 ) -> dict[str, float | str]:
-    """Return each function's median time in seconds, or the name of the error that it raised. The functions alternate, each round
-    in another order, so that noise of the machine affects all alike. Each turn of a function runs inside ``around(name)``, which
+    """Return each function's median seconds, or the name of the error that it raised. The functions alternate, each round in
+    another order, so that noise of the machine affects all equally. Each turn of a function runs inside ``around(name)``, which
     is not timed.
     """
     result: dict[str, float | str] = {}
@@ -82,6 +82,7 @@ def _calls_per_round(function: Callable[[], object], effort: Effort) -> int:
 
 
 def _time_calls(function: Callable[[], object], count: int) -> float:
+    """Return the seconds of thread time of ``count`` calls, without garbage collection."""
     calls = range(count)
     gc.collect(0)
     gc.disable()
@@ -101,7 +102,7 @@ def geometric_mean(values: Iterable[float]) -> float:
 
 
 def describe_machine() -> dict[str, str]:
-    """Describe the machine and the software versions of a measurement."""
+    """Return the processor, its cores, the versions of the software and the commit of a measurement."""
     return {
         "cpu": _get_cpu_name(),
         "cores": str(os.cpu_count()),

@@ -72,17 +72,19 @@ class Case:
         return 4 * most
 
     def blocks(self, placements: Sequence[str]) -> list[Block]:
-        """Return each rank's region: ``torch.chunk`` splits the tensor along one mesh dim after the other."""
+        """Return each rank's block of the tensor: ``torch.chunk`` splits it along one mesh dim after the other."""
         return [_get_block(placements, self.mesh, coordinate, self.shape) for coordinate in np.ndindex(*self.mesh)]
 
 
 @dataclass(frozen=True)
 class Block:
+    """A rectangular region of a matrix: the first row and column, and the numbers of rows and columns."""
+
     start: tuple[int, int]
     size: tuple[int, int]
 
     def common(self, other: Block) -> int:
-        """Return the number of elements in both regions."""
+        """Return the number of elements that are in both blocks."""
         return math.prod(
             max(0, min(a + n, b + m) - max(a, b))
             for a, n, b, m in zip(self.start, self.size, other.start, other.size, strict=True)
@@ -97,12 +99,13 @@ class Block:
 
 
 def _count_transfers(cell: Block, old: Sequence[Block], new: Sequence[Block], terms: int) -> int:
-    """Return the minimum number of transfers of the elements of ``cell``, each block having all of them or none."""
+    """Return the minimum number of element transfers for ``cell``, a region that each block contains completely or not at all."""
     holders, receivers = ({rank for rank, block in enumerate(side) if block.common(cell)} for side in (old, new))
     return math.prod(cell.size) * (terms - 1 + len(receivers) - bool(holders & receivers))
 
 
 def _get_block(placements: Sequence[str], mesh: tuple[int, ...], coordinate: tuple[int, ...], shape: tuple[int, int]) -> Block:
+    """Return the block of the rank at ``coordinate``, split as ``torch.chunk`` does along one mesh dim after the other."""
     start, size = [0, 0], list(shape)
     for placement, ranks, index in zip(placements, mesh, coordinate, strict=True):
         if placement[0] == "S":
@@ -114,7 +117,7 @@ def _get_block(placements: Sequence[str], mesh: tuple[int, ...], coordinate: tup
 
 
 def list_cases(world: int, sizes: Sequence[str], only: Sequence[str] = (), meshes: Sequence[str] = ()) -> Iterator[Case]:
-    """Return all cases that run on ``world`` ranks."""
+    """Yield the cases that run on ``world`` ranks, limited to some sizes, pairs of placements and meshes."""
     for mesh in MESHES[world]:
         if meshes and "x".join(map(str, mesh)) not in meshes:
             continue
@@ -127,14 +130,15 @@ def list_cases(world: int, sizes: Sequence[str], only: Sequence[str] = (), meshe
 
 # --- values: small whole numbers, so that sums are exact in any order --------------------------------------------------
 def make_global_tensor(case: Case) -> torch.Tensor:
-    """The global tensor."""
+    """Return the global tensor of a case, whose values are small whole numbers."""
     rows, columns = case.shape
     return ((torch.arange(rows)[:, None] * 7 + torch.arange(columns)) % 101).float()
 
 
 def make_local_tensor(case: Case, rank: int) -> torch.Tensor:
-    """Return the source data of ``rank``: its block, or its partial value (multiples of the value, 0 on the first rank, that sum
-    to it)."""
+    """Return the source data of ``rank``: its block, or its partial value (a multiple of the block, such that the multiples sum
+    to one).
+    """
     terms = math.prod(n for n, p in zip(case.mesh, case.src, strict=True) if p == "P")
     mine = case.blocks(case.src)[rank].of(make_global_tensor(case))
     position = 0
@@ -146,6 +150,6 @@ def make_local_tensor(case: Case, rank: int) -> torch.Tensor:
 
 
 def make_placements(library: ModuleType, spelled: Sequence[str]) -> list[Any]:
-    """Convert placements such as ``("S0", "R")`` to a library's."""
+    """Return a library's placements for names such as ``("S0", "R")``."""
     made = {"R": library.Replicate(), "P": library.Partial()}
     return [made[p] if p in made else library.Shard(int(p[1])) for p in spelled]

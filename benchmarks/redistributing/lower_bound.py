@@ -1,6 +1,6 @@
-"""The lower bound of ``redistribute.py``: a hand-written exchange of only the missing elements. The messages are computed
-beforehand from the blocks. Small ones are sent in one all-to-all of rows, large ones as separate messages, whichever is faster.
-Only for pairs without partial values to reduce.
+"""Lower bound of ``redistribute.py``: a hand-written exchange of only the missing elements. The messages are computed beforehand
+from the blocks. Small ones are sent in one all-to-all of rows, large ones as separate messages, whichever is faster. Only for
+pairs without partial values to reduce.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ Bare = Callable[[], torch.Tensor]
 
 @dataclass(frozen=True)
 class Message:
-    """The elements that ``sender`` has and ``receiver`` needs."""
+    """The elements that ``sender`` has and ``receiver`` needs, as a block of the global tensor."""
 
     sender: int
     receiver: int
     block: Block
 
     def of(self, value: torch.Tensor, held: Block) -> torch.Tensor:
-        """Return the piece as a view of a rank's block."""
+        """Return the message's elements as a view of the local tensor ``value``, which is the block ``held``."""
         (i, j), (m, n) = self.block.start, self.block.size
         return value[i - held.start[0] :, j - held.start[1] :][:m, :n]
 
 
 def list_messages(case: Case) -> Iterator[Message]:
-    """Return each part of each rank's new block once: from the rank itself if it has it, else from its holders in turn."""
+    """Yield each part of each rank's new block once, sent by the rank itself if it has it, else by its holders in turn."""
     old, new = case.blocks(case.src), case.blocks(case.dst)
     holders: dict[Block, list[int]] = {}
     for rank, block in enumerate(old):
@@ -47,7 +47,7 @@ def list_messages(case: Case) -> Iterator[Message]:
 
 
 def make_bare_exchange(case: Case, rank: int) -> Bare | None:
-    """Return this rank's exchange, None where partial values are reduced or made; all ranks must call this."""
+    """Return a function that exchanges this rank's missing elements, or None if values are partial. All ranks must call it."""
     if "P" in (*case.src, *case.dst):
         return None
     every = list(list_messages(case))
@@ -101,7 +101,9 @@ _GROUPS: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
 
 def _get_exchange_group(case: Case, every: list[Message], rank: int) -> tuple[tuple[int, ...], dist.ProcessGroup | None]:
-    """Return the ranks that exchange data with this one, directly or through others, and their process group."""
+    """Return the ranks that exchange data with this one, directly or through others, and their process group (None for all
+    ranks).
+    """
     parts = [{r} for r in range(case.ranks)]
     for piece in every:
         a, b = (next(part for part in parts if r in part) for r in (piece.sender, piece.receiver))

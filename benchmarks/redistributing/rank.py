@@ -1,4 +1,4 @@
-"""One rank of ``redistribute.py``: measures every case for both libraries, alternating in the same process."""
+"""Rank of ``redistribute.py``: measures every case for both libraries in turn in the same process."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Effort:
 
 
 class CollectiveCounter(TorchDispatchMode):
-    """Counts functional collectives and the bytes that this rank receives by the usual ring algorithms."""
+    """Dispatch mode that counts functional collectives and the bytes that this rank receives by the usual ring algorithms."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,6 +51,7 @@ class CollectiveCounter(TorchDispatchMode):
         self.bytes = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Count an operator if it is a functional collective, and run it."""
         kind = func._schema.name.partition("::")[2]
         shares = {
             "all_gather_into_tensor": lambda n: n - 1,
@@ -66,7 +67,7 @@ class CollectiveCounter(TorchDispatchMode):
 
 
 def measure_rank(rank: int, path: str, options: Any, pipe: Any) -> None:
-    """Run one rank's process; the first rank sends a row per case."""
+    """Measure all cases on one gloo rank; the first rank sends a row per case through ``pipe``."""
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
@@ -84,6 +85,7 @@ def measure_rank(rank: int, path: str, options: Any, pipe: Any) -> None:
 
 
 def _measure_case(case: Case, rank: int, effort: Effort) -> dict[str, Any]:
+    """Check and measure one case for both libraries and the bare exchange, and return its row."""
     calls = {name: _make_call(case, rank, library) for name, library in SIDES.items()}
     errors = {name: _check_result(case, rank, call) for name, call in calls.items()}
     row: dict[str, Any] = {
@@ -127,7 +129,7 @@ def _make_call(case: Case, rank: int, library: ModuleType) -> Callable[[], Any]:
 
 
 def _make_source(case: Case, rank: int, library: ModuleType) -> tuple[Any, Any]:
-    """Return the source tensor and its mesh."""
+    """Return the source DTensor of a library for this rank, and its mesh, which is made once for each library and shape."""
     make = library.init_device_mesh if hasattr(library, "init_device_mesh") else dist.device_mesh.init_device_mesh
     mesh = _MESHES.setdefault((library, case.mesh), make("cpu", case.mesh)) if (library, case.mesh) in _MESHES else None
     if mesh is None:
@@ -143,7 +145,7 @@ _MESHES: dict[Any, Any] = {}
 
 
 def _check_result(case: Case, rank: int, call: Callable[[], Any]) -> str:
-    """Return "", "wrong" or the name of the error: the worst of all ranks, the same on every rank."""
+    """Return "" if the call gives the right block on all ranks, else "wrong" or the name of the error, equal on every rank."""
     try:
         got = call()
         if "P" in case.dst:
@@ -160,7 +162,7 @@ def _check_result(case: Case, rank: int, call: Callable[[], Any]) -> str:
 
 
 def _measure_cost(call: Callable[[], Any], name: str, case: Case) -> dict[str, Any]:
-    """Return collectives, bytes received and peak memory of the busiest rank (its source included)."""
+    """Return collectives, bytes received and peak memory of the busiest rank, with its source included in the peak."""
     call()
     if name == "peer":
         with CollectiveCounter() as traffic:
@@ -199,7 +201,7 @@ def _discard_stderr() -> Iterator[None]:
 
 
 def _measure_times(calls: dict[str, Callable[[], Any]], effort: Effort, case: Case) -> dict[str, tuple[float, float]]:
-    """Return the median seconds per library: wall time of the slowest rank, CPU time of all ranks together."""
+    """Return the median seconds of each call: wall time of the slowest rank, CPU time of all ranks together."""
     counts = {name: _choose_call_count(call, effort, case) for name, call in calls.items()}
     mine: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
     for k in range(effort.rounds if max(counts.values(), default=0) > 1 else max(3, effort.rounds // 2)):
@@ -220,6 +222,7 @@ def _median(values: list[float]) -> float:
 
 
 def _time_calls(call: Callable[[], Any], count: int) -> tuple[float, float]:
+    """Return wall and CPU seconds per call of ``count`` calls, after a barrier and without garbage collection."""
     gc.collect(0)
     gc.disable()
     dist.barrier()
@@ -232,7 +235,7 @@ def _time_calls(call: Callable[[], Any], count: int) -> tuple[float, float]:
 
 
 def _choose_call_count(call: Callable[[], Any], effort: Effort, case: Case) -> int:
-    """Return the number of calls per round, the same on all ranks."""
+    """Return how often to call in a round, so that the slowest rank takes about ``effort.seconds``; equal on all ranks."""
     wall, _ = _time_calls(call, 2)
     slowest = torch.tensor([wall])
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
