@@ -140,7 +140,7 @@ def measure_step(step: Callable[[], Any], device: str = "cpu") -> Cost:
 
 # --- layouts ---------------------------------------------------------------------------------------------------------------
 def distribute_model(model: nn.Module, mesh: dt.DeviceMesh, placement_of: Callable[[str, nn.Parameter], Any]) -> nn.Module:
-    """Replace a model's parameters by DTensors with the placements of ``placement_of``, and its buffers by replicated DTensors."""
+    """Replace parameters by DTensors with the placements of ``placement_of``, and its buffers by replicated DTensors."""
     made: dict[int, nn.Parameter] = {}
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         owner, _, leaf = name.rpartition(".")

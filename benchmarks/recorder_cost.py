@@ -2,7 +2,7 @@
 
     python benchmarks/recorder_cost.py [--quick] [--only add "redistribute*"] [--again 3]
 
-Both alternate in one process, on separate meshes and so with separate plans: one side's were bound with ``because``, ``issuing``
+Both alternate in one process, on separate meshes and so with separate plans: one side's were bound with ``issue_for_cause``
 and the check for listeners and ranges before a collective, the other's without. A row above 1.01 is measured again, ``--again``
 times; rows that stay above it are listed at the end. Process group, sizes and clock are those of
 ``dispatch.py``.
@@ -70,7 +70,7 @@ def disable_recording() -> Iterator[None]:
         patch.object(executor, "_bind_collective", bind_collective_without_recording),
         patch.object(reductions, "bind_native_all_reduce", bind_all_reduce_without_recording),
     ]
-    taken += [patch.object(module, "because", lambda cause, fn: fn) for module in (program, coalesce)]
+    taken += [patch.object(module, "issue_for_cause", lambda cause, fn: fn) for module in (program, coalesce)]
     for module in (transfer, reductions):
         names = [name for name in vars(module) if hasattr(getattr(torch_backends, name, None), "__wrapped__")]
         taken += [patch.object(module, name, getattr(module, name).__wrapped__) for name in names]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from capture_cases import assert_same
+from capture_cases import assert_bitwise_equal
 from random_programs_runner import Program, make_random_case
 from slow_case_marks import keep_every_nth_fast
 
@@ -63,7 +63,7 @@ def differs(seed: int, length: int = 6) -> str | None:
             except Exception as error:
                 return f"{type(error).__name__} {error}\n{program}\n{mesh_shape} {placements}"
             try:
-                assert_same(expected, got)
+                assert_bitwise_equal(expected, got)
             except AssertionError as error:
                 return f"call {call}: {error}\n{program}\n{mesh_shape} {placements}"
     assert captured.cache_info().replayed, captured.cache_info()
@@ -118,8 +118,8 @@ def step_differs(seed: int, length: int = 6) -> str | None:
             except Exception as error:
                 return f"{type(error).__name__} {error}\n{program}\n{mesh_shape} {placements}"
             try:
-                assert_same([expected, [x.detach() for x in given]], [got, [x.detach() for x in same_given]])
-                assert_same([x.grad for x in given], [x.grad for x in same_given])
+                assert_bitwise_equal([expected, [x.detach() for x in given]], [got, [x.detach() for x in same_given]])
+                assert_bitwise_equal([x.grad for x in given], [x.grad for x in same_given])
             except AssertionError as error:
                 return f"call {call}: {error}\n{program}\n{mesh_shape} {placements}"
     assert captured.cache_info().replayed, captured.cache_info()

@@ -37,13 +37,13 @@ FORMS = (
 )
 
 
-def square() -> dt.DeviceMesh:
+def get_named_square_mesh() -> dt.DeviceMesh:
     return dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 
 
 @case
 def every_function_with_placements_takes_every_form() -> None:
-    mesh, x = square(), make_values(5, 8)
+    mesh, x = get_named_square_mesh(), make_values(5, 8)
     listed = dt.distribute_tensor(x, mesh, LISTED)
     replicated = dt.distribute_tensor(x, mesh)
     for form in FORMS:
@@ -69,7 +69,7 @@ def every_function_with_placements_takes_every_form() -> None:
 
 @case
 def redistribute_by_name_leaves_the_other_mesh_dims_as_they_are() -> None:
-    mesh, x = square(), make_values(5, 8)
+    mesh, x = get_named_square_mesh(), make_values(5, 8)
     source = dt.distribute_tensor(x, mesh, LISTED)
     for form in ({"tp": R}, "tp=R"):
         with CommDebugMode() as comm:
@@ -90,7 +90,7 @@ def redistribute_by_name_leaves_the_other_mesh_dims_as_they_are() -> None:
 
 @case
 def redistribute_by_name_gathers_along_one_mesh_dim_alone_if_it_splits_innermost() -> None:
-    mesh, x = square(), make_values(10)
+    mesh, x = get_named_square_mesh(), make_values(10)
     uneven = dt.distribute_tensor(x, mesh, [Shard(0), Shard(0, sizes=(1, 2, 3, 4))])
     with CommDebugMode() as comm:
         gathered = uneven.redistribute({"tp": R})
@@ -109,7 +109,7 @@ def redistribute_by_name_gathers_along_one_mesh_dim_alone_if_it_splits_innermost
 
 @case
 def gradients_by_name_have_the_default_along_other_mesh_dims() -> None:
-    mesh = square()
+    mesh = get_named_square_mesh()
     x = dt.distribute_tensor(make_values(4, 6), mesh, "dp=S(0), tp=R").requires_grad_()
     x.to_local(grad_placements={"tp": Partial()}).sum().backward()
     assert_full_value(x.grad, torch.full((4, 6), 2.0, dtype=torch.float64))
@@ -128,7 +128,7 @@ def gradients_by_name_have_the_default_along_other_mesh_dims() -> None:
 
 @case
 def local_map_needs_a_tuple_of_in_placements() -> None:
-    x = dt.distribute_tensor(make_values(4, 6), square(), LISTED)
+    x = dt.distribute_tensor(make_values(4, 6), get_named_square_mesh(), LISTED)
     for form in ({"dp": Shard(0)}, "dp=S(0)", dt.partition("dp")):
         with pytest.raises(PlacementError, match="takes a tuple with an entry for each argument"):
             dt.local_map(torch.sin, form, form)(x)
@@ -136,7 +136,7 @@ def local_map_needs_a_tuple_of_in_placements() -> None:
 
 @case
 def an_entered_mesh_takes_placements_as_first_argument() -> None:
-    mesh, x = square(), make_values(4, 6)
+    mesh, x = get_named_square_mesh(), make_values(4, 6)
     with mesh:
         for form in (LISTED, *FORMS):
             assert dt.distribute_tensor(x, form).placements == tuple(LISTED)
@@ -148,7 +148,7 @@ def an_entered_mesh_takes_placements_as_first_argument() -> None:
 
 @case
 def from_local_by_name_exchanges_uneven_sizes() -> None:
-    mesh = square()
+    mesh = get_named_square_mesh()
     source = dt.distribute_tensor(make_values(5, 3), mesh, "dp=S(0)")
     for form in ({"dp": Shard(0)}, "dp=S(0)", dt.partition("dp")):
         again = DTensor.from_local(source.to_local(), mesh, form)
@@ -158,7 +158,7 @@ def from_local_by_name_exchanges_uneven_sizes() -> None:
 
 @case
 def styles_take_every_form_of_one_placement() -> None:
-    mesh, x = square()["tp"], make_values(4, 8, dtype=torch.float32)
+    mesh, x = get_named_square_mesh()["tp"], make_values(4, 8, dtype=torch.float32)
     for to in ({"tp": Shard(0)}, "tp=S(0)", "S(0)", dt.partition("tp")):
         torch.manual_seed(0)
         plain = nn.Linear(8, 6)
@@ -183,7 +183,7 @@ def styles_take_every_form_of_one_placement() -> None:
 
 @case
 def fully_shard_takes_every_form_of_one_placement() -> None:
-    mesh = square()
+    mesh = get_named_square_mesh()
     for form in ({"dp": Shard(1)}, "dp=S(1)", "S(1)", dt.partition(None, "dp")):
         layer = fully_shard(nn.Linear(4, 6, bias=False), mesh=mesh["dp"], shard_placement_fn=lambda _, form=form: form)
         assert layer.weight.placements == (Shard(1),)
@@ -198,14 +198,16 @@ def fully_shard_takes_every_form_of_one_placement() -> None:
 
 @case
 def shard_model_takes_placements_by_name() -> None:
-    model = dt.shard_model(nn.Linear(4, 6), {"weight": dt.partition("dp", "tp"), "bias": {"tp": Shard(0)}}, mesh=square())
+    model = dt.shard_model(
+        nn.Linear(4, 6), {"weight": dt.partition("dp", "tp"), "bias": {"tp": Shard(0)}}, mesh=get_named_square_mesh()
+    )
     assert model.weight.placements == (Shard(0), Shard(1))
     assert model.bias.placements == (R, Shard(0))
 
 
 @case
 def captured_functions_redistribute_by_name() -> None:
-    mesh, x = square(), make_values(5, 8)
+    mesh, x = get_named_square_mesh(), make_values(5, 8)
     source = dt.distribute_tensor(x, mesh, LISTED)
     step = dt.capture(lambda a: (a * 2).redistribute({"tp": R}).redistribute("tp=S(0)").redistribute(dt.partition(None, "dp")))
     for _ in range(3):
@@ -216,7 +218,7 @@ def captured_functions_redistribute_by_name() -> None:
 
 @case
 def all_ranks_raise_for_placements_that_do_not_fit() -> None:
-    mesh = square()
+    mesh = get_named_square_mesh()
     x = dt.distribute_tensor(make_values(4, 6), mesh, LISTED)
     wrong = (
         ({"pp": R}, "the mesh has no mesh dim 'pp'; its mesh dims are 'dp', 'tp'"),

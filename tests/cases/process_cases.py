@@ -1,4 +1,6 @@
-"""Cases for one process and for four: ``held`` gives the ranks' local tensors, the rest is one program."""
+"""Process cases: programs that give the same results in one process and on four; ``local_tensors_by_rank`` gives the local
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -43,14 +45,14 @@ CASES = CaseList()
 case = CASES.case
 
 
-def square() -> dt.DeviceMesh:
+def get_named_square_mesh() -> dt.DeviceMesh:
     return dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 
 
 # --- made and moved ------------------------------------------------------------
 @case
 def a_matrix_round_trips_under_every_layout() -> None:
-    mesh = square()
+    mesh = get_named_square_mesh()
     choices = [R, Shard(0), Shard(1), Partial(), Partial("avg"), Partial("max")]
     for x in (make_values(5, 6), make_values(6, 5).t(), make_values(2, 3)):
         for first in choices:
@@ -82,14 +84,15 @@ def small_tensors_are_sent_together_with_the_compared_arguments() -> None:
     ]
     given += [torch.complex(make_values(5, 6), make_values(5, 6) + 1).conj(), make_values(200, 15)]
     for x in given:
-        _sent_from_the_last_rank(x, 1 if x.numel() < 2000 else 2)
+        _check_sent_from_last_rank(x, 1 if x.numel() < 2000 else 2)
     with mock.patch("dtensor.tensor.distribute.payload_bytes", return_value=-1):  # as large ones do
         for x in given:
-            _sent_from_the_last_rank(x, 2)
+            _check_sent_from_last_rank(x, 2)
 
 
-def _sent_from_the_last_rank(x: torch.Tensor, collectives: int) -> None:
-    mesh, processes = square(), dist.is_initialized()
+def _check_sent_from_last_rank(x: torch.Tensor, collectives: int) -> None:
+    """Distribute a tensor of the last rank under several placements, and check its values, strides and number of collectives."""
+    mesh, processes = get_named_square_mesh(), dist.is_initialized()
     own = x if not processes or dist.get_rank() == 3 else torch.zeros_like(x)
     chain = get_or_make_log(range(4), dist.group.WORLD, "gloo") if processes else None
     for placements in ([R, R], [Shard(0), R], [Shard(1), Shard(0)], [Partial("max"), Shard(1)]):
@@ -111,7 +114,7 @@ def _sent_from_the_last_rank(x: torch.Tensor, collectives: int) -> None:
 @case
 def non_contiguous_tensors_keep_their_strides_on_every_rank() -> None:
     for placements in ([R, R], [Shard(0), R], [Shard(1), Shard(0)], [R, Shard(1)]):
-        made = dt.distribute_tensor(make_values(6, 5).t(), square(), placements)
+        made = dt.distribute_tensor(make_values(6, 5).t(), get_named_square_mesh(), placements)
         for rank, piece in local_tensors_by_rank(made).items():
             assert piece.stride() == made.layout.local_stride(made.device_mesh.coordinates[rank]), placements
         assert_full_value(made.t().contiguous().view(-1), make_values(6, 5).reshape(-1))
@@ -231,7 +234,7 @@ def local_tensors_of_one_column_do_not_decide_the_strides() -> None:
 
 @case
 def redistribution_in_both_ways() -> None:
-    x = dt.distribute_tensor(make_values(5, 6), square(), [Shard(0), Shard(1)])
+    x = dt.distribute_tensor(make_values(5, 6), get_named_square_mesh(), [Shard(0), Shard(1)])
     for placements in (
         [Shard(1), Shard(0)],
         [Shard(0), Shard(0)],
@@ -257,7 +260,7 @@ def a_single_element_may_have_any_stride() -> None:
 
 @case
 def host_reads_are_global() -> None:
-    x = dt.distribute_tensor(make_values(5, 6), square(), [Shard(0), Partial()])
+    x = dt.distribute_tensor(make_values(5, 6), get_named_square_mesh(), [Shard(0), Partial()])
     assert x.sum().item() == make_values(5, 6).sum().item()
     assert x.tolist() == make_values(5, 6).tolist()
     assert bool((x > 100).any()) is False
@@ -266,7 +269,7 @@ def host_reads_are_global() -> None:
 
 @case
 def experts_run_on_the_ranks_that_own_them_without_communication() -> None:
-    mesh, ends = square(), torch.tensor([2, 2, 6], dtype=torch.int32)
+    mesh, ends = get_named_square_mesh(), torch.tensor([2, 2, 6], dtype=torch.int32)
     plain = [make_values(6, 8).float(), make_values(3, 8, 16).float() / 100, make_values(3, 8, 4).float() / 100]
     given = [dt.distribute_tensor(x, mesh, [R, p]).requires_grad_() for x, p in zip(plain, (R, Shard(0), Shard(0)), strict=True)]
     plain = [x.requires_grad_() for x in plain]
@@ -291,7 +294,7 @@ def experts_run_on_the_ranks_that_own_them_without_communication() -> None:
 @case
 def a_plain_gradient_of_a_leaf_is_copied_and_placed_as_the_leaf() -> None:
     for where in ([R, R], [Shard(0), R], [Shard(1), Shard(0)], [Shard(0), Partial()]):
-        x = dt.distribute_tensor(make_values(5, 6), square(), where).requires_grad_()
+        x = dt.distribute_tensor(make_values(5, 6), get_named_square_mesh(), where).requires_grad_()
         given = make_values(5, 6, seed=1)
         x.backward(given)
         given.zero_()
@@ -315,7 +318,7 @@ def a_layer_and_its_gradients() -> None:
             make_values(5, 6),
             make_values(7, 6, seed=1) / 9,
             make_values(7, seed=2),
-            mesh=square(),
+            mesh=get_named_square_mesh(),
             placements=[[Shard(0), R], where, [R, Shard(0)]],
         )
 
@@ -332,7 +335,7 @@ def writes_through_views() -> None:
         return [y, row, column]
 
     for where in ([Shard(0), R], [Shard(0), Shard(1)], [R, Partial()]):
-        check(write, make_values(5, 6), mesh=square(), placements=[where])
+        check(write, make_values(5, 6), mesh=get_named_square_mesh(), placements=[where])
 
 
 @case
@@ -427,9 +430,9 @@ def random_numbers_are_those_of_one_device() -> None:
     expected = [torch.randn(5, 6), torch.rand(5, 6), torch.nn.functional.dropout(torch.ones(5, 6))]
     for placements in ([R, R], [Shard(0), Shard(1)], [Shard(0), Shard(0)]):
         torch.manual_seed(11)
-        ones = dt.ones(5, 6, device_mesh=square(), placements=placements)
+        ones = dt.ones(5, 6, device_mesh=get_named_square_mesh(), placements=placements)
         made = [
-            dt.randn(5, 6, device_mesh=square(), placements=placements),
+            dt.randn(5, 6, device_mesh=get_named_square_mesh(), placements=placements),
             torch.rand_like(ones),
             torch.nn.functional.dropout(ones),
         ]
@@ -449,12 +452,13 @@ def a_module_trains_as_on_one_device() -> None:
             where = [R, Shard(0)] if name == "0" else [R, Shard(1)]
             module.weight = nn.Parameter(dt.distribute_tensor(module.weight.detach(), mesh, where))
 
-    plain, distributed = build(), dt.distribute_module(build(), square(), shard)
+    plain, distributed = build(), dt.distribute_module(build(), get_named_square_mesh(), shard)
     steps = [torch.optim.AdamW(m.parameters(), lr=0.05) for m in (plain, distributed)]
     for k in range(3):
         x = make_values(5, 6, seed=k)
         losses = [
-            m(batch).square().mean() for m, batch in ((plain, x), (distributed, dt.distribute_tensor(x, square(), [Shard(0), R])))
+            m(batch).square().mean()
+            for m, batch in ((plain, x), (distributed, dt.distribute_tensor(x, get_named_square_mesh(), [Shard(0), R])))
         ]
         for loss, step in zip(losses, steps, strict=True):
             step.zero_grad()
@@ -468,7 +472,7 @@ def a_module_trains_as_on_one_device() -> None:
 @case
 def replicas_of_shards_are_reduced_during_the_backward_pass() -> None:
     torch.manual_seed(0)
-    plain, mesh, x = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4))).double(), square(), make_values(8, 6)
+    plain, mesh, x = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4))).double(), get_named_square_mesh(), make_values(8, 6)
     model = copy.deepcopy(plain)
     for layer in model:
         fully_shard(layer, mesh=mesh)
@@ -495,7 +499,7 @@ def replicas_of_shards_are_reduced_during_the_backward_pass() -> None:
 
 @case
 def copies_and_files() -> None:
-    x = dt.distribute_tensor(make_values(5, 6), square(), [Shard(0), Shard(0)]).requires_grad_()
+    x = dt.distribute_tensor(make_values(5, 6), get_named_square_mesh(), [Shard(0), Shard(0)]).requires_grad_()
     for other in (copy.deepcopy(x), pickle.loads(pickle.dumps(x))):
         assert other.placements == x.placements
         assert other.requires_grad
@@ -509,7 +513,7 @@ def copies_and_files() -> None:
 @case
 def views_stay_views_after_their_base_is_transposed_in_place() -> None:
     for placements in ([Shard(0), Shard(0)], [Shard(1), R], [Partial(), Shard(1)]):
-        x, plain = scatter(make_values(5, 6), square(), placements), make_values(5, 6)
+        x, plain = scatter(make_values(5, 6), get_named_square_mesh(), placements), make_values(5, 6)
         for t in (x, plain):
             row, flat, column = t[2], t.view(-1), t[:, 3]
             t.t_()
@@ -527,7 +531,7 @@ def views_stay_views_after_their_base_is_transposed_in_place() -> None:
 def submeshes_communicate_within_their_groups() -> None:
     for name, groups in (("tp", ((0, 1), (2, 3))), ("dp", ((0, 2), (1, 3)))):
         local = make_per_rank(lambda rank: torch.full((2,), float(rank + 1)))
-        total = DTensor.from_local(local, square()[name], [Partial()]).full_tensor()
+        total = DTensor.from_local(local, get_named_square_mesh()[name], [Partial()]).full_tensor()
         for rank, piece in local_tensors_by_rank(total).items():
             (group,) = (g for g in groups if rank in g)
             assert piece.tolist() == [float(sum(r + 1 for r in group))] * 2
@@ -619,7 +623,7 @@ def data_dependent_values_are_unknown_outside_a_mesh() -> None:
 @case
 def norms_along_a_dim_of_one_column() -> None:
     whole = make_values(5, 1)
-    for mesh, placements in ((get_or_make_mesh((4,)), [Shard(0)]), (square(), [Shard(0), R])):
+    for mesh, placements in ((get_or_make_mesh((4,)), [Shard(0)]), (get_named_square_mesh(), [Shard(0), R])):
         x = dt.distribute_tensor(whole, mesh, placements)
         assert_full_value(torch.linalg.vector_norm(x, dim=0), torch.linalg.vector_norm(whole, dim=0))
         assert_full_value(torch.renorm(x, 2, 1, 1.0), torch.renorm(whole, 2, 1, 1.0))
@@ -652,8 +656,8 @@ def functional_collectives_of_torch_accept_a_mesh() -> None:
     if dist.is_initialized():
         rank = torch.tensor([float(dist.get_rank())])
         assert functional.all_reduce(rank, "sum", get_or_make_mesh((4,))).tolist() == [6.0]
-        assert functional.all_reduce(rank, "max", (square(), 0)).tolist() == [rank.item() % 2 + 2]
-        assert functional.all_reduce(rank, "max", square()["tp"]).tolist() == [rank.item() // 2 * 2 + 1]
+        assert functional.all_reduce(rank, "max", (get_named_square_mesh(), 0)).tolist() == [rank.item() % 2 + 2]
+        assert functional.all_reduce(rank, "max", get_named_square_mesh()["tp"]).tolist() == [rank.item() // 2 * 2 + 1]
 
 
 @case
@@ -662,7 +666,7 @@ def functional_collectives_of_torch_are_counted() -> None:
         with CommDebugMode() as outer:
             with CommDebugMode() as comm, torch.inference_mode():
                 functional.all_reduce(torch.ones(3), "sum", get_or_make_mesh((4,))).tolist()
-                functional.reduce_scatter_tensor(torch.ones(4), "sum", 0, (square(), 1)).tolist()
+                functional.reduce_scatter_tensor(torch.ones(4), "sum", 0, (get_named_square_mesh(), 1)).tolist()
             functional.all_reduce(torch.ones(3), "sum", get_or_make_mesh((4,))).tolist()
         functional.all_reduce(torch.ones(3), "sum", get_or_make_mesh((4,))).tolist()
         assert comm.get_comm_counts() == {"all_reduce": 1, "reduce_scatter": 1}
@@ -696,9 +700,9 @@ def transforms_work_through_units_and_styles() -> None:
     wanted = [*torch.func.jvp(alone, (x,), (t,)), *torch.func.vjp(alone, x)[1](x[:, :3]), torch.func.vmap(alone)(x)]
     plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
     ways: list[Callable[[Any], Any]] = [
-        lambda m: fully_shard(m, mesh=square()),
-        lambda m: replicate(m, square()),
-        lambda m: fully_shard(parallelize_module(m, square()["tp"], plan), mesh=square()["dp"]),
+        lambda m: fully_shard(m, mesh=get_named_square_mesh()),
+        lambda m: replicate(m, get_named_square_mesh()),
+        lambda m: fully_shard(parallelize_module(m, get_named_square_mesh()["tp"], plan), mesh=get_named_square_mesh()["dp"]),
     ]
     for way in ways:
         model = way(copy.deepcopy(alone))
@@ -707,11 +711,16 @@ def transforms_work_through_units_and_styles() -> None:
         found.append(torch.func.vmap(model)(given))
         for ours, theirs in zip(found, wanted, strict=False):
             assert all(torch.allclose(piece, theirs) for piece in local_tensors_by_rank(ours).values())
-    leaf, batch = dt.distribute_tensor(x, square(), [Shard(0), Shard(1)]).requires_grad_(), make_values(4, 3, 5, seed=2)
+    leaf, batch = (
+        dt.distribute_tensor(x, get_named_square_mesh(), [Shard(0), Shard(1)]).requires_grad_(),
+        make_values(4, 3, 5, seed=2),
+    )
     assert_full_value(torch.autograd.grad(leaf.full_tensor(), leaf, batch, is_grads_batched=True)[0], batch)
     inside = torch.func.grad(
         lambda x: (
-            x * distribute_values(t * 1, Shard(1), R, mesh=square()) * dt.ones(5, device_mesh=square(), dtype=x.dtype)
+            x
+            * distribute_values(t * 1, Shard(1), R, mesh=get_named_square_mesh())
+            * dt.ones(5, device_mesh=get_named_square_mesh(), dtype=x.dtype)
         ).sum()
     )
     assert_full_value(inside(leaf.detach()), t)
@@ -760,7 +769,7 @@ def meta_local_tensors_give_the_global_shape() -> None:
 
 @case
 def errors_are_raised_by_every_rank() -> None:
-    x = dt.distribute_tensor(make_values(5, 6), square(), [Shard(0), R])
+    x = dt.distribute_tensor(make_values(5, 6), get_named_square_mesh(), [Shard(0), R])
     other = dt.distribute_tensor(make_values(5, 6), get_or_make_mesh((4,)), [Shard(0)])
     assert_raises(MeshError, "different meshes", lambda: x + other)
     assert_raises(MixedTensorError, "implicit_replication", lambda: x + make_values(5, 6))

@@ -1,4 +1,4 @@
-"""The defects, surprises and requests that PEER.md lists, each as a program for one process and for four."""
+"""PyTorch defect cases: defects, surprises and requests that PEER.md lists, each as a program for one process and for four."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random numbers are independent of mesh and placements in both modes; cases for one process and for four."""
+"""Random cases: random numbers are independent of mesh and placements in both modes, in one process and on four."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ case = CASES.case
 LAYOUTS: tuple[list[Any], ...] = ([S0], [S1], [R], [RAGGED], [S0, S1], [S0, S0], [Shard(0, level=1), Shard(0, level=0)])
 
 
-def distribute(x: torch.Tensor, placements: list[Any]) -> DTensor:
+def distribute_values(x: torch.Tensor, placements: list[Any]) -> DTensor:
     return dt.distribute_tensor(x, get_line_mesh() if len(placements) == 1 else get_square_mesh(), placements)
 
 
-def as_on_one_device(draw: Callable[[torch.Tensor], Any], x: torch.Tensor, rounded: bool = False) -> None:
-    """Assert that ``draw`` gives the same bits on a plain tensor and under every layout (``rounded``: up to the order of sums),
-    and the same generator state after it."""
+def assert_same_draw_under_layouts(draw: Callable[[torch.Tensor], Any], x: torch.Tensor, rounded: bool = False) -> None:
+    """Assert that ``draw`` gives equal bits on a plain tensor and under every layout, or equal up to the order of sums if
+    ``rounded``.
+    """
     torch.manual_seed(3)
     expected, after = draw(x.clone()), torch.rand(2)
     for placements in LAYOUTS:
-        made = distribute(x, placements)
+        made = distribute_values(x, placements)
         torch.manual_seed(3)
         got = full_value(draw(made))
         assert torch.allclose(got, expected) if rounded else torch.equal(got, expected)
@@ -71,7 +72,7 @@ DRAWS: dict[str, Callable[[Any], Any]] = {
 }
 ROUNDED = ("gumbel_softmax", "orthogonal", "attention")
 for _name, _draw in DRAWS.items():
-    CASES[f"exact_{_name}"] = lambda draw=_draw, rounded=_name in ROUNDED: as_on_one_device(draw, X, rounded)
+    CASES[f"exact_{_name}"] = lambda draw=_draw, rounded=_name in ROUNDED: assert_same_draw_under_layouts(draw, X, rounded)
 
 
 @case
@@ -81,7 +82,7 @@ def a_permutation_of_rows() -> None:
     for placements in LAYOUTS:
         torch.manual_seed(1)
         where = [R] * len(placements)
-        assert_full_value(distribute(X, placements)[distribute(torch.randperm(5), where)], X[order])
+        assert_full_value(distribute_values(X, placements)[distribute_values(torch.randperm(5), where)], X[order])
 
 
 def in_both_modes(fn: Callable[[], None]) -> None:
@@ -100,7 +101,7 @@ def draws_are_the_same_under_every_layout() -> None:
         seen = []
         for placements in LAYOUTS:
             torch.manual_seed(5)
-            seen.append(full_value(DRAWS[name](distribute(X, placements))))
+            seen.append(full_value(DRAWS[name](distribute_values(X, placements))))
         assert all(torch.equal(seen[0], other) for other in seen), name
 
 
@@ -110,7 +111,7 @@ def a_checkpointed_layer_drops_the_same() -> None:
         grads = []
         for recompute in (False, True):
             torch.manual_seed(2)
-            x = distribute(X, placements).requires_grad_()
+            x = distribute_values(X, placements).requires_grad_()
             layer = lambda x: F.dropout(x * x, 0.5)  # noqa: E731
             out = checkpoint(layer, x, use_reentrant=False) if recompute else layer(x)
             out.sum().backward()
@@ -120,7 +121,7 @@ def a_checkpointed_layer_drops_the_same() -> None:
 
 @in_both_modes
 def states_are_saved_and_restored() -> None:
-    x = distribute(X, [S0])
+    x = distribute_values(X, [S0])
     torch.manual_seed(4)
     state = torch.get_rng_state()
     first = full_value(torch.rand_like(x))

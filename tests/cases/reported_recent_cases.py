@@ -19,7 +19,8 @@ _LIBRARY = torch.library.Library("reported", "DEF")  # lives as long as its oper
 
 
 # --- plain and distributed parameters side by side ----------------------------------------------------------------------
-def _trained(make: Callable[[torch.Tensor], torch.Tensor], **options: Any) -> list[torch.Tensor]:
+def _train_layer(make: Callable[[torch.Tensor], torch.Tensor], **options: Any) -> list[torch.Tensor]:
+    """Train two parameters with AdamW and clipped gradients for two steps and return them; ``make`` distributes the first."""
     parameters = [nn.Parameter(make(make_values(5, 6).float())), nn.Parameter(make_values(7, seed=1).float())]
     optimizer = torch.optim.AdamW(parameters, lr=0.1, **options)
     for seed in (2, 3):
@@ -33,8 +34,8 @@ def _trained(make: Callable[[torch.Tensor], torch.Tensor], **options: Any) -> li
 @report("transformers48208")
 def experts_are_distributed_and_the_rest_is_plain() -> None:
     for options in ({}, {"foreach": True}, {"fused": True}, {"foreach": False}):
-        wanted = _trained(torch.clone, **options)
-        own = _trained(lambda x: distribute_values(x, S0), **options)
+        wanted = _train_layer(torch.clone, **options)
+        own = _train_layer(lambda x: distribute_values(x, S0), **options)
         whole = own[0].full_tensor()
         for piece in whole.shards if isinstance(whole, dt.PerRank) else (whole,):
             assert torch.allclose(piece, wanted[0], atol=1e-6)
@@ -51,7 +52,7 @@ def a_running_loss_in_a_plain_tensor() -> None:
 
 
 # --- users' operators ---------------------------------------------------------------------------------------------------
-def _define(signature: str, fn: Callable[..., Any]) -> Any:
+def _define_operator(signature: str, fn: Callable[..., Any]) -> Any:
     name = signature.split("(")[0]
     if not hasattr(torch.ops.reported, name):
         _LIBRARY.define(signature)
@@ -65,7 +66,7 @@ def an_operator_with_tensors_among_its_keywords() -> None:
     def run(x: Any, *, by: Any, bias: Any = None) -> Any:
         return x * by + (0 if bias is None else bias)
 
-    op = _define("scale(Tensor x, *, Tensor by, Tensor? bias=None) -> Tensor", run)
+    op = _define_operator("scale(Tensor x, *, Tensor by, Tensor? bias=None) -> Tensor", run)
 
     @dt.register_sharding(op)
     def table(x: Any, *, by: Any, bias: Any = None) -> Any:
@@ -86,7 +87,7 @@ def an_operator_that_writes_and_returns_nothing() -> None:
         if not y.is_meta:
             y.index_add_(0, index, x if scale is None else x * scale)
 
-    op = _define("add_rows(Tensor x, Tensor(a!) y, Tensor index, Tensor? scale=None) -> ()", run)
+    op = _define_operator("add_rows(Tensor x, Tensor(a!) y, Tensor index, Tensor? scale=None) -> ()", run)
 
     @dt.register_sharding(op)
     def table(x: Any, y: Any, index: Any, scale: Any = None) -> Any:

@@ -287,7 +287,8 @@ def clipping_one_by_one() -> None:
     assert_full_value(p.grad, make_values(5, 6, seed=1) / (make_values(5, 6, seed=1).norm() + 1e-6))
 
 
-def _trained(make: Callable[[torch.Tensor], torch.Tensor], **options: Any) -> list[torch.Tensor]:
+def _train_layer(make: Callable[[torch.Tensor], torch.Tensor], **options: Any) -> list[torch.Tensor]:
+    """Train two parameters with AdamW for three steps and return their full values; ``make`` distributes them."""
     parameters = [nn.Parameter(make(make_values(5, 6).float())), nn.Parameter(make(make_values(7, 2, seed=1).float()))]
     optimizer = torch.optim.AdamW(parameters, **options)
     for seed in range(3):
@@ -300,15 +301,17 @@ def _trained(make: Callable[[torch.Tensor], torch.Tensor], **options: Any) -> li
 @report(126670)
 def fused_steps_with_a_tensor_as_step_size() -> None:
     for lr in (0.1, torch.tensor(0.1)):
-        wanted = _trained(torch.clone, lr=lr, fused=True)
-        for own, like in zip(_trained(lambda x: distribute_values(x, S0), lr=lr, fused=True), wanted, strict=True):
+        wanted = _train_layer(torch.clone, lr=lr, fused=True)
+        for own, like in zip(_train_layer(lambda x: distribute_values(x, S0), lr=lr, fused=True), wanted, strict=True):
             assert torch.allclose(own, like, atol=1e-5)
 
 
 @report(124633)
 def fused_steps_on_cpu() -> None:
-    wanted = _trained(torch.clone, lr=0.1, fused=True, amsgrad=True)
-    for own, like in zip(_trained(lambda x: distribute_values(x, S0, S1), lr=0.1, fused=True, amsgrad=True), wanted, strict=True):
+    wanted = _train_layer(torch.clone, lr=0.1, fused=True, amsgrad=True)
+    for own, like in zip(
+        _train_layer(lambda x: distribute_values(x, S0, S1), lr=0.1, fused=True, amsgrad=True), wanted, strict=True
+    ):
         assert torch.allclose(own, like, atol=1e-5)
 
 

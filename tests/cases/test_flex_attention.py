@@ -6,7 +6,7 @@ import flex_attention_cases
 import pytest
 import torch
 from case_lists import distribute_values, make_case_tests
-from flex_attention_cases import S1, S2, Sizes, attend, causal
+from flex_attention_cases import S1, S2, OperandSizes, attend, mask_causal
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import dtensor as dt
@@ -18,8 +18,11 @@ test_case_in_one_process, test_all_cases_on_four_processes = make_case_tests(
 
 @pytest.mark.parametrize("placement", [S1, S2])
 def test_captured_programs_replay_the_call(placement: dt.Placement) -> None:
-    operands = Sizes().operands()
-    bias, mask = torch.ones(4, dtype=torch.float64), create_block_mask(causal, None, None, 12, 12, device="cpu", BLOCK_SIZE=4)
+    operands = OperandSizes().operands()
+    bias, mask = (
+        torch.ones(4, dtype=torch.float64),
+        create_block_mask(mask_causal, None, None, 12, 12, device="cpu", BLOCK_SIZE=4),
+    )
     own_bias = distribute_values(bias, dt.Shard(0)).requires_grad_()
 
     def step(*given: torch.Tensor) -> torch.Tensor:
@@ -43,7 +46,7 @@ def test_captured_programs_replay_the_call(placement: dt.Placement) -> None:
 
 @pytest.mark.filterwarnings("ignore:torch.compile needs one process per rank")
 def test_compiled_calls_with_all_ranks_in_this_process_run_without_the_compiler() -> None:
-    operands = [x.float() for x in Sizes().operands()]
+    operands = [x.float() for x in OperandSizes().operands()]
     slopes = distribute_values(torch.arange(4.0), dt.Shard(0))
 
     def call(*given: torch.Tensor, own: torch.Tensor = slopes) -> torch.Tensor:

@@ -72,7 +72,7 @@ def test_run_gloo_ends_a_hang_with_every_stack() -> None:
 
 
 def _pieces_of_others() -> list[list[Any]]:
-    """Return, by placements and by the rank whose pickle is read, the value or the message of the error."""
+    """Return, by placements and by the rank that pickled a DTensor, the first local size that is read or the error message."""
     mesh, value = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), torch.arange(8.0)
     rows = []
     for placements in (

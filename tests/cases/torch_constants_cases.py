@@ -42,14 +42,14 @@ def attention(*args: Any, **options: Any) -> nn.MultiheadAttention:
     return nn.MultiheadAttention(8, 2, *args, add_zero_attn=True, batch_first=True, dtype=torch.float64, **options)
 
 
-def orthogonal(rows: int, columns: int, orthogonal_map: str, use_trivialization: bool = True) -> nn.Module:
+def make_orthogonal_linear(rows: int, columns: int, orthogonal_map: str, use_trivialization: bool = True) -> nn.Module:
     torch.manual_seed(0)
     layer = nn.Linear(columns, rows, dtype=torch.float64)
     return parametrizations.orthogonal(layer, "weight", orthogonal_map, use_trivialization=use_trivialization)
 
 
 def check_module(module: nn.Module, x: torch.Tensor, placements: Any, mesh: dt.DeviceMesh) -> None:
-    """Check the results and the gradients of a module, its parameters and buffers under ``placements[1]``."""
+    """Check results and gradients of a module with its parameters and buffers under the placements against one device."""
     state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
     def run(x: torch.Tensor, state: dict[str, torch.Tensor]) -> Any:
@@ -93,12 +93,14 @@ def attention_with_zeros_accepts_distributed_masks_and_refuses_plain_ones() -> N
 def the_cayley_map_is_right() -> None:
     for rows, columns in ((6, 6), (7, 5), (5, 7)):
         for trivial in (True, False):
-            check_module(orthogonal(rows, columns, "cayley", trivial), make_values(3, columns), [[S0], [S1]], get_line_mesh())
+            check_module(
+                make_orthogonal_linear(rows, columns, "cayley", trivial), make_values(3, columns), [[S0], [S1]], get_line_mesh()
+            )
 
 
 @case
 def a_plain_buffer_of_a_parametrization_is_refused() -> None:
-    module = orthogonal(6, 6, "cayley")
+    module = make_orthogonal_linear(6, 6, "cayley")
     original = module.parametrizations.weight  # type: ignore[union-attr, operator]
     original.original = nn.Parameter(distribute_values(original.original.detach(), S0))
     assert_raises(MixedTensorError, "implicit_replication", lambda: module.weight)
