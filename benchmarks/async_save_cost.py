@@ -1,4 +1,4 @@
-"""How much saves in the background slow down training steps: ``checkpoint.Manager`` on gloo ranks, fully sharded with AdamW.
+"""Async save cost: how much saves in the background slow down fully sharded training steps with AdamW on gloo ranks.
 
     python benchmarks/async_save_cost.py [--ranks 2] [--width 1024] [--layers 8] [--batch 1024] [--every 10] [--rounds 5] \
             [--where DIR]
@@ -24,7 +24,10 @@ import torch.multiprocessing as mp
 from torch import nn
 
 
-def measure(rank: int, store: str, options: argparse.Namespace, folder: str, out: Any) -> None:
+def measure_rank(rank: int, store: str, options: argparse.Namespace, folder: str, out: Any) -> None:
+    """Train on one gloo rank, with and without saves in turn; put its median step, call and stretch and the saved bytes into
+    ``out``.
+    """
     import dtensor as dt
     from dtensor.checkpoint import Manager
     from dtensor.parallel import fully_shard
@@ -41,7 +44,9 @@ def measure(rank: int, store: str, options: argparse.Namespace, folder: str, out
     batch = dt.randn(options.batch, options.width, device_mesh=mesh, placements=[dt.Shard(0)])
 
     def stretch(manager: Any, number: int) -> tuple[float, list[float], float]:
-        """Return the seconds of all steps together, of each step, and of the call of ``save``."""
+        """Run ``--every`` steps, the first with a save if there is a manager; return the seconds of all, of each step, and of
+        ``save``.
+        """
         dist.barrier()
         steps, called, begin = [], 0.0, time.perf_counter()
         for k in range(options.every):
@@ -70,6 +75,7 @@ def measure(rank: int, store: str, options: argparse.Namespace, folder: str, out
 
 
 def main() -> None:
+    """Run all ranks and print the slowest rank's cost of a save."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, number in {"ranks": 2, "width": 1024, "layers": 8, "batch": 1024, "every": 10, "rounds": 5}.items():
         parser.add_argument(f"--{name}", type=int, default=number)
@@ -78,7 +84,7 @@ def main() -> None:
     folder = tempfile.mkdtemp(dir=options.where)
     try:
         out = mp.get_context("spawn").SimpleQueue()
-        mp.spawn(measure, (f"{folder}/store", options, f"{folder}/run", out), nprocs=options.ranks)
+        mp.spawn(measure_rank, (f"{folder}/store", options, f"{folder}/run", out), nprocs=options.ranks)
         rows = [out.get() for _ in range(options.ranks)]
     finally:
         shutil.rmtree(folder)

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from dispatching.cases import SEQUENCE, WIDTH, N, _parameters, block_of
+from dispatching.cases import SEQUENCE, WIDTH, N, _make_parameters, make_block
 from measuring import megatron_gpt, timing
-from measuring.sides import WORLD, Plain, all_sides
+from measuring.sides import WORLD, Plain, make_all_sides
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -36,11 +36,11 @@ class ByHand(Plain):
     """Local tensors and explicit all-reduces."""
 
     def reduce(self, x: Tensor) -> Tensor:
-        return megatron_gpt._Sum.apply(x, dist.group.WORLD)
+        return megatron_gpt._SumOverRanks.apply(x, dist.group.WORLD)
 
     def enter(self, x: Tensor) -> Tensor:
         """Return the input of sharded layers; its gradient is summed over ranks."""
-        return megatron_gpt._Copy.apply(x, dist.group.WORLD)
+        return megatron_gpt._CopyToRanks.apply(x, dist.group.WORLD)
 
 
 class WithoutCommunication(Plain):
@@ -50,11 +50,12 @@ class WithoutCommunication(Plain):
         return x
 
 
-def _identity(x: Any) -> Any:
+def _run_uncaptured(x: Any) -> Any:
     return x
 
 
-def mlp(side: Any, around: Callable[[Any], Any]) -> Run:
+def make_mlp_step(side: Any, around: Callable[[Any], Any]) -> Run:
+    """Return a step of forward and backward of a tensor-parallel MLP, its forward pass wrapped by ``around``."""
     x = side.replicate(N, N)
     up, down = side.shard(0, N, N).requires_grad_(), side.shard(1, N, N).requires_grad_()
     loss = around(lambda x: side.reduce(F.linear(F.gelu(F.linear(x, up)), down)).sum())
@@ -66,9 +67,10 @@ def mlp(side: Any, around: Callable[[Any], Any]) -> Run:
     return step
 
 
-def block(side: Any, around: Callable[[Any], Any]) -> Run:
-    module = block_of(side)
-    module.enter = getattr(side, "enter", _identity)
+def make_block_step(side: Any, around: Callable[[Any], Any]) -> Run:
+    """Return a step of forward and backward of a transformer block, its forward pass wrapped by ``around``."""
+    module = make_block(side)
+    module.enter = getattr(side, "enter", _run_uncaptured)
     x = side.replicate(1, SEQUENCE, WIDTH)
     loss = around(lambda x: module(x).sum())
 
@@ -79,16 +81,18 @@ def block(side: Any, around: Callable[[Any], Any]) -> Run:
     return step
 
 
-def adamw(side: Any, around: Callable[[Any], Any]) -> Run:
-    """Time only the optimizer's step, over 100 parameters."""
-    step: Run = around(torch.optim.AdamW(_parameters(side, 100), lr=1e-3, fused=True).step)
+def make_adamw_step(side: Any, around: Callable[[Any], Any]) -> Run:
+    """Return AdamW's step over 100 parameters, wrapped by ``around``."""
+    step: Run = around(torch.optim.AdamW(_make_parameters(side, 100), lr=1e-3, fused=True).step)
     return step
 
 
-def block_step(side: Any, around: Callable[[Any], Any]) -> Run:
-    """Capture forward, backward, AdamW and clearing the gradients as one function."""
-    module = block_of(side)
-    module.enter = getattr(side, "enter", _identity)
+def make_block_training_step(side: Any, around: Callable[[Any], Any]) -> Run:
+    """Return a training step of a transformer block; ``around`` wraps forward, backward, AdamW and clearing the gradients as one
+    function.
+    """
+    module = make_block(side)
+    module.enter = getattr(side, "enter", _run_uncaptured)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, fused=True)
     x = side.replicate(1, SEQUENCE, WIDTH)
 
@@ -103,30 +107,37 @@ def block_step(side: Any, around: Callable[[Any], Any]) -> Run:
     return lambda: run(x)
 
 
-CASES = {"TP MLP": mlp, "TP block": block, "AdamW, 100": adamw, "block, step": block_step}
+CASES = {
+    "TP MLP": make_mlp_step,
+    "TP block": make_block_step,
+    "AdamW, 100": make_adamw_step,
+    "block, step": make_block_training_step,
+}
 
 
-def measure(effort: timing.Effort, names: Sequence[str], backend: str | None) -> dict[str, dict[str, Any]]:
-    sides = all_sides()
+def measure_cases(effort: timing.Effort, names: Sequence[str], backend: str | None) -> dict[str, dict[str, Any]]:
+    """Return each named case's median seconds by column, or the name of the error that a column raised."""
+    sides = make_all_sides()
     rows = {}
     for name in names:
         case = CASES[name]
         functions = {
-            "plain": case(WithoutCommunication(), _identity),
-            "by hand": case(ByHand(), _identity),
-            "peer": case(sides["peer"], _identity),
-            "ours": case(sides["ours"], _identity),
+            "plain": case(WithoutCommunication(), _run_uncaptured),
+            "by hand": case(ByHand(), _run_uncaptured),
+            "peer": case(sides["peer"], _run_uncaptured),
+            "ours": case(sides["ours"], _run_uncaptured),
             "captured": case(sides["ours"], dt.capture),
         }
         if backend is not None:
             torch._dynamo.reset()
             around = functools.partial(torch.compile, backend=backend)
             functions |= {"ours, compiled": case(sides["ours"], around), "peer, compiled": case(sides["peer"], around)}
-        rows[name] = timing.interleaved(functions, effort)
+        rows[name] = timing.time_interleaved(functions, effort)
     return rows
 
 
 def main() -> None:
+    """Print the seconds of all cases and columns, and the ratios to the program by hand."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", action="store_true")
@@ -136,22 +147,22 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
     effort = timing.Effort.quick() if options.quick else timing.Effort(seconds=0.005)
-    rows = measure(effort, options.only, options.compiled)
+    rows = measure_cases(effort, options.only, options.compiled)
     if options.json:
-        print(json.dumps({"machine": timing.machine(), "rows": rows}, indent=2))
+        print(json.dumps({"machine": timing.describe_machine(), "rows": rows}, indent=2))
         return
     print(
         f"{'microseconds':12}"
-        + "".join(f"{side:>{_width(side)}}" for side in next(iter(rows.values())))
+        + "".join(f"{side:>{_column_width(side)}}" for side in next(iter(rows.values())))
         + "   captured / peer / ours : by hand"
     )
     for name, row in rows.items():
         ratios = " ".join(f"{row[side] / row['by hand']:9.2f}" for side in ("captured", "peer", "ours"))
         cells = ((side, value if isinstance(value, str) else f"{value * 1e6:.0f}") for side, value in row.items())
-        print(f"{name:12}" + "".join(f"{cell:>{_width(side)}}" for side, cell in cells) + f"   {ratios}")
+        print(f"{name:12}" + "".join(f"{cell:>{_column_width(side)}}" for side, cell in cells) + f"   {ratios}")
 
 
-def _width(side: str) -> int:
+def _column_width(side: str) -> int:
     return max(10, len(side) + 2)
 
 

@@ -1,4 +1,5 @@
-"""The overhead of ``check_ranks`` on gloo for one small all-reduce, for operations and for a fully sharded training step.
+"""Check ranks: the overhead of ``check_ranks`` on gloo for one small all-reduce, for operations and for a fully sharded training
+step.
 
     python benchmarks/check_ranks.py [--ranks 2] [--rounds 10]
 
@@ -41,16 +42,21 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(run, (options.ranks, options.rounds, folder), options.ranks)
+        mp.spawn(measure_rank, (options.ranks, options.rounds, folder), options.ranks)
 
 
-def run(rank: int, size: int, rounds: int, folder: str) -> None:
+def measure_rank(rank: int, size: int, rounds: int, folder: str) -> None:
+    """Measure all steps at all levels on one gloo rank; the first rank prints the rows."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
     mesh = dt.init_device_mesh("cpu", (size,), mesh_dim_names=("dp",))
-    steps = (("all-reduce", all_reduce(mesh), 100), ("operations", operations(mesh), 5), ("FSDP step", training_step(mesh), 3))
+    steps = (
+        ("all-reduce", make_all_reduce(mesh), 100),
+        ("operations", make_operations_step(mesh), 5),
+        ("FSDP step", make_training_step(mesh), 3),
+    )
     for name, step, repeated in steps:
-        found = timed(step, repeated, rounds)
+        found = measure_levels(step, repeated, rounds)
         for level in LEVELS:
             wall, host = (min(each[k] for each in found[level]) for k in (0, 1))
             wall_off, host_off = (min(each[k] for each in found["off"]) for k in (0, 1))
@@ -62,13 +68,13 @@ def run(rank: int, size: int, rounds: int, folder: str) -> None:
                 if name == "operations" and level == "watch":
                     print(f"{size} ranks  an operation takes {(host - host_off) / OPERATIONS * 1e6:.2f} us more", flush=True)
     if rank == 0:
-        print(f"{size} ranks  besides a collective {seconds_of_checks(mesh) * 1e6:.2f} us", flush=True)
+        print(f"{size} ranks  besides a collective {time_checks(mesh) * 1e6:.2f} us", flush=True)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def timed(step: Callable[[], None], repeated: int, rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """Return wall and processor seconds of a step for each level and round."""
+def measure_levels(step: Callable[[], None], repeated: int, rounds: int) -> dict[str, list[tuple[float, float]]]:
+    """Return wall and processor seconds of one step by level of ``check_ranks``, a pair for each round."""
     found: dict[str, list[tuple[float, float]]] = {level: [] for level in LEVELS}
     for turn in range(rounds + 1):
         for level in LEVELS:
@@ -84,14 +90,14 @@ def timed(step: Callable[[], None], repeated: int, rounds: int) -> dict[str, lis
     return found
 
 
-def all_reduce(mesh: dt.DeviceMesh) -> Callable[[], None]:
+def make_all_reduce(mesh: dt.DeviceMesh) -> Callable[[], None]:
     reduce, x = communicator_of(mesh).bind_all_reduce((0,), "sum", torch.float32), torch.ones(64)
     return lambda: reduce.run(x).wait()
 
 
-def operations(mesh: dt.DeviceMesh) -> Callable[[], None]:
-    """Return a step of operations without communication and one all-reduce, at which the ranks' logs are compared."""
-    reduce, x = all_reduce(mesh), dt.distribute_tensor(torch.ones(64), mesh, [dt.Shard(0)])
+def make_operations_step(mesh: dt.DeviceMesh) -> Callable[[], None]:
+    """Return a step of ``OPERATIONS`` local operations and one all-reduce, at which the ranks' logs are compared."""
+    reduce, x = make_all_reduce(mesh), dt.distribute_tensor(torch.ones(64), mesh, [dt.Shard(0)])
 
     def step() -> None:
         for _ in range(OPERATIONS):
@@ -101,7 +107,8 @@ def operations(mesh: dt.DeviceMesh) -> Callable[[], None]:
     return step
 
 
-def training_step(mesh: dt.DeviceMesh) -> Callable[[], None]:
+def make_training_step(mesh: dt.DeviceMesh) -> Callable[[], None]:
+    """Return a training step of a fully sharded model of eight layers with AdamW."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(8)))
     for block in model:
@@ -117,8 +124,8 @@ def training_step(mesh: dt.DeviceMesh) -> Callable[[], None]:
     return step
 
 
-def seconds_of_checks(mesh: dt.DeviceMesh) -> float:
-    """Return the seconds that level "watch" takes to log, compare and announce one collective."""
+def time_checks(mesh: dt.DeviceMesh) -> float:
+    """Return the seconds that level "watch" takes to log, compare and announce one collective, without the collective."""
     group = communicator_of(mesh)._group((0,))
     chain = get_or_make_log(ranks_of(group), group.handle, group.backend)
     assert chain is not None

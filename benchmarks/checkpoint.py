@@ -34,8 +34,10 @@ ROWS = 1024  # of each matrix; with 4-byte elements and 512 columns one is 2 MiB
 COLUMNS = 512
 
 
-def cases(ranks: int) -> list[tuple[str, tuple[int, ...], str, tuple[int, ...], str]]:
-    """Return rows of name, mesh and placements at the save, mesh and placements at the load; a digit shards that dim."""
+def list_cases(ranks: int) -> list[tuple[str, tuple[int, ...], str, tuple[int, ...], str]]:
+    """Return rows of name, mesh and placements at the save, mesh and placements at the load. In placements a digit shards that
+    dim.
+    """
     two = (2, ranks // 2)
     return [
         ("fsdp to fsdp", (ranks,), "0", (ranks,), "0"),
@@ -46,14 +48,15 @@ def cases(ranks: int) -> list[tuple[str, tuple[int, ...], str, tuple[int, ...], 
     ]
 
 
-def state_of(side: ModuleType, mesh: Any, placements: str, count: int, filled: bool) -> dict[str, Any]:
+def make_state(side: ModuleType, mesh: Any, placements: str, count: int, filled: bool) -> dict[str, Any]:
     where = [side.Replicate() if p == "R" else side.Shard(int(p)) for p in placements]
     make = side.ones if filled else side.zeros
     return {f"layers.{k}.weight": make(ROWS, COLUMNS, device_mesh=mesh, placements=where) for k in range(count)}
 
 
 # --- one rank --------------------------------------------------------------------------------------------------------------
-def measure(rank: int, store: str, options: argparse.Namespace, out: Any) -> None:
+def measure_rank(rank: int, store: str, options: argparse.Namespace, out: Any) -> None:
+    """Save and load each case with both libraries in turn on one gloo rank; the first rank sends a summary of each case."""
     import torch.distributed.checkpoint as dcp
     import torch.distributed.tensor as peer
 
@@ -67,15 +70,15 @@ def measure(rank: int, store: str, options: argparse.Namespace, out: Any) -> Non
         "ours": (dtensor, dtensor.checkpoint.save, dtensor.checkpoint.load),
         "peer": (peer, lambda s, f: dcp.save(s, checkpoint_id=f), lambda s, f: dcp.load(s, checkpoint_id=f)),
     }
-    for name, mesh, placements, mesh_then, placements_then in cases(options.ranks):
+    for name, mesh, placements, mesh_then, placements_then in list_cases(options.ranks):
         rounds: dict[str, list[Row]] = {side: [] for side in verbs}
         for turn in range(options.rounds + 1):
             for side in list(verbs)[:: 1 if turn % 2 else -1]:
                 module, save, load = verbs[side]
                 folder = f"{options.folder}/{side}-{turn}"
-                saved = state_of(module, module.init_device_mesh("cpu", mesh), placements, count, True)
-                wanted = state_of(module, module.init_device_mesh("cpu", mesh_then), placements_then, count, False)
-                row = observed("save", save, saved, folder) | observed("load", load, wanted, folder)
+                saved = make_state(module, module.init_device_mesh("cpu", mesh), placements, count, True)
+                wanted = make_state(module, module.init_device_mesh("cpu", mesh_then), placements_then, count, False)
+                row = measure_call("save", save, saved, folder) | measure_call("load", load, wanted, folder)
                 assert all(bool((x.to_local() == 1).all()) for x in wanted.values())
                 row["needed"] = sum(x.to_local().nbytes for x in wanted.values())
                 if turn:  # the first round imports and connects
@@ -86,22 +89,23 @@ def measure(rank: int, store: str, options: argparse.Namespace, out: Any) -> Non
         gathered: list[Any] = [None] * options.ranks
         dist.all_gather_object(gathered, rounds)
         if rank == 0:
-            out.send({"name": name} | {side: summary([ranks[side] for ranks in gathered]) for side in verbs})
+            out.send({"name": name} | {side: summarize_ranks([ranks[side] for ranks in gathered]) for side in verbs})
     dist.barrier()
     dist.destroy_process_group()
 
 
-def observed(what: str, run: Callable[..., Any], *args: Any) -> Row:
+def measure_call(what: str, run: Callable[..., Any], *args: Any) -> Row:
+    """Run a save or a load; return its seconds, the bytes that the process read and the growth of its resident memory."""
     dist.barrier()
-    clear_peak()
-    before, read, start = resident("VmRSS"), bytes_read(), time.perf_counter()
+    reset_peak_memory()
+    before, read, start = get_resident_bytes("VmRSS"), get_bytes_read(), time.perf_counter()
     run(*args)
     wall = time.perf_counter() - start
-    return {what: wall, f"{what} read": bytes_read() - read, f"{what} peak": max(0, resident("VmHWM") - before)}
+    return {what: wall, f"{what} read": get_bytes_read() - read, f"{what} peak": max(0, get_resident_bytes("VmHWM") - before)}
 
 
-def summary(ranks: list[list[Row]]) -> Row:
-    """Take the slowest or busiest rank of each round, then the median over rounds."""
+def summarize_ranks(ranks: list[list[Row]]) -> Row:
+    """Return the median over rounds of each measurement, of the slowest or busiest rank in each round."""
     per_round = [{key: max(row[key] for row in rows) for key in rows[0]} for rows in zip(*ranks, strict=True)]
     ratio = [max(row["load read"] / row["needed"] for row in rows) for rows in zip(*ranks, strict=True)]
     return {key: statistics.median(row[key] for row in per_round) for key in per_round[0]} | {
@@ -109,23 +113,24 @@ def summary(ranks: list[list[Row]]) -> Row:
     }
 
 
-def clear_peak() -> None:
+def reset_peak_memory() -> None:
     ctypes.CDLL(None).malloc_trim(0)  # what was freed before would hide what is taken now
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def resident(which: str) -> int:
-    """Return VmRSS or VmHWM in bytes."""
+def get_resident_bytes(which: str) -> int:
+    """Return ``VmRSS`` or ``VmHWM`` of this process in bytes."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(which))
     return int(line.split()[1]) * 1024
 
 
-def bytes_read() -> int:
+def get_bytes_read() -> int:
     return int(Path("/proc/self/io").read_text().split()[1])
 
 
 # --- what is shown ---------------------------------------------------------------------------------------------------------
-def line(row: Row) -> str:
+def format_row(row: Row) -> str:
+    """Return a line of the table: times, bytes read and peak memory of one case in both libraries."""
     ours, peer = row["ours"], row["peer"]
     cells = [f"{row['name']:24}"]
     for what in ("save", "load"):
@@ -137,6 +142,7 @@ def line(row: Row) -> str:
 
 
 def main() -> None:
+    """Run all ranks, print their rows, and exit with an error if a rank failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="16 MB, 2 rounds")
     parser.add_argument("--mb", type=int, default=64)
@@ -159,14 +165,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="checkpoint-") as folder:
         options.folder = folder
         reader, writer = spawner.Pipe(duplex=False)
-        ranks = [spawner.Process(target=measure, args=(r, f"{folder}/store", options, writer)) for r in range(options.ranks)]
+        ranks = [spawner.Process(target=measure_rank, args=(r, f"{folder}/store", options, writer)) for r in range(options.ranks)]
         for process in ranks:
             process.start()
         writer.close()
         try:
             while True:
                 rows.append(reader.recv())
-                print(line(rows[-1]), flush=True)
+                print(format_row(rows[-1]), flush=True)
         except EOFError:
             pass
         for process in ranks:

@@ -27,10 +27,10 @@ from typing import Any
 
 import every_family
 import torch
-from costing.families import FAMILIES, USUAL, Size, model_of
+from costing.families import FAMILIES, USUAL, Size, build_model
 from costing.styles import PLANS
 from costing.untuned_models import MORE
-from program_cost import measure, prepared, step_of
+from program_cost import make_step, measure_step, prepare_model
 
 from dtensor.propagation import select_strategy, strategy_cost
 
@@ -100,7 +100,7 @@ PARTS: dict[str, tuple[ModuleType, str, str]] = {
 }
 
 
-def switch_off(part: str) -> None:
+def switch_off_cost_part(part: str) -> None:
     """Redefine the function that holds a part, without the part, in its module and in all modules that imported it."""
     module, text, replacement = PARTS[part]
     source = inspect.getsource(module)
@@ -129,12 +129,12 @@ def measure_model_rows(families: list[str], layouts: list[str]) -> Iterator[dict
     size = Size(2, 256)
     FAMILIES.update(MORE)
     for name in families:
-        one = measure(step_of(model_of(FAMILIES[name], size), FAMILIES[name].inputs(size)))
+        one = measure_step(make_step(build_model(FAMILIES[name], size), FAMILIES[name].inputs(size)))
         for layout in layouts:
             if layout.startswith("styles") and (name, layout) not in PLANS:
                 continue
-            model, inputs, _ = prepared(layout, name, size)
-            cost = measure(step_of(model, inputs))
+            model, inputs, _ = prepare_model(layout, name, size)
+            cost = measure_step(make_step(model, inputs))
             equal = abs(cost.loss - one.loss) < 1e-4 * abs(one.loss)
             yield {
                 "row": f"{name} {layout}",
@@ -149,7 +149,7 @@ def measure_family_rows(families: list[str], layouts: list[str]) -> Iterator[dic
     """Yield ratios of bytes and of FLOPs, and collectives, of the rows of ``every_family.py``."""
     for name in families or [name for name in every_family.CONFIG_MAPPING if every_family.classes_of(name)]:
         try:
-            for row in every_family.rows_of(name, layouts):
+            for row in every_family.measure_family(name, layouts):
                 yield {"row": f"{name} {row['layout']}", **{key: row[key] for key in ("bytes", "flops", "collectives", "equal")}}
         except Exception as error:  # a model, its inputs or a layout may raise
             yield {"row": name, "error": f"{type(error).__name__}: {error}"[:120]}
@@ -171,6 +171,7 @@ def print_changes(part: str, rows: list[dict[str, Any]], complete: Mapping[str, 
 
 
 def main() -> None:
+    """Run the rows without each part in a child process, and print which rows change."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", help="default: all")
     parser.add_argument("--families", default="", help="default: the usual ones, or with --every all")
@@ -185,7 +186,7 @@ def main() -> None:
         torch.set_num_threads(1)
         warnings.simplefilter("ignore")
         if options.without:
-            switch_off(options.without)
+            switch_off_cost_part(options.without)
         rows = measure_family_rows(families, layouts) if options.every else measure_model_rows(families or list(USUAL), layouts)
         for row in rows:
             print(json.dumps(row), flush=True)

@@ -1,4 +1,5 @@
-"""Wall time, host time and peak memory of one rank's training step on an accelerator, for ``dtensor`` and PyTorch's DTensor.
+"""Device step: wall time, host time and peak memory of one rank's training step on an accelerator, for ``dtensor`` and PyTorch's
+DTensor.
 
     python benchmarks/device_step.py [--device cuda] [--quick] [--only fsdp tp] [--width 2048 --layers 8]
 
@@ -33,12 +34,13 @@ CASES = {
     "hsdp": {"replica": 2, "part": 4},
     "dtensors": {"dp": 8},
 }
-BUILD = {"ours": train_step.ours, "peer": train_step.peer}
+BUILD = {"ours": train_step.make_dtensor_step, "peer": train_step.make_peer_step}
 
 
-def built(side: str, case: str, config: Config, batch: torch.Tensor) -> Step:
+def build_step(side: str, case: str, config: Config, batch: torch.Tensor) -> Step:
+    """Return one library's training step of a case, run under autocast to bfloat16."""
     torch.manual_seed(0)
-    model = train_step.model_of(case, config).to(batch.device)
+    model = train_step.build_model(case, config).to(batch.device)
     step = BUILD[side](case, model, batch[:, :-1].contiguous(), batch[:, 1:].contiguous())
 
     def mixed() -> float:
@@ -48,39 +50,39 @@ def built(side: str, case: str, config: Config, batch: torch.Tensor) -> Step:
     return mixed
 
 
-def wait(device: str) -> None:
+def synchronize_device(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
 
 
-def memory(side: str, case: str, config: Config, batch: torch.Tensor) -> float:
-    """Return the peak in MiB of two steps; from the second one on the optimizer's states exist."""
+def measure_peak_memory(side: str, case: str, config: Config, batch: torch.Tensor) -> float:
+    """Return the peak MiB of the second step, when the optimizer's states exist; NaN without CUDA."""
     if batch.device.type != "cuda":
         return float("nan")
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
-    step = built(side, case, config, batch)
+    step = build_step(side, case, config, batch)
     step()
     torch.cuda.reset_peak_memory_stats()
     step()
     return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
-def measured(case: str, config: Config, batch: torch.Tensor, rounds: int) -> dict[str, tuple[float, float, float]]:
-    """Return per side the wall ms, the host thread's ms and the MiB; the sides alternate."""
+def measure_case(case: str, config: Config, batch: torch.Tensor, rounds: int) -> dict[str, tuple[float, float, float]]:
+    """Return for each library the median wall ms and host ms of a step, measured in turn, and its peak MiB."""
     device = batch.device.type
-    peaks = {side: memory(side, case, config, batch) for side in BUILD}
-    steps = {side: built(side, case, config, batch) for side in BUILD}
+    peaks = {side: measure_peak_memory(side, case, config, batch) for side in BUILD}
+    steps = {side: build_step(side, case, config, batch) for side in BUILD}
     wall: dict[str, list[float]] = {side: [] for side in steps}
     host: dict[str, list[float]] = {side: [] for side in steps}
     for k in range(rounds + 3):
         for side in [*steps][:: 1 if k % 2 else -1]:
-            wait(device)
+            synchronize_device(device)
             began, thread = time.perf_counter(), time.thread_time()
             steps[side]()
             host[side].append(time.thread_time() - thread)
-            wait(device)
+            synchronize_device(device)
             wall[side].append(time.perf_counter() - began)
     return {
         side: (statistics.median(wall[side][3:]) * 1e3, statistics.median(host[side][3:]) * 1e3, peaks[side]) for side in steps
@@ -88,6 +90,7 @@ def measured(case: str, config: Config, batch: torch.Tensor, rounds: int) -> dic
 
 
 def main() -> None:
+    """Print times and memory of each case on torch's fake process group of 8 ranks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--quick", action="store_true", help="a small model, few rounds")
@@ -104,7 +107,7 @@ def main() -> None:
     columns = "".join(f" {what:>9} {'peer':>9} {'ratio':>6}" for what in ("ms", "host ms", "MiB"))
     print(f"{'case':10}{columns}")
     for case in options.only:
-        found = measured(case, config, batch, rounds=3 if options.quick else 15)
+        found = measure_case(case, config, batch, rounds=3 if options.quick else 15)
         pairs = zip(found["ours"], found["peer"], strict=True)
         cells = " ".join(f"{a:9.1f} {b:9.1f} {a / b:6.2f}" for a, b in pairs)
         print(f"{case:10} {cells}", flush=True)

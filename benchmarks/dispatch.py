@@ -1,4 +1,4 @@
-"""Host time per op of plain torch, ``torch.distributed.tensor`` ("peer") and ``dtensor``, in one run.
+"""Dispatch: host time per op of plain torch, ``torch.distributed.tensor`` ("peer") and ``dtensor``, in one run.
 
     make bench      or      python benchmarks/dispatch.py [--quick] [--json] [--plot FILE] [--only add mm] [--part hot|cold]
 
@@ -22,13 +22,13 @@ import torch.distributed as dist
 from dispatching.cases import BOUNDS, CASES, Case
 from dispatching.first_calls import BOUND, COLD, ColdCase
 from measuring import timing
-from measuring.sides import WORLD, Side, all_sides
+from measuring.sides import WORLD, Side, make_all_sides
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Seconds or error name of one case on each side, and the largest ratio that we allow."""
+    """Seconds, or the name of the error, of one case on each side, and the largest overhead ratio that we allow."""
 
     name: str
     plain: float | str
@@ -49,12 +49,13 @@ class Row:
         return None if isinstance(self.peer, str) or isinstance(self.ours, str) else self.ours / self.peer
 
 
-def measure(name: str, case: Case, sides: dict[str, Side], effort: timing.Effort) -> Row:
-    functions = {side_name: built(case, side) for side_name, side in sides.items()}
-    return Row(name, **timing.interleaved(functions, effort), bound=BOUNDS[name])
+def measure_repeated_calls(name: str, case: Case, sides: dict[str, Side], effort: timing.Effort) -> Row:
+    functions = {side_name: build_case(case, side) for side_name, side in sides.items()}
+    return Row(name, **timing.time_interleaved(functions, effort), bound=BOUNDS[name])
 
 
-def built(case: Case, side: Side) -> Callable[[], object]:
+def build_case(case: Case, side: Side) -> Callable[[], object]:
+    """Return the function to time of a case on one side, or a function that raises the error of building it."""
     try:
         return case(side)
     except Exception as error:
@@ -69,51 +70,53 @@ def built(case: Case, side: Side) -> Callable[[], object]:
 _FRESH = iter(range(17, 1_000_000))  # sizes that no row has used
 
 
-def measure_cold(name: str, case: ColdCase, sides: dict[str, Side], repeats: int) -> Row:
+def measure_first_calls(name: str, case: ColdCase, sides: dict[str, Side], repeats: int) -> Row:
     def rounds() -> Iterator[dict[str, Callable[[], object]]]:
         for size in (next(_FRESH) for _ in range(repeats + 1)):
-            yield {side_name: built(lambda side, size=size: case(side, size), side) for side_name, side in sides.items()}
+            yield {side_name: build_case(lambda side, size=size: case(side, size), side) for side_name, side in sides.items()}
 
-    return Row(name, **timing.first_calls(rounds()), bound=BOUND)
+    return Row(name, **timing.time_first_calls(rounds()), bound=BOUND)
 
 
-def rows_of(names: Sequence[str], effort: timing.Effort) -> list[Row]:
-    """Measure the rows on a fake process group that exists only during this call."""
+def measure_rows(names: Sequence[str], effort: timing.Effort) -> list[Row]:
+    """Measure the named rows on a fake process group that exists only during this call."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
-    sides = all_sides()
+    sides = make_all_sides()
     rows = [
-        measure(name, CASES[name], sides, effort)
+        measure_repeated_calls(name, CASES[name], sides, effort)
         if name in CASES
-        else measure_cold(name, COLD[name], sides, max(3, effort.repeats // 4))
+        else measure_first_calls(name, COLD[name], sides, max(3, effort.repeats // 4))
         for name in names
     ]
     dist.destroy_process_group()
     return rows
 
 
-def table(rows: Sequence[Row]) -> str:
+def format_table(rows: Sequence[Row]) -> str:
+    """Return the table of microseconds and ratios as text, with the mean ratios at the end."""
     sides = f"{'plain':>10} {'peer':>12} {'dtensor':>12}"
     lines = [f"{'microseconds per call':24} {sides} {'overhead ratio':>15} {'bound':>6} {'whole':>6}"]
     for row in rows:
         ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
         whole = "" if row.whole is None else f"{row.whole:.2f}"
-        cells = f"{_cell(row.plain):>10} {_cell(row.peer):>12} {_cell(row.ours):>12}"
+        cells = f"{_format_seconds(row.plain):>10} {_format_seconds(row.peer):>12} {_format_seconds(row.ours):>12}"
         lines.append(f"{row.name:24} {cells} {ratio:>15} {row.bound:>6} {whole:>6}")
-    return "\n".join([*lines, "", *verdicts(rows)])
+    return "\n".join([*lines, "", *summarize_parts(rows)])
 
 
-def _cell(value: float | str) -> str:
+def _format_seconds(value: float | str) -> str:
     return value[:12] if isinstance(value, str) else f"{value * 1e6:.1f}"
 
 
-def verdicts(rows: Sequence[Row]) -> list[str]:
+def summarize_parts(rows: Sequence[Row]) -> list[str]:
     parts = {"repeated calls": [row for row in rows if row.name in CASES], "first calls": [r for r in rows if r.name in COLD]}
-    return [f"{what}: {verdict(part)}" for what, part in parts.items() if part]
+    return [f"{what}: {summarize_ratios(part)}" for what, part in parts.items() if part]
 
 
-def verdict(rows: Sequence[Row]) -> str:
+def summarize_ratios(rows: Sequence[Row]) -> str:
+    """Return a line with the geometric mean of the overhead ratios, and the rows above their bound."""
     ratios = {row.name: row.ratio for row in rows if row.ratio is not None}
     if not ratios:
         return "no case ran on all three sides"
@@ -125,7 +128,7 @@ def verdict(rows: Sequence[Row]) -> str:
     )
 
 
-def plot(rows: Sequence[Row], file: Path) -> None:
+def plot_ratios(rows: Sequence[Row], file: Path) -> None:
     """Draw the overhead ratios as bars, with their bounds."""
     import matplotlib as mpl  # optional: only pictures need it
 
@@ -144,6 +147,7 @@ def plot(rows: Sequence[Row], file: Path) -> None:
 
 
 def main() -> None:
+    """Measure the rows that the options choose, and print them as a table or JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer and shorter repeats")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
@@ -156,15 +160,15 @@ def main() -> None:
         if not fnmatch.filter(names, pattern):
             parser.error(f"no such row: {pattern}; there are {', '.join(names)}")
     chosen = [name for name in names if not options.only or any(fnmatch.fnmatch(name, pattern) for pattern in options.only)]
-    rows = rows_of(chosen, timing.Effort.quick() if options.quick else timing.Effort())
-    about = timing.machine()
+    rows = measure_rows(chosen, timing.Effort.quick() if options.quick else timing.Effort())
+    about = timing.describe_machine()
     if options.json:
         columns = [{**asdict(row), "ratio": row.ratio, "whole": row.whole} for row in rows]
-        print(json.dumps({"machine": about, "unit": "seconds", "rows": columns, "verdict": verdicts(rows)}, indent=1))
+        print(json.dumps({"machine": about, "unit": "seconds", "rows": columns, "verdict": summarize_parts(rows)}, indent=1))
     else:
-        print(*(f"{key:8} {value}" for key, value in about.items()), "", table(rows), sep="\n")
+        print(*(f"{key:8} {value}" for key, value in about.items()), "", format_table(rows), sep="\n")
     if options.plot:
-        plot(rows, options.plot)
+        plot_ratios(rows, options.plot)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Time of whole calls of torch's operator samples relative to PyTorch DTensor ("peer"): the distribution, and the slowest ratios.
+"""Dispatch of operators: whole calls of torch's operator samples relative to PyTorch DTensor ("peer"): distribution and slowest
+ratios.
 
     python benchmarks/dispatch_operators.py [--only add mm] [--worst 40] [--json FILE]
 
@@ -45,8 +46,10 @@ class Row(NamedTuple):
         return None if isinstance(self.peer, str) or isinstance(self.ours, str) else self.ours / self.peer
 
 
-def placed(side: Distributed, x: Any, cut: bool) -> Any:
-    """Distribute ``x`` over the 2-D mesh, as a leaf that requires gradients if ``x`` does."""
+def distribute_value(side: Distributed, x: Any, cut: bool) -> Any:
+    """Distribute a tensor over the side's 2-D mesh, as a leaf that requires gradients if ``x`` does; return other values
+    unchanged.
+    """
     if not isinstance(x, torch.Tensor):
         return x
     shard, replicate = side.library.Shard, side.library.Replicate
@@ -57,16 +60,17 @@ def placed(side: Distributed, x: Any, cut: bool) -> Any:
     return made.requires_grad_(x.requires_grad)
 
 
-def fits(sample: Any, cut: bool) -> bool:
-    """Return whether ``x`` can be sharded evenly and is not large."""
+def is_usable_sample(sample: Any, cut: bool) -> bool:
+    """Return whether all tensors of a sample are non-empty, not large, and evenly sharded along dim 0 if ``cut``."""
     if not isinstance(sample.input, (torch.Tensor, list, tuple)):
         return False
     tensors = [x for x in tree_leaves((sample.input, sample.args, sample.kwargs)) if isinstance(x, torch.Tensor)]
     return all(0 < x.numel() <= 100_000 and not (cut and x.ndim and x.shape[0] % 2) for x in tensors)
 
 
-def run_of(op: Any, side: Distributed, sample: Any, cut: bool, gradients: bool) -> Run:
-    first, args, kwargs = tree_map(lambda x: placed(side, x, cut), (sample.input, sample.args, sample.kwargs))
+def make_call(op: Any, side: Distributed, sample: Any, cut: bool, gradients: bool) -> Run:
+    """Return a function that calls the operator on the sample's distributed tensors, and computes gradients if ``gradients``."""
+    first, args, kwargs = tree_map(lambda x: distribute_value(side, x, cut), (sample.input, sample.args, sample.kwargs))
 
     def outputs() -> list[Any]:
         made = tree_leaves(op(first, *args, **kwargs))
@@ -81,7 +85,8 @@ def run_of(op: Any, side: Distributed, sample: Any, cut: bool, gradients: bool) 
     return lambda: torch.autograd.grad(outputs(), leaves, seeds, allow_unused=True)
 
 
-def rows_of(only: list[str]) -> Iterator[Row]:
+def measure_operators(only: list[str]) -> Iterator[Row]:
+    """Yield the rows of each operator: sharded and replicated, forward and with gradients."""
     sides = {"peer": Distributed(peer), "ours": Distributed(dtensor)}
     for op in op_db:
         name = f"{op.name}.{op.variant_test_name}".removesuffix(".")
@@ -91,23 +96,24 @@ def rows_of(only: list[str]) -> Iterator[Row]:
             if gradients and not op.supports_autograd:
                 continue
             samples = islice(op.sample_inputs("cpu", torch.float32, requires_grad=gradients), 12)
-            sample = next((each for each in samples if fits(each, cut)), None)
+            sample = next((each for each in samples if is_usable_sample(each, cut)), None)
             if sample is not None:
-                yield Row(name, "S" if cut else "R", gradients, **_measured(op, sides, sample, cut, gradients))
+                yield Row(name, "S" if cut else "R", gradients, **_measure_sample(op, sides, sample, cut, gradients))
 
 
-def _measured(op: Any, sides: dict[str, Distributed], sample: Any, cut: bool, gradients: bool) -> dict[str, Any]:
+def _measure_sample(op: Any, sides: dict[str, Distributed], sample: Any, cut: bool, gradients: bool) -> dict[str, Any]:
+    """Return the seconds of both libraries for one sample, or "refused" and the name of the error if one of them raises."""
     runs: dict[str, Run] = {}
     for name, side in sides.items():
         try:
-            runs[name] = run_of(op, side, sample, cut, gradients)
+            runs[name] = make_call(op, side, sample, cut, gradients)
         except Exception as error:
             return {"peer": "refused", "ours": "refused"} | {name: type(error).__name__}
-    return timing.interleaved(runs, EFFORT)
+    return timing.time_interleaved(runs, EFFORT)
 
 
-def report(rows: list[Row], worst: int) -> Iterator[str]:
-    """Print the distribution of ratios by kind, and the worst rows."""
+def format_report(rows: list[Row], worst: int) -> Iterator[str]:
+    """Yield the lines of the report: the distribution of ratios by kind, and the slowest rows."""
     found = sorted(((row.ratio, row) for row in rows if row.ratio is not None), key=lambda pair: -pair[0])
     yield f"{'whole calls, ours / peer':28} {'rows':>5} {'mean':>5} {'median':>6} {'p90':>5} {'> 1':>4} {'> 0.8':>5}"
     for gradients in (False, True):
@@ -126,6 +132,7 @@ def report(rows: list[Row], worst: int) -> Iterator[str]:
 
 
 def main() -> None:
+    """Measure the operators on a fake process group and print the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[], metavar="OPERATOR", help="names of operators")
     parser.add_argument("--worst", type=int, default=40, metavar="N", help="how many to list")
@@ -134,8 +141,13 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-    rows = list(rows_of(options.only))
-    print(*(f"{key:8} {value}" for key, value in timing.machine().items()), "", *report(rows, options.worst), sep="\n")
+    rows = list(measure_operators(options.only))
+    print(
+        *(f"{key:8} {value}" for key, value in timing.describe_machine().items()),
+        "",
+        *format_report(rows, options.worst),
+        sep="\n",
+    )
     if options.json:
         options.json.write_text(json.dumps([{**row._asdict(), "ratio": row.ratio} for row in rows], indent=1))
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Host time of one operation, part by part, beside the minimum that any Python tensor subclass needs.
+"""Dispatch parts: host time of one operation part by part, and the minimum that any Python tensor subclass needs.
 
     make profile      or      python benchmarks/dispatch_parts.py             torch's fake group of 8 ranks
     torchrun --standalone --nproc-per-node 2 benchmarks/dispatch_parts.py     gloo
@@ -32,8 +32,8 @@ import dtensor as dt
 from dtensor.state.wrap import wrap_local
 
 
-class Idle(torch.Tensor):
-    """Tensor subclass that answers every operator with the same plain tensor."""
+class ConstantResultTensor(torch.Tensor):
+    """Tensor subclass that answers every operator with a prepared plain tensor, without running it."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -42,7 +42,7 @@ class Idle(torch.Tensor):
         return ANSWERS.pop()
 
 
-class Bare(torch.Tensor):
+class MinimalWrapperTensor(torch.Tensor):
     """Tensor subclass that unwraps, runs the operator and wraps."""
 
     __slots__ = ("_local",)
@@ -50,30 +50,36 @@ class Bare(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _wrapped(func(*[_unwrapped(x) for x in args], **(kwargs or {})))
+        return _wrap_value(func(*[_unwrap_value(x) for x in args], **(kwargs or {})))
 
 
-def bare(local: Tensor) -> Any:
-    made = torch.Tensor._make_wrapper_subclass(Bare, local.shape, dtype=local.dtype, device=local.device)
+def wrap_minimally(local: Tensor) -> Any:
+    made = torch.Tensor._make_wrapper_subclass(MinimalWrapperTensor, local.shape, dtype=local.dtype, device=local.device)
     made._local = local
     return made
 
 
-def _unwrapped(value: Any) -> Any:
+def _unwrap_value(value: Any) -> Any:
     if type(value) is list:
-        return [x._local for x in value] if value and type(value[0]) is Bare else value
-    return value._local if type(value) is Bare else value
+        return [x._local for x in value] if value and type(value[0]) is MinimalWrapperTensor else value
+    return value._local if type(value) is MinimalWrapperTensor else value
 
 
-def _wrapped(value: Any) -> Any:
-    return [bare(x) for x in value] if type(value) is list else bare(value) if type(value) is torch.Tensor else value
+def _wrap_value(value: Any) -> Any:
+    return (
+        [wrap_minimally(x) for x in value]
+        if type(value) is list
+        else wrap_minimally(value)
+        if type(value) is torch.Tensor
+        else value
+    )
 
 
 ANSWERS: list[torch.Tensor] = []  # each is used once: autograd turns the answer of a view operator into a view
 COUNT = 2000
 
 
-def refill() -> None:
+def refill_answers() -> None:
     ANSWERS[:] = [torch.empty(0) for _ in range(COUNT)]
 
 
@@ -87,33 +93,34 @@ OPERATIONS: dict[str, tuple[Callable[..., object], int]] = {
 }
 
 
-def best(run: Callable[[], object], repeats: int = 30) -> float:
-    """Microseconds."""
-    refill()
+def measure_microseconds(run: Callable[[], object], repeats: int = 30) -> float:
+    """Return the microseconds of one call of ``run``, the minimum over ``repeats`` rounds."""
+    refill_answers()
     run()
-    return min(timeit.repeat(run, refill, number=COUNT, repeat=repeats, timer=time.thread_time)) / COUNT * 1e6
+    return min(timeit.repeat(run, refill_answers, number=COUNT, repeat=repeats, timer=time.thread_time)) / COUNT * 1e6
 
 
-def of_parts(mesh: dt.DeviceMesh) -> list[str]:
+def measure_parts(mesh: dt.DeviceMesh) -> list[str]:
+    """Return the lines of the first table: each operation's whole time, its parts and their sum without the look-up."""
     local = torch.rand(8, 8)
     x = dt.DTensor.from_local(local, mesh, [dt.Replicate()])
-    idle = torch.Tensor._make_wrapper_subclass(Idle, (8, 8))
-    wrapper = best(lambda: wrap_local(x._local, x.layout))
+    idle = torch.Tensor._make_wrapper_subclass(ConstantResultTensor, (8, 8))
+    wrapper = measure_microseconds(lambda: wrap_local(x._local, x.layout))
     lines = [f"{'microseconds':18} {'whole':>7} {'local op':>9} {'round trip':>11} {'wrapper':>8} {'look-up':>8} {'floor':>7}"]
     for name, (op, operands) in OPERATIONS.items():
-        whole, plain, trip = (best(partial(op, *(t,) * operands)) for t in (x, x._local, idle))
+        whole, plain, trip = (measure_microseconds(partial(op, *(t,) * operands)) for t in (x, x._local, idle))
         floor = plain + trip + wrapper
         lines.append(f"{name:18} {whole:7.2f} {plain:9.2f} {trip:11.2f} {wrapper:8.2f} {whole - floor:8.2f} {floor:7.2f}")
     return lines
 
 
-def of_lists(mesh: dt.DeviceMesh, count: int = 100) -> list[str]:
-    """Time steps over lists of parameters; medians of turns."""
-    optimizer_types.append(Bare)
-    foreach_types.append(Bare)
+def measure_parameter_lists(mesh: dt.DeviceMesh, count: int = 100) -> list[str]:
+    """Return the lines of the second table: optimizer steps and foreach operators over ``count`` parameters on three sides."""
+    optimizer_types.append(MinimalWrapperTensor)
+    foreach_types.append(MinimalWrapperTensor)
     sides: dict[str, Callable[[Tensor], Any]] = {
         "plain": lambda local: local,
-        "bare": bare,
+        "bare": wrap_minimally,
         "dtensor": lambda local: dt.DTensor.from_local(local, mesh, [dt.Shard(0)]),
     }
 
@@ -131,13 +138,14 @@ def of_lists(mesh: dt.DeviceMesh, count: int = 100) -> list[str]:
     }
     lines = [f"{count} parameters, us {'plain':>9} {'bare subclass':>14} {'dtensor':>8}"]
     for name, step in steps.items():
-        found = timing.interleaved({side: step(parameters(make)) for side, make in sides.items()}, timing.Effort(repeats=31))
+        found = timing.time_interleaved({side: step(parameters(make)) for side, make in sides.items()}, timing.Effort(repeats=31))
         cells = [value if isinstance(value, str) else f"{value * 1e6:.0f}" for value in found.values()]
         lines.append(f"{name:18} {cells[0]:>9} {cells[1]:>14} {cells[2]:>8}")
     return lines
 
 
 def main() -> None:
+    """Print both tables for the process group that the launcher or the options choose."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--in-process", type=int, metavar="RANKS", help="all ranks in this process")
     options = parser.parse_args()
@@ -152,8 +160,14 @@ def main() -> None:
         where = f"{options.in_process} ranks in this process"
     mesh = dt.init_device_mesh("cpu", (options.in_process or dist.get_world_size(),))
     gc.disable()
-    lines = [*(f"{key:8} {value}" for key, value in timing.machine().items()), f"ranks    {where}", "", *of_parts(mesh), ""]
-    lines += of_lists(mesh)
+    lines = [
+        *(f"{key:8} {value}" for key, value in timing.describe_machine().items()),
+        f"ranks    {where}",
+        "",
+        *measure_parts(mesh),
+        "",
+    ]
+    lines += measure_parameter_lists(mesh)
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(*lines, sep="\n")
     if dist.is_initialized():

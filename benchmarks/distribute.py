@@ -1,4 +1,5 @@
-"""``distribute_tensor`` of ``dtensor`` and of ``torch.distributed.tensor`` ("peer"), alternating in the same gloo processes.
+"""Distribute: ``distribute_tensor`` of ``dtensor`` and of ``torch.distributed.tensor`` ("peer"), in turn in the same gloo
+processes.
 
     python benchmarks/distribute.py [--worlds 2 4] [--rounds 40] [--only "64 x 8"]
 
@@ -39,7 +40,8 @@ CASES: dict[str, tuple[tuple[int, ...], str]] = {  # shape, how it is cut
 IN_A_ROW = 10
 
 
-def sides() -> dict[str, Callable[[torch.Tensor, str], Any]]:
+def make_sides() -> dict[str, Callable[[torch.Tensor, str], Any]]:
+    """Return for each library a function that distributes a tensor by the name of a placement."""
     import torch.distributed.tensor as peer
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -57,11 +59,12 @@ def sides() -> dict[str, Callable[[torch.Tensor, str], Any]]:
     return {name: side(name) for name in libraries}
 
 
-def rank_main(rank: int, world: int, file: str, rounds: int, names: list[str], out: str) -> None:
+def measure_rank(rank: int, world: int, file: str, rounds: int, names: list[str], out: str) -> None:
+    """Time the named cases with both libraries in turn on one gloo rank; the first rank writes all times to ``out``."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world)
     found: dict[str, dict[str, list[tuple[float, float]]]] = {}
-    functions = sides()
+    functions = make_sides()
     for name in names:
         shape, how = CASES[name]
         x = torch.arange(float(torch.Size(shape).numel())).view(shape)
@@ -88,6 +91,7 @@ def rank_main(rank: int, world: int, file: str, rounds: int, names: list[str], o
 
 
 def main() -> None:
+    """Run the ranks of each world size and print the times and ratios of each case."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rounds", type=int, default=40)
@@ -97,7 +101,7 @@ def main() -> None:
     for world in options.worlds:
         with tempfile.TemporaryDirectory() as folder:
             out = f"{folder}/out.json"
-            spawn(rank_main, (world, f"{folder}/store", options.rounds, options.only, out), nprocs=world)
+            spawn(measure_rank, (world, f"{folder}/store", options.rounds, options.only, out), nprocs=world)
             every = json.loads(Path(out).read_text())
         for key, row in every[0].items():
             name, _, count = key.partition("|")

@@ -1,4 +1,5 @@
-"""Bytes and FLOPs of every model family that ``tests/hf`` shrinks, its parameters sharded by name; the worst ones first.
+"""Every family: bytes and FLOPs of each model family that ``tests/hf`` shrinks, with parameters sharded by name; the worst ones
+first.
 
     python benchmarks/every_family.py [TYPES...] [--layouts tp,fsdp,dp,tp_dp] [--seconds 200] [--out families.jsonl]
 
@@ -27,10 +28,10 @@ import transformers
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "hf"))
-from costing.families import reduced
+from costing.families import all_reduce_bytes
 from model_inputs import parts
 from model_sizes import Scale
-from program_cost import distribute, laid_out, measure
+from program_cost import distribute_inputs, distribute_model, measure_step
 from shrink_model import CONFIG_MAPPING, Shrunk, classes_of, shrunk
 from training_step import floating, loss_of
 
@@ -52,11 +53,13 @@ _ROWS = re.compile(
     r"(attention|attn|output)(\.output)?\.(dense|proj)$|\d\.output\.dense$"
 )
 _HEADS = re.compile(r"(num_|n_)(attention_)?heads?")  # of a module whose parameters are (..., heads, width of one)
-_WHOLE = re.compile(r"embed_positions|position|token_type|norm|patch_embed")
+_REPLICATED = re.compile(r"embed_positions|position|token_type|norm|patch_embed")
 
 
-class ByHand:
-    """Where a hand-written program would shard parameters, the bytes that one pass of it reduces, and the FLOPs on every rank."""
+class HandWrittenCost:
+    """Placements of parameters in a hand-written tensor-parallel program, the bytes that one pass reduces, and the FLOPs of
+    layers on every rank.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -68,10 +71,13 @@ class ByHand:
             if kind:
                 module.register_forward_hook(lambda *call, kind=kind: self._count(kind, *call), with_kwargs=True)
 
-    def placed(self, names: Any) -> dict[str, Any]:
+    def get_placements(self, names: Any) -> dict[str, Any]:
         return {name: self.places.get(id(p), R) for name, p in names}
 
     def _kind(self, name: str, module: nn.Module) -> str:
+        """Choose the placements of a module's own parameters, and return how it is sharded: "rows", "columns", "table", "stacks",
+        "whole" or "".
+        """
         turned = type(module).__name__ == "Conv1D"
         stacked = [n for n, p in module.named_parameters(recurse=False) if p.ndim == 3 and not isinstance(module, nn.Conv1d)]
         if any("expert" in f"{name}{n}".lower() for n in stacked):
@@ -84,16 +90,17 @@ class ByHand:
             return "stacks"
         if not (turned or isinstance(module, (nn.Linear, nn.Embedding))):
             return ""
-        if not _WHOLE.search(name) and _ROWS.search(name):
+        if not _REPLICATED.search(name) and _ROWS.search(name):
             self.places[id(module.weight)] = dt.Shard(0 if turned else 1)
             return "rows"
-        if not _WHOLE.search(name) and _COLUMNS.search(name):
+        if not _REPLICATED.search(name) and _COLUMNS.search(name):
             self.places[id(module.weight)] = dt.Shard(1 if turned else 0)
             self.places |= {id(p): dt.Shard(0) for n, p in module.named_parameters(recurse=False) if n == "bias"}
             return "table" if isinstance(module, nn.Embedding) else "columns"
         return "" if isinstance(module, nn.Embedding) else "whole"
 
     def _count(self, kind: str, module: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Add the communication and replicated FLOPs of one call of a module (forward hook)."""
         made = result[0] if isinstance(result, tuple) else result
         given = args[0] if args else next(iter(kwargs.values()))
         if kind in ("rows", "table", "stacks"):
@@ -110,7 +117,8 @@ class ByHand:
         return self.sent + sum(nbytes for nbytes, _ in self.given.values())
 
 
-def step_of(model: nn.Module, inputs: dict[str, Any]) -> Callable[[], Any]:
+def make_step(model: nn.Module, inputs: dict[str, Any]) -> Callable[[], Any]:
+    """Return a step of forward and backward without dropout, with the same random numbers in each call."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -126,20 +134,21 @@ def step_of(model: nn.Module, inputs: dict[str, Any]) -> Callable[[], Any]:
     return step
 
 
-def trained(found: Shrunk) -> nn.Module:
-    """Return the model in training mode, without caches, as a hand-written program has none."""
+def build_training_model(found: Shrunk) -> nn.Module:
+    """Build the shrunk model in training mode without caches, which a hand-written program does not have."""
     model = found.build().train()
     for _, part in parts(model.config):  # type: ignore[arg-type]  # that of a model of Hugging Face
         part.use_cache = False
     return model
 
 
-def rows_of(model_type: str, layouts: list[str]) -> Any:
+def measure_family(model_type: str, layouts: list[str]) -> Any:
+    """Yield for each layout the ratios of bytes and FLOPs of one family, its collectives, and whether the loss is equal."""
     found = shrunk(model_type, WIDE)
-    plain = trained(found)
-    hand, shares = ByHand(plain), [p.nbytes for p in plain.parameters()]
-    places = hand.placed(plain.named_parameters(remove_duplicate=False))
-    one = measure(step_of(plain, found.call()))
+    plain = build_training_model(found)
+    hand, shares = HandWrittenCost(plain), [p.nbytes for p in plain.parameters()]
+    places = hand.get_placements(plain.named_parameters(remove_duplicate=False))
+    one = measure_step(make_step(plain, found.call()))
     for layout in layouts:
         mesh = dt.init_device_mesh("cpu", (2, 2) if layout == "tp_dp" else (4,))
         batch = [R] if layout == "tp" else [dt.Shard(0), R][: mesh.ndim]
@@ -152,17 +161,17 @@ def rows_of(model_type: str, layouts: list[str]) -> Any:
         inputs = found.call()
         cut = {name: x for name, x in inputs.items() if isinstance(x, Tensor) and x.ndim and x.shape[0] % 8 == 0}
         rest = {name: x for name, x in inputs.items() if isinstance(x, Tensor) and name not in cut}
-        inputs |= laid_out(cut, mesh, batch) | laid_out(rest, mesh, [R] * mesh.ndim)
-        got = measure(step_of(distribute(trained(found), mesh, spots[layout]), inputs))
+        inputs |= distribute_inputs(cut, mesh, batch) | distribute_inputs(rest, mesh, [R] * mesh.ndim)
+        got = measure_step(make_step(distribute_model(build_training_model(found), mesh, spots[layout]), inputs))
         n = {"tp": 4, "tp_dp": 2}.get(layout, 1)
         owned = sum(
             size / (1 if places[name] == R else 2) for (name, _), size in zip(plain.named_parameters(), shares, strict=True)
         )
         nbytes = {
-            "tp": reduced(hand.bytes, 4),
-            "tp_dp": reduced(hand.bytes / 2, 2) + reduced(owned, 2),
+            "tp": all_reduce_bytes(hand.bytes, 4),
+            "tp_dp": all_reduce_bytes(hand.bytes / 2, 2) + all_reduce_bytes(owned, 2),
             "fsdp": 9 / 4 * sum(shares),
-            "dp": reduced(sum(shares), 4),
+            "dp": all_reduce_bytes(sum(shares), 4),
         }[layout]
         yield {
             "type": model_type,
@@ -175,6 +184,7 @@ def rows_of(model_type: str, layouts: list[str]) -> Any:
 
 
 def main() -> None:
+    """Measure the families until the time limit, append their rows to ``--out``, and print all rows, worst first."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("types", nargs="*")
     parser.add_argument("--layouts", default="tp,fsdp")
@@ -190,7 +200,7 @@ def main() -> None:
         if name in seen or time.monotonic() - begun > options.seconds:
             continue
         try:
-            found = list(rows_of(name, options.layouts.split(",")))
+            found = list(measure_family(name, options.layouts.split(",")))
         except Exception as error:  # whatever a model, its inputs or a layout raises
             found = [{"type": name, "error": f"{type(error).__name__}: {error}"[:120]}]
         known += found

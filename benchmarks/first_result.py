@@ -1,4 +1,5 @@
-"""Time to the first result in a fresh process: ``dtensor`` and ``torch.distributed.tensor`` ("peer"), in turn.
+"""First result: time to the first operators in a fresh process, with ``dtensor`` and ``torch.distributed.tensor`` ("peer") in
+turn.
 
     python benchmarks/first_result.py [--rounds 10] [--imports]
 
@@ -88,8 +89,8 @@ def measure(rounds: int) -> dict[str, list[dict[str, float]]]:
     return found
 
 
-def table(found: dict[str, list[dict[str, float]]]) -> str:
-    """Return the medians in milliseconds, the smallest times, and the ratios to the peer."""
+def format_table(found: dict[str, list[dict[str, float]]]) -> str:
+    """Return the table of medians in milliseconds, with smallest times in brackets and the ratios to PyTorch."""
 
     def cell(side: str, part: str) -> str:
         times = [1000 * one[part] for one in found[side]]
@@ -104,8 +105,8 @@ def table(found: dict[str, list[dict[str, float]]]) -> str:
     return "\n".join(lines)
 
 
-def imports(side: str) -> str:
-    """Return the packages that the process of one side imports after torch: number of modules, and their own milliseconds."""
+def list_imports(side: str) -> str:
+    """Return the packages that one side's process imports after torch, with their numbers of modules and own milliseconds."""
     _, errors = run_process(side, "-X", "importtime")
     counts, spent = Counter[str](), Counter[str]()
     for line in errors.partition("AFTER TORCH\n")[2].splitlines():
@@ -119,19 +120,20 @@ def imports(side: str) -> str:
 
 
 def main() -> None:
+    """Measure fresh processes and print the table, JSON, or the imported packages."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=10, help="fresh processes of each side")
     parser.add_argument("--imports", action="store_true", help="list the modules that are imported instead")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
     options = parser.parse_args()
     if options.imports:
-        print(*map(imports, SIDES), sep="\n\n")
+        print(*map(list_imports, SIDES), sep="\n\n")
         return
-    about, found = timing.machine(), measure(options.rounds)
+    about, found = timing.describe_machine(), measure(options.rounds)
     if options.json:
         print(json.dumps({"machine": about, "unit": "seconds", "rounds": found}, indent=1))
     else:
-        print(*(f"{key:8} {value}" for key, value in about.items()), "", table(found), sep="\n")
+        print(*(f"{key:8} {value}" for key, value in about.items()), "", format_table(found), sep="\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The share of PyTorch's operator database that runs without the gathering fallback when one tensor dim is sharded.
+"""Gather share: the share of PyTorch's operator database that runs without the gather fallback when one tensor dim is sharded.
 
     python benchmarks/gather_share.py --json shares.jsonl
     python benchmarks/gather_share.py --ops 'nn_functional_*' --samples 2 --mesh 2,2
@@ -33,6 +33,7 @@ from dtensor.testing.scatter import scatter  # noqa: E402
 
 
 def main() -> None:
+    """Measure the entries that the options choose, or read earlier results, and print the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ops", default="*", help="comma-separated patterns of entry names")
     parser.add_argument("--mesh", action="append", help="mesh shape such as 2,2 (may be repeated); default 4 and 2,2")
@@ -40,40 +41,37 @@ def main() -> None:
     parser.add_argument("--part", default="0/1", help="k/n: every n-th entry, from the k-th on")
     parser.add_argument("--json", help="add one line per entry and mesh to this file")
     parser.add_argument("--report", nargs="+", help="only report what these files hold")
-    parser.add_argument("--summary", help="with --report: write the figures for docs/ops.md to this file")
     options = parser.parse_args()
     if options.report:
         found = [json.loads(line) for name in options.report for line in Path(name).read_text().splitlines()]
-        report(found)
-        if options.summary:
-            Path(options.summary).write_text(json.dumps(summary(found), indent=1) + "\n")
+        print_report(found)
         return
     meshes = [tuple(int(n) for n in text.split(",")) for text in options.mesh or ("4", "2,2")]
     first, step = map(int, options.part.split("/"))
     found = []
     for entry in db.entries(options.ops)[first::step]:
         for mesh in meshes:
-            found.append(measured(entry, mesh, options.samples))
+            found.append(measure_entry(entry, mesh, options.samples))
             if options.json:
                 with open(options.json, "a") as kept:
                     kept.write(json.dumps(found[-1]) + "\n")
-    report(found)
+    print_report(found)
 
 
-def measured(entry: Any, mesh: tuple[int, ...], samples: int) -> dict[str, Any]:
-    """Return the results of one entry on one mesh: cases, the operators that gather in them, errors."""
+def measure_entry(entry: Any, mesh: tuple[int, ...], samples: int) -> dict[str, Any]:
+    """Run all cases of one entry on one mesh; return their number, the operators that gather, and the errors."""
     torch.manual_seed(0)
     line: dict[str, Any] = {"entry": entry.formatted_name, "mesh": list(mesh), "cases": 0, "forward": {}, "backward": {}}
     line |= {"errors": [], "seconds": 0.0}
     began = time.monotonic()
-    for _, sample in samples_of(entry, mesh, samples):
-        for args, kwargs, where in sharded(sample, mesh, differentiable(sample)):
-            run(sample.fn, args, kwargs, where, line)
+    for _, sample in list_samples(entry, mesh, samples):
+        for args, kwargs, where in yield_sharded_arguments(sample, mesh, list_differentiable(sample)):
+            run_case(sample.fn, args, kwargs, where, line)
     return line | {"seconds": round(time.monotonic() - began, 2)}
 
 
-def samples_of(entry: Any, mesh: tuple[int, ...], samples: int) -> list[tuple[int, db.Sample]]:
-    """Return the samples that plain torch accepts."""
+def list_samples(entry: Any, mesh: tuple[int, ...], samples: int) -> list[tuple[int, db.Sample]]:
+    """Return the numbered samples of an entry that plain torch accepts."""
     try:
         given = db.samples_of(entry, db.Setting(mesh, samples=samples))
     except Exception:  # the database's own
@@ -82,6 +80,7 @@ def samples_of(entry: Any, mesh: tuple[int, ...], samples: int) -> list[tuple[in
 
 
 def _plain_runs(sample: db.Sample) -> bool:
+    """Return whether plain torch runs the sample, with strided tensors as inputs and results."""
     if any(x.layout is not torch.strided or x.is_quantized for x in tensor_leaves(sample.given)):
         return False
     try:
@@ -93,8 +92,8 @@ def _plain_runs(sample: db.Sample) -> bool:
     return all(not isinstance(x, torch.Tensor) or x.layout is torch.strided for x in iter_tree_leaves(made))
 
 
-def differentiable(sample: db.Sample) -> list[bool]:
-    """Return the tensors that may require a gradient in plain torch, each tried alone."""
+def list_differentiable(sample: db.Sample) -> list[bool]:
+    """Return for each tensor of a sample whether plain torch accepts that it alone requires a gradient."""
     given = tensor_leaves(sample.given)
     found = []
     for i, chosen in enumerate(given):
@@ -110,8 +109,8 @@ def differentiable(sample: db.Sample) -> list[bool]:
     return found
 
 
-def sharded(sample: db.Sample, mesh: tuple[int, ...], wanted: list[bool]) -> Iterator[tuple[Any, Any, str]]:
-    """Yield the arguments with one tensor dim sharded, for each tensor and dim."""
+def yield_sharded_arguments(sample: db.Sample, mesh: tuple[int, ...], wanted: list[bool]) -> Iterator[tuple[Any, Any, str]]:
+    """Yield the arguments with one dim of one tensor sharded, and a text that names both, for each tensor and dim."""
     device_mesh = dt.init_device_mesh("cpu", mesh)
     given = tensor_leaves(sample.given)
     for i, chosen in enumerate(given):
@@ -124,8 +123,8 @@ def sharded(sample: db.Sample, mesh: tuple[int, ...], wanted: list[bool]) -> Ite
             yield args, kwargs, f"tensor {i} of {[tuple(x.shape) for x in given]} along dim {dim}"
 
 
-def run(fn: Any, args: Any, kwargs: Any, where: str, line: dict[str, Any]) -> None:
-    """Run forward and backward of one case; add operators that gather to ``line``, with the first place where they did."""
+def run_case(fn: Any, args: Any, kwargs: Any, where: str, line: dict[str, Any]) -> None:
+    """Run forward and backward of one case, and add the operators that gather and the errors to ``line``."""
     line["cases"] += 1
     try:
         with db.quiet(), db.gathers() as forward:
@@ -152,6 +151,8 @@ def _first_line(error: Exception) -> str:
 
 
 def _plain_backward_raises(fn: Any, args: Any, kwargs: Any) -> bool:
+    """Return whether forward and backward of a case also raise with plain tensors."""
+
     def plain(x: Any) -> Any:
         return x.full_tensor().detach().requires_grad_(x.requires_grad) if isinstance(x, dt.DTensor) else x
 
@@ -166,17 +167,17 @@ def _plain_backward_raises(fn: Any, args: Any, kwargs: Any) -> bool:
 
 
 # --- the report -----------------------------------------------------------------------------------------------------------
-def report(found: list[dict[str, Any]]) -> None:
-    """Print the share, the operators that gather by number of entries, and the entries that gather by use."""
+def print_report(found: list[dict[str, Any]]) -> None:
+    """Print the share of entries that never gather, the operators that gather, and the entries that gather, most used first."""
     tried = [line for line in found if line["cases"]]
     names = {line["entry"] for line in tried}
     for label, sides in (("forward", ("forward",)), ("forward and backward", ("forward", "backward"))):
         gather = {line["entry"] for line in tried if any(line[side] for side in sides)}
-        print(f"{label}: {len(names) - len(gather)} of {len(names)} entries ({_percent(names, gather)}) never gather")
+        print(f"{label}: {len(names) - len(gather)} of {len(names)} entries ({_format_share(names, gather)}) never gather")
         for mesh in sorted({tuple(line["mesh"]) for line in tried}):
             here = {line["entry"] for line in tried if tuple(line["mesh"]) == mesh}
             some = {line["entry"] for line in tried if tuple(line["mesh"]) == mesh and any(line[side] for side in sides)}
-            print(f"    mesh {mesh}: {len(here) - len(some)} of {len(here)} ({_percent(here, some)})")
+            print(f"    mesh {mesh}: {len(here) - len(some)} of {len(here)} ({_format_share(here, some)})")
     print(f"{sum(line['cases'] for line in tried)} cases, {sum(len(line['errors']) for line in tried)} errors")
     remaining: dict[str, dict[str, str]] = defaultdict(dict)
     for line in tried:
@@ -185,7 +186,7 @@ def report(found: list[dict[str, Any]]) -> None:
                 remaining[line["entry"]].setdefault(name, f"{side}, {where}")
     operators = Counter(name for inner in remaining.values() for name in inner)
     print("\noperators that gather (entries): " + ", ".join(f"{name} {n}" for name, n in operators.most_common()))
-    uses = usage(list(remaining))
+    uses = count_calls_in_torch(list(remaining))
     print("\nentries that gather, most used first (calls in torch's Python sources):")
     for entry in sorted(remaining, key=lambda entry: (-uses[entry], entry)):
         print(f"  {uses[entry]:5d} {entry}: " + "; ".join(f"{name} ({where})" for name, where in remaining[entry].items()))
@@ -194,34 +195,12 @@ def report(found: list[dict[str, Any]]) -> None:
             print(f"error: {line['entry']} on {tuple(line['mesh'])}: {error}")
 
 
-def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the summary that docs/ops.md shows."""
-    tried = [line for line in found if line["cases"]]
-    rows = []
-    for mesh in sorted({tuple(line["mesh"]) for line in tried}, key=len):
-        here = [line for line in tried if tuple(line["mesh"]) == mesh]
-        for label, sides in (("forward", ("forward",)), ("forward and backward", ("forward", "backward"))):
-            rows.append([f"mesh {mesh}, {label}", len(here), sum(not any(line[side] for side in sides) for line in here)])
-    names: dict[str, list[str]] = defaultdict(list)
-    for line in tried:
-        names[line["entry"]] += [name for name in (*line["forward"], *line["backward"]) if name not in names[line["entry"]]]
-    remaining = {entry: sorted(some) for entry, some in names.items() if some}
-    uses = usage(list(remaining))
-    return {
-        "command": "python benchmarks/gather_share.py --json shares.jsonl",
-        "torch": torch.__version__.partition("+")[0],
-        "cases": sum(line["cases"] for line in tried),
-        "rows": rows,
-        "remaining": sorted(remaining.items(), key=lambda item: (-uses[item[0]], item[0])),
-    }
-
-
-def _percent(names: set[str], gather: set[str]) -> str:
+def _format_share(names: set[str], gather: set[str]) -> str:
     return f"{100 * (1 - len(gather) / max(1, len(names))):.1f}%"
 
 
-def usage(entries: list[str]) -> dict[str, int]:
-    """Count the calls of each name, as a function or a method, in torch's own Python sources (without tests)."""
+def count_calls_in_torch(entries: list[str]) -> dict[str, int]:
+    """Count the calls of each entry's name in torch's own Python sources, tests excluded."""
     calls: Counter[str] = Counter()
     for path in Path(torch.__file__).parent.rglob("*.py"):
         if "testing" not in path.parts:

@@ -1,4 +1,4 @@
-"""Which Hugging Face model families run unmodified with distributed parameters, and the time of a tiny model's first step.
+"""Hugging Face models: which families run unmodified with distributed parameters, and the time of a tiny model's first step.
 
     python benchmarks/hf_models.py [--families gpt2,llama] [--plans replicated,everywhere] [--device cuda] [--json FILE]
 
@@ -29,14 +29,17 @@ from training_step import PLANS, Different, check
 SLOW = 30.0  # seconds
 
 
-def where(error: BaseException) -> str:
-    """Return the traceback's last line in the model's own code, or else its last line."""
+def find_raising_line(error: BaseException) -> str:
+    """Return file, number and text of the last line in transformers' code of an error's traceback, or else of its last line."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if "transformers" in frame.filename] or frames
     return f"{Path(own[-1].filename).name}:{own[-1].lineno} `{own[-1].line}`"
 
 
-def run(family: str, plan: str, mesh: dt.DeviceMesh) -> dict[str, object]:
+def check_family(family: str, plan: str, mesh: dt.DeviceMesh) -> dict[str, object]:
+    """Compare one training step of a family under a placement plan with one device; return the failure, gathered operators and
+    seconds.
+    """
     comm_report._WARNED.clear()
     started, failure, place = time.perf_counter(), "", ""
     with warnings.catch_warnings(record=True) as caught:
@@ -47,13 +50,17 @@ def run(family: str, plan: str, mesh: dt.DeviceMesh) -> dict[str, object]:
         except Different as error:
             failure = str(error)
         except Exception as error:
-            failure, place = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}", where(error)
+            failure, place = (
+                f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+                find_raising_line(error),
+            )
     gathered = [str(w.message).split(" has no")[0] for w in caught if issubclass(w.category, dt.errors.GatherWarning)]
     seconds = time.perf_counter() - started
     return {"family": family, "plan": plan, "failure": failure, "where": place, "gathered": gathered, "seconds": seconds}
 
 
 def main() -> None:
+    """Check all families under all plans; print the failures and the report."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--families", default=",".join(FAMILIES))
     parser.add_argument("--plans", default=",".join(PLANS))
@@ -65,7 +72,7 @@ def main() -> None:
     results = []
     for family in options.families.split(","):
         for plan in options.plans.split(","):
-            result = run(family, plan, mesh)
+            result = check_family(family, plan, mesh)
             results.append(result)
             if result["failure"]:
                 print(
@@ -75,10 +82,11 @@ def main() -> None:
             if options.json:
                 with Path(options.json).open("a") as file:
                     file.write(json.dumps(result) + "\n")
-    report(results)
+    print_report(results)
 
 
-def report(results: list[dict[str, object]]) -> None:
+def print_report(results: list[dict[str, object]]) -> None:
+    """Print the operators that gathered, the slow families, and how many steps and families are right."""
     gathering = defaultdict(set)
     for result in results:
         for name in result["gathered"]:

@@ -1,4 +1,4 @@
-"""The share of PyTorch's operator database that is right under random placements, here or (``--peer``) in
+"""Operator coverage: the share of PyTorch's operator database that is right under random placements, here or (``--peer``) in
 torch.distributed.tensor.
 
     python benchmarks/op_coverage.py --ops 'linalg*' --samples 4 --mesh 4 --mesh 2,2 --json found.jsonl
@@ -28,23 +28,25 @@ STATUSES = ("pass", "accepted", "refused", "wrong", "error")
 
 
 def main() -> None:
-    options = parse()
+    """Run all cases in worker processes, write them to ``--json``, and print the report."""
+    options = parse_options()
     if options.worker:
-        work(options)
+        run_worker(options)
         return
     kept = open(options.json, "a" if options.append else "w") if options.json else None  # noqa: SIM115  open as long as the program
     found = []
-    for case in run(options):
+    for case in run_all_cases(options):
         found.append(case)
         if kept is not None:
             kept.write(json.dumps(case) + "\n")
             kept.flush()
         if options.verbose and case["status"] not in ("pass", "void", "accepted"):
-            print(describe(case), flush=True)
-    report(found, options.causes)
+            print(describe_case(case), flush=True)
+    print_report(found, options.causes)
 
 
-def parse() -> argparse.Namespace:
+def parse_options() -> argparse.Namespace:
+    """Return the options of the command line, with defaults for mesh shapes and seeds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ops", default="*", help="comma-separated patterns of entry names")
     parser.add_argument("--part", default="0/1", help="I/N: every N-th of these entries, from the I-th on")
@@ -72,8 +74,8 @@ def parse() -> argparse.Namespace:
 
 
 # --- the worker -----------------------------------------------------------------------------------------------------------
-def work(options: argparse.Namespace) -> None:
-    """Run the entries from ``--skip`` on; print a line before each entry and a line for each case."""
+def run_worker(options: argparse.Namespace) -> None:
+    """Run the entries from ``--skip`` on in this worker; print a JSON line before each entry and for each case."""
     sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "databases")]
     import torch
 
@@ -113,15 +115,15 @@ def work(options: argparse.Namespace) -> None:
 
 
 # --- the parent -----------------------------------------------------------------------------------------------------------
-def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Run all cases, replacing workers that die or hang."""
+def run_all_cases(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield all cases, with a new worker after one that dies or hangs."""
     skip = 0
     while skip is not None:
-        skip = yield from one_worker(options, skip)
+        skip = yield from run_cases_in_worker(options, skip)
 
 
-def one_worker(options: argparse.Namespace, skip: int) -> Any:
-    """Yield the cases of one worker; return the entry at which the next worker begins, or None when all are done."""
+def run_cases_in_worker(options: argparse.Namespace, skip: int) -> Any:
+    """Yield the cases of one worker; return the number of the next worker's first entry, or None after the last."""
     argv = [*sys.argv, "--worker", "--skip", str(skip)]
     # glibc fills memory with a pattern that is no value of any sample: what a kernel leaves unwritten is then seen
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLIBC_TUNABLES": "glibc.malloc.tcache_count=0:glibc.malloc.perturb=128"}
@@ -130,7 +132,7 @@ def one_worker(options: argparse.Namespace, skip: int) -> Any:
     current: dict[str, Any] | None = None
     deadline = time.monotonic() + 300  # to import torch and the database
     try:
-        for line in lines(worker.stdout, lambda: deadline):  # noqa: B023  the deadline of the moment is meant
+        for line in read_lines_until(worker.stdout, lambda: deadline):  # noqa: B023  the deadline of the moment is meant
             message = json.loads(line)
             if "end" in message:
                 return None
@@ -158,8 +160,8 @@ def one_worker(options: argparse.Namespace, skip: int) -> Any:
     return current["begin"] + 1
 
 
-def lines(stream: Any, deadline: Any) -> Iterator[str]:
-    """Yield the lines that arrive before the deadline or the end."""
+def read_lines_until(stream: Any, deadline: Any) -> Iterator[str]:
+    """Yield the lines of a stream that arrive before the deadline or the end of the stream."""
     selector = selectors.DefaultSelector()
     selector.register(stream, selectors.EVENT_READ)
     rest = b""
@@ -173,7 +175,7 @@ def lines(stream: Any, deadline: Any) -> Iterator[str]:
 
 
 # --- the report -----------------------------------------------------------------------------------------------------------
-def report(found: list[dict[str, Any]], causes: int) -> None:
+def print_report(found: list[dict[str, Any]], causes: int) -> None:
     """Print counts per case and per entry (by its worst case), the share that gathers, and the causes of other failures."""
     cases = [case for case in found if case["status"] != "void"]
     worst: dict[str, str] = {}
@@ -194,21 +196,20 @@ def report(found: list[dict[str, Any]], causes: int) -> None:
     groups: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
     for case in cases:
         if case["status"] != "pass":
-            groups[case["status"], cause(case["problem"])].append(case)
+            groups[case["status"], strip_numbers(case["problem"])].append(case)
     ordered = sorted(groups.items(), key=lambda item: -len({case["entry"] for case in item[1]}))
     for (status, text), members in ordered[:causes]:
         names = list(dict.fromkeys(case["entry"] for case in members))
-        print(
-            f"\n{len(names)} entries, {len(members)} cases, {status}: {text}\n  {', '.join(names[:12])}\n  {describe(members[0])}"
-        )
+        print(f"\n{len(names)} entries, {len(members)} cases, {status}: {text}")
+        print(f"  {', '.join(names[:12])}\n  {describe_case(members[0])}")
 
 
-def cause(problem: str) -> str:
-    """Return a problem's text without its numbers, to group equal causes."""
+def strip_numbers(problem: str) -> str:
+    """Return the text of a problem without numbers and brackets, to group equal causes."""
     return re.sub(r"\d+", "#", re.sub(r"[\[(][^\[\]()]*[\])]", "()", problem))[:110]
 
 
-def describe(case: dict[str, Any]) -> str:
+def describe_case(case: dict[str, Any]) -> str:
     where = f"{case['entry']} on {tuple(case['setting']['mesh'])} sample {case['sample']}"
     tensors = ", ".join(f"{tuple(shape)} {placed}" for shape, placed in zip(case["shapes"], case["placements"], strict=True))
     return f"{where}: {case['status']}: {case['problem'][:300]} | {tensors}"

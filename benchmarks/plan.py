@@ -1,4 +1,4 @@
-"""Planning time of redistributions: random pairs of layouts, each planned once, on meshes of 8 to 4,096 ranks.
+"""Plan: planning time of redistributions, for random pairs of layouts on meshes of 8 to 4,096 ranks.
 
     python benchmarks/plan.py [--pairs 200] [--json FILE]
 
@@ -29,8 +29,8 @@ MESHES = ((2, 2, 2), (4, 4, 4), (8, 8, 8), (16, 16, 16), (2,) * 6, (4,) * 6)
 KINDS: dict[str, list[Any]] = {"R S": [Replicate(), Shard(0), Shard(1)], "R S P": [Replicate(), Shard(0), Shard(1), Partial()]}
 
 
-def times_of(mesh: DeviceMesh, choices: list[Any], pairs: int) -> list[float]:
-    """Return the sorted seconds of planning each pair; each has new random sizes and placements."""
+def time_plans(mesh: DeviceMesh, choices: list[Any], pairs: int) -> list[float]:
+    """Return the sorted seconds of planning ``pairs`` random redistributions on a mesh; none is planned twice."""
     draw, found = random.Random(0), []
     for _ in range(pairs + 5):
         shape = tuple(draw.randint(500, 5000) for _ in range(3))
@@ -42,11 +42,12 @@ def times_of(mesh: DeviceMesh, choices: list[Any], pairs: int) -> list[float]:
 
 
 def main() -> None:
+    """Print median, 95th percentile and maximum of the planning time for each mesh and kind of placements."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=200)
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
-    about = timing.machine()
+    about = timing.describe_machine()
     print(*(f"{key:8} {value}" for key, value in about.items()), "", sep="\n")
     print(f"{'mesh':14} {'ranks':>6} {'kinds':6} {'median':>8} {'95 %':>8} {'most':>8}  ms")
     rows = []
@@ -55,7 +56,7 @@ def main() -> None:
         for kinds, choices in KINDS.items():
             gc.collect()
             gc.disable()
-            found = times_of(mesh, choices, options.pairs)
+            found = time_plans(mesh, choices, options.pairs)
             gc.enable()
             row = {
                 "mesh": "x".join(map(str, shape)),

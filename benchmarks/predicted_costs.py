@@ -1,4 +1,4 @@
-"""Predicted costs of plans beside the measured costs on gloo processes: bytes, peak memory, and which plan is faster.
+"""Predicted costs of plans compared with measured costs on gloo processes: bytes, peak memory, and which plan is faster.
 
     python benchmarks/predicted_costs.py [--ranks 4] [--width 256] [--layers 2] [--seconds 0.05]
     python benchmarks/predicted_costs.py --planning 32         # time of planning a Llama of 32 layers on a dry run of 512 x
@@ -44,7 +44,7 @@ from dtensor.plan.plan_executor import PlanExecutor
 from dtensor.plan.strategy_options import recorded_options
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
-from live_memory import Live  # as the tests count memory
+from live_memory import LiveTensorMemory  # as the tests count memory
 
 WAYS = {
     "data": ({}, dt.Shard(0)),
@@ -57,14 +57,16 @@ SECONDS = 10.0  # for each plan
 
 @dataclass(frozen=True)
 class Row:
+    """Predicted and measured (bytes, peak bytes, seconds) of one step under one plan."""
+
     way: str
     plan: str
     predicted: tuple[int, int, float]  # bytes, peak, seconds
     measured: tuple[int, int, float]
 
 
-def blocks(mesh: dt.DeviceMesh, way: str, width: int, layers: int) -> tuple[Callable[[], Any], list[dt.DTensor]]:
-    """Return a step and its arguments, the batch first."""
+def make_step(mesh: dt.DeviceMesh, way: str, width: int, layers: int) -> tuple[Callable[[], Any], list[dt.DTensor]]:
+    """Return a training step of attention and MLP layers without an optimizer, and its tensors, the batch first."""
     cuts, spot = WAYS[way]
     generator = torch.Generator().manual_seed(0)
     sizes = {"q": (3 * width, width), "o": (width, width), "up": (4 * width, width), "down": (width, 4 * width)}
@@ -94,8 +96,10 @@ def blocks(mesh: dt.DeviceMesh, way: str, width: int, layers: int) -> tuple[Call
     return step, [x, *leaves]
 
 
-def plans_of(step: Callable[[], Any], given: Sequence[dt.DTensor]) -> dict[str, dt.ProgramPlan]:
-    """Return the plans of one step: as a program, within a memory bound, and operator by operator."""
+def make_plans(step: Callable[[], Any], given: Sequence[dt.DTensor]) -> dict[str, dt.ProgramPlan]:
+    """Return the plans of one step by name: of the whole program, within nine tenths of its memory if possible, and operator by
+    operator.
+    """
     step()
     for p in given:
         p.grad = None
@@ -111,11 +115,11 @@ def plans_of(step: Callable[[], Any], given: Sequence[dt.DTensor]) -> dict[str, 
     return found
 
 
-def measured(step: Callable[[], Any], given: Sequence[dt.DTensor], plan: dt.ProgramPlan, runs: int) -> tuple[int, int, float]:
-    """Return bytes, peak and seconds of a step run by its plan, each of the rank with the most."""
+def measure_plan(step: Callable[[], Any], given: Sequence[dt.DTensor], plan: dt.ProgramPlan, runs: int) -> tuple[int, int, float]:
+    """Run a step by a plan; return received bytes and peak bytes of the busiest rank, and the seconds of the slowest rank."""
     for p in given:
         p.grad = None
-    with Live(given) as live, CommDebugMode() as comm, PlanExecutor(plan) as following:
+    with LiveTensorMemory(given) as live, CommDebugMode() as comm, PlanExecutor(plan) as following:
         step()
     assert following.is_complete, following.difference
     nbytes = sum(event.bytes for event in comm.events)
@@ -134,15 +138,16 @@ def measured(step: Callable[[], Any], given: Sequence[dt.DTensor], plan: dt.Prog
     return max(sizes), max(peaks), min(map(max, zip(*taken, strict=True)))
 
 
-def rank_main(rank: int, ranks: int, folder: str, width: int, layers: int, runs: int) -> None:
+def measure_rank(rank: int, ranks: int, folder: str, width: int, layers: int, runs: int) -> None:
+    """Plan and measure all steps on one gloo rank; the first rank writes the rows to ``folder``."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     mesh, rows = dt.init_device_mesh("cpu", (ranks,)), []
     for way in WAYS:
-        step, given = blocks(mesh, way, width, layers)
-        for name, plan in plans_of(step, given).items():
-            found = measured(step, given, plan, runs)
+        step, given = make_step(mesh, way, width, layers)
+        for name, plan in make_plans(step, given).items():
+            found = measure_plan(step, given, plan, runs)
             rows.append((way, name, (plan.nbytes, plan.peak_bytes, plan.seconds), found))
     if rank == 0:
         Path(folder, "rows").write_text(json.dumps(rows))
@@ -156,16 +161,17 @@ def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
     return 1 - 6 * sum((i - j) ** 2 for i, j in zip(*places, strict=True)) / (n * (n * n - 1))
 
 
-def order(rows: Sequence[Row]) -> float:
+def correlate_times(rows: Sequence[Row]) -> float:
     return rank_correlation([row.predicted[2] for row in rows], [row.measured[2] for row in rows])
 
 
-def compare(options: argparse.Namespace) -> None:
+def compare_costs(options: argparse.Namespace) -> None:
+    """Measure a profile, run all ranks, and print predicted and measured costs with their rank correlations."""
     with tempfile.TemporaryDirectory(prefix="predicted-") as folder:
         profile = Path(folder, "profile.json")
         calibrate.run_calibration(options.ranks, "cpu", profile, options.seconds)
         os.environ["DTENSOR_PROFILE"] = str(profile)
-        spawn(rank_main, (options.ranks, folder, options.width, options.layers, options.runs), nprocs=options.ranks)
+        spawn(measure_rank, (options.ranks, folder, options.width, options.layers, options.runs), nprocs=options.ranks)
         rows = [Row(*row) for row in json.loads(Path(folder, "rows").read_text())]
     print(f"{'step':14} {'plan':11} {'bytes':>12} {'run':>12} {'peak':>12} {'run':>12} {'ratio':>6} {'time':>9} {'run':>9}  ms")
     for row in rows:
@@ -173,19 +179,19 @@ def compare(options: argparse.Namespace) -> None:
         sizes = f"{nbytes:12,} {received:12,} {peak:12,} {held:12,} {held / peak:6.3f}"
         print(f"{row.way:14} {row.plan:11} {sizes} {seconds * 1e3:9.2f} {taken * 1e3:9.2f}")
     each = {way: [row for row in rows if row.way == way] for way in WAYS}
-    parts = [f"{way} {order(own):.2f}" for way, own in each.items() if len(own) > 1]
-    print(f"order of times: all {order(rows):.2f}", *parts, sep=", ")
+    parts = [f"{way} {correlate_times(own):.2f}" for way, own in each.items() if len(own) > 1]
+    print(f"order of times: all {correlate_times(rows):.2f}", *parts, sep=", ")
 
 
-def planning(layers: int) -> None:
-    """Print the seconds of planning and the resulting plan."""
+def time_planning(layers: int) -> None:
+    """Plan a Llama of ``layers`` layers in a dry run of 512 x 8 ranks; print the seconds of planning and the plan's costs."""
     from costing.families import Size
-    from program_cost import prepared
+    from program_cost import prepare_model
 
     size = Size(layers, 4096, 512, 4096, 128_256, (32, 8), 14_336, torch.bfloat16)
     mesh = dt.init_device_mesh("meta", (512, 8), mesh_dim_names=("dp", "tp"))
     with torch.device("meta"), dt.implicit_replication():
-        model, inputs, _ = prepared("tp_dp", "llama", size, mesh)
+        model, inputs, _ = prepare_model("tp_dp", "llama", size, mesh)
         start = perf_counter()
         plan = dt.plan(lambda: model(**inputs).loss.backward())
     taken = perf_counter() - start
@@ -195,6 +201,7 @@ def planning(layers: int) -> None:
 
 
 def main() -> None:
+    """Compare predicted and measured costs, or time the planning of a large model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--width", type=int, default=256)
@@ -206,9 +213,9 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     if options.planning:
-        planning(options.planning)
+        time_planning(options.planning)
     else:
-        compare(options)
+        compare_costs(options)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Bytes, matrix FLOPs and collectives of a whole unchanged model, beside those of the program written by hand.
+"""Program cost: bytes, matrix FLOPs and collectives of an unchanged model, compared with those of a hand-written program.
 
     python benchmarks/program_cost.py [--families llama,gpt2] [--layouts tp,fsdp,dp,tp_dp,styles,styles_sp] [--layers 2]
     python benchmarks/program_cost.py --families more    # ... those of costing/untuned_models.py
@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 from costing import xla
-from costing.families import FAMILIES, USUAL, Family, Size, by_hand, model_of
+from costing.families import FAMILIES, USUAL, Family, Size, build_model, count_hand_written_cost
 from costing.styles import PLANS
 from costing.untuned_models import MORE
 from torch import nn
@@ -39,7 +39,7 @@ from dtensor.parallel import parallelize_module
 
 # --- counting --------------------------------------------------------------------------------------------------------------
 aten = torch.ops.aten
-COUNTED = flop_registry | {  # the CPU's attention, which torch leaves out, as the GPU's
+FLOP_FORMULAS = flop_registry | {  # the CPU's attention, which torch leaves out, as the GPU's
     getattr(aten, f"_scaled_dot_product_flash_attention_for_cpu{way}"): flop_registry[
         getattr(aten, f"_scaled_dot_product_flash_attention{way}")
     ]
@@ -47,19 +47,18 @@ COUNTED = flop_registry | {  # the CPU's attention, which torch leaves out, as t
 }
 
 
-def of_groups(a: Any, b: Any, *_: Any, out_val: Any, **__: Any) -> int:
-    """Return the FLOPs of grouped matrix products, which torch does not count: each position of the grouped dim is in one
-    group."""
+def count_grouped_mm_flops(a: Any, b: Any, *_: Any, out_val: Any, **__: Any) -> int:
+    """Return the FLOPs of a grouped matrix product. Each position of the grouped dim is in one group."""
     groups = out_val.shape[0] if a.ndim == b.ndim == 2 else 1
     return int(2 * a.shape[-1] * out_val.numel() // groups)
 
 
-COUNTED[aten._grouped_mm] = of_groups
+FLOP_FORMULAS[aten._grouped_mm] = count_grouped_mm_flops
 
 
-class Flops(TorchDispatchMode):
-    """Counts matrix FLOPs of plain tensors on one device; for distributed tensors, those of the local operations. Planning runs
-    operators on the device "meta" to learn the shapes of results; with another device those are not counted.
+class FlopCounter(TorchDispatchMode):
+    """Dispatch mode that counts matrix FLOPs of local operations on tensors of one device type. Planning runs operators on the
+    device "meta" to learn the shapes of results; with another device those are not counted.
     """
 
     looks_on = True  # nothing runs otherwise: captured steps are replayed
@@ -71,21 +70,22 @@ class Flops(TorchDispatchMode):
         self.by: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator and add its FLOPs; an operator without a formula is decomposed first if it can be."""
         if any(issubclass(kind, dt.DTensor) for kind in types):
             return NotImplemented
-        if func.overloadpacket not in COUNTED and func._can_decompose():  # a kernel's matmul, which comes here whole
+        if func.overloadpacket not in FLOP_FORMULAS and func._can_decompose():  # a kernel's matmul, which comes here whole
             with self:
                 return func.decompose(*args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
-        count = COUNTED.get(func.overloadpacket)
-        if count is not None and out_of(out).device.type == self.device:
+        count = FLOP_FORMULAS.get(func.overloadpacket)
+        if count is not None and get_first_tensor(out).device.type == self.device:
             found = count(*args, **(kwargs or {}), out_val=out)
             self.total += found
             self.by[str(func)] += found
         return out
 
 
-def out_of(value: Any) -> torch.Tensor:
+def get_first_tensor(value: Any) -> torch.Tensor:
     """Return the first tensor of an operation's result."""
     return value if isinstance(value, torch.Tensor) else next(x for x in value if isinstance(x, torch.Tensor))
 
@@ -104,8 +104,8 @@ class Cost:
         return sum(self.collectives.values())
 
 
-def step_of(model: nn.Module, inputs: dict[str, Any]) -> Callable[[], Any]:
-    """Run forward and backward; gradients get the placements of their parameters, as an optimizer needs."""
+def make_step(model: nn.Module, inputs: dict[str, Any]) -> Callable[[], Any]:
+    """Return a step of forward and backward. Gradients get the placements of their parameters, as an optimizer needs."""
 
     def step() -> Any:
         model.zero_grad()
@@ -117,9 +117,9 @@ def step_of(model: nn.Module, inputs: dict[str, Any]) -> Callable[[], Any]:
     return step
 
 
-def run_of(way: str, model: nn.Module, inputs: dict[str, Any]) -> Callable[[], Any]:
-    """Return the step itself, or the function that replays it."""
-    step = step_of(model, inputs)
+def make_run(way: str, model: nn.Module, inputs: dict[str, Any]) -> Callable[[], Any]:
+    """Return the eager step, or the function that replays its capture, after it was recorded."""
+    step = make_step(model, inputs)
     if way == "eager":
         return step
     run = dt.capture(step, plan="program" if way == "planned" else None)
@@ -128,9 +128,9 @@ def run_of(way: str, model: nn.Module, inputs: dict[str, Any]) -> Callable[[], A
     return run
 
 
-def measure(step: Callable[[], Any], device: str = "cpu") -> Cost:
-    """Measure the costs of one step."""
-    with dt.debug.CommDebugMode() as comm, Flops(device) as flops:
+def measure_step(step: Callable[[], Any], device: str = "cpu") -> Cost:
+    """Run a step once and return its bytes, FLOPs, collectives and loss."""
+    with dt.debug.CommDebugMode() as comm, FlopCounter(device) as flops:
         loss = step()
     value = loss.full_tensor() if isinstance(loss, dt.DTensor) else loss
     kinds = Counter(event.kind for event in comm.events)
@@ -139,7 +139,8 @@ def measure(step: Callable[[], Any], device: str = "cpu") -> Cost:
 
 
 # --- layouts ---------------------------------------------------------------------------------------------------------------
-def distribute(model: nn.Module, mesh: dt.DeviceMesh, placement_of: Callable[[str, nn.Parameter], Any]) -> nn.Module:
+def distribute_model(model: nn.Module, mesh: dt.DeviceMesh, placement_of: Callable[[str, nn.Parameter], Any]) -> nn.Module:
+    """Replace parameters by DTensors with the placements of ``placement_of``, and its buffers by replicated DTensors."""
     made: dict[int, nn.Parameter] = {}
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         owner, _, leaf = name.rpartition(".")
@@ -152,20 +153,20 @@ def distribute(model: nn.Module, mesh: dt.DeviceMesh, placement_of: Callable[[st
     return model
 
 
-def laid_out(inputs: dict[str, torch.Tensor], mesh: dt.DeviceMesh, placements: Any) -> dict[str, Any]:
+def distribute_inputs(inputs: dict[str, torch.Tensor], mesh: dt.DeviceMesh, placements: Any) -> dict[str, Any]:
     return {name: dt.distribute_tensor(x.to(mesh.device_type), mesh, placements) for name, x in inputs.items()}
 
 
-def prepared(
+def prepare_model(
     layout: str, name: str, size: Size, mesh: dt.DeviceMesh | None = None
 ) -> tuple[nn.Module, dict[str, Any], tuple[int, ...]]:
-    """Return the placed model of a family, its batch, and the sizes of the mesh dims."""
+    """Return a family's model with distributed parameters, its batch, and the sizes of the mesh dims."""
     family = FAMILIES[name]
-    model, inputs = model_of(family, size), family.inputs(size)
+    model, inputs = build_model(family, size), family.inputs(size)
     if layout == "tp_dp":
         mesh = mesh or dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        model = distribute(model, mesh, lambda name, p: [dt.Replicate(), family.place(name)])
-        return model, laid_out(inputs, mesh, [dt.Shard(0), dt.Replicate()]), mesh.shape
+        model = distribute_model(model, mesh, lambda name, p: [dt.Replicate(), family.place(name)])
+        return model, distribute_inputs(inputs, mesh, [dt.Shard(0), dt.Replicate()]), mesh.shape
     mesh = mesh or dt.init_device_mesh("cpu", (4,))
     if layout in ("styles", "styles_sp"):
         return parallelize_module(model, mesh, PLANS[name, layout]()), inputs, mesh.shape
@@ -175,17 +176,18 @@ def prepared(
         "dp": lambda name, p: [dt.Replicate()],
     }
     cut = dt.Replicate() if layout == "tp" else dt.Shard(0)
-    return distribute(model, mesh, placements[layout]), laid_out(inputs, mesh, [cut]), mesh.shape
+    return distribute_model(model, mesh, placements[layout]), distribute_inputs(inputs, mesh, [cut]), mesh.shape
 
 
 # --- rows of the table -----------------------------------------------------------------------------------------------------
-def row(name: str, layout: str, size: Size, one: Cost, kinds: bool, way: str) -> str:
-    model, inputs, ranks = prepared(layout, name, size)
+def measure_row(name: str, layout: str, size: Size, one: Cost, kinds: bool, way: str) -> str:
+    """Return a line of the table for one family, layout and way to run, relative to the hand-written program and one device."""
+    model, inputs, ranks = prepare_model(layout, name, size)
     try:
-        found = measure(run_of(way, model, inputs))
+        found = measure_step(make_run(way, model, inputs))
     except dt.errors.CaptureError as error:
         return f"{name:10} {layout:9} {way:9} is not captured: {str(error).partition(':')[2][:80]}"
-    hand, count = by_hand(layout, FAMILIES[name], model_of(FAMILIES[name], size), size, ranks)
+    hand, count = count_hand_written_cost(layout, FAMILIES[name], build_model(FAMILIES[name], size), size, ranks)
     close = (1e-4 if size.dtype is torch.float32 else 2e-2) * abs(one.loss)
     wrong = "" if abs(found.loss - one.loss) < close else f"  WRONG: {one.loss}"
     return (
@@ -197,17 +199,21 @@ def row(name: str, layout: str, size: Size, one: Cost, kinds: bool, way: str) ->
 CLUSTER = Size(2, 8192, 512, 4096, 128_256, (64, 8), 28_672, torch.bfloat16)  # a sequence of 4,096 tokens for each of 512
 
 
-def cluster(name: str, size: Size) -> str:
-    """Print the costs of layers as large as Llama-70B's in a dry run; FLOPs are one rank's, relative to its equal share."""
+def measure_cluster(name: str, size: Size) -> str:
+    """Return a line with the costs of layers as large as Llama-70B's in a dry run; FLOPs are one rank's, relative to its equal
+    share.
+    """
     mesh = dt.init_device_mesh("meta", (512, 8), mesh_dim_names=("dp", "tp"))
     family = FAMILIES[name]
     with torch.device("meta"):
-        model, inputs, ranks = prepared("tp_dp", name, size, mesh)
-        measure(step := step_of(model, inputs), "meta")  # plans are made, which asks operators without data too
-        found = measure(step, "meta")
+        model, inputs, ranks = prepare_model("tp_dp", name, size, mesh)
+        measure_step(step := make_step(model, inputs), "meta")  # plans are made, which asks operators without data too
+        found = measure_step(step, "meta")
         part = replace(size, batch=size.batch // 512)
-        one = measure(step_of(model_of(family, part), {key: x.to("meta") for key, x in family.inputs(part).items()}), "meta")
-        hand, count = by_hand("tp_dp", family, model_of(family, size), size, ranks)
+        one = measure_step(
+            make_step(build_model(family, part), {key: x.to("meta") for key, x in family.inputs(part).items()}), "meta"
+        )
+        hand, count = count_hand_written_cost("tp_dp", family, build_model(family, size), size, ranks)
     return (
         f"{name:10} 512 x 8   {found.nbytes / 1e9:9.2f} GB {found.nbytes / hand:9.2f} {found.flops * 8 / one.flops:15.2f} "
         f"{found.count:14} ({count:5})  by hand {hand / 1e9:.2f} GB"
@@ -215,6 +221,7 @@ def cluster(name: str, size: Size) -> str:
 
 
 def main() -> None:
+    """Print the costs of all chosen families, layouts and ways to run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", default=",".join(USUAL))
     parser.add_argument("--layouts", default="tp,fsdp,dp,tp_dp,styles,styles_sp")
@@ -232,19 +239,19 @@ def main() -> None:
     head = f"{'model':10} {'layout':9} {'way':9} {'bytes':>12} {'over hand':>9} {'FLOPs over fair':>15}"
     print(head, f"{'collectives (by hand)':>22}  loss")
     if options.cluster:
-        print(cluster("llama", CLUSTER))
+        print(measure_cluster("llama", CLUSTER))
         return
     size = Size(options.layers, options.width, dtype=getattr(torch, options.dtype))
     FAMILIES.update(MORE)
     for name in MORE if options.families == "more" else options.families.split(","):
         family: Family = FAMILIES[name]
-        one = measure(step_of(model_of(family, size), family.inputs(size)))
+        one = measure_step(make_step(build_model(family, size), family.inputs(size)))
         for layout in options.layouts.split(","):
             if not layout.startswith("styles") or (name, layout) in PLANS:
                 for way in options.ways.split(","):
-                    print(row(name, layout, size, one, options.kinds, way), flush=True)
+                    print(measure_row(name, layout, size, one, options.kinds, way), flush=True)
     if options.xla:
-        for line in xla.rows(size, options.layouts.split(","), options.jax_python):
+        for line in xla.measure_layouts(size, options.layouts.split(","), options.jax_python):
             print(line)
 
 

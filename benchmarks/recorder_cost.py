@@ -1,8 +1,8 @@
-"""The overhead of recording collectives without listeners: every row of ``dispatch.py`` with the recording code and without.
+"""Recorder cost: the overhead of recording collectives without listeners, for every row of ``dispatch.py``.
 
     python benchmarks/recorder_cost.py [--quick] [--only add "redistribute*"] [--again 3]
 
-Both alternate in one process, on separate meshes and so with separate plans: one side's were bound with ``because``, ``issuing``
+Both alternate in one process, on separate meshes and so with separate plans: one side's were bound with ``issue_for_cause``
 and the check for listeners and ranges before a collective, the other's without. A row above 1.01 is measured again, ``--again``
 times; rows that stay above it are listed at the end. Process group, sizes and clock are those of
 ``dispatch.py``.
@@ -19,7 +19,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from dispatch import built
+from dispatch import build_case
 from dispatching.cases import CASES
 from measuring import timing
 from measuring.sides import GRID, WORLD, Distributed
@@ -32,11 +32,13 @@ from dtensor.comm.processes import reductions, torch_backends, transfer
 from dtensor.dispatch.programs import program
 from dtensor.redistribute import coalesce, executor
 
-MOST = 1.01
+LARGEST_RATIO = 1.01
 
 
-def unreported(self: Communicator, kind: str, dims: Any, run: Callable[..., Any], nbytes: Any) -> Callable[..., Any]:
-    """Replace ``Communicator._wrap_issue``, without the check for listeners."""
+def wrap_issue_without_listeners(
+    self: Communicator, kind: str, dims: Any, run: Callable[..., Any], nbytes: Any
+) -> Callable[..., Any]:
+    """Replace ``Communicator._wrap_issue`` by a version without the check for listeners."""
 
     def issue(x: Any) -> Any:
         if ACTIVE_RECORDERS and (recorder := current_recorder()) is not None:
@@ -46,26 +48,29 @@ def unreported(self: Communicator, kind: str, dims: Any, run: Callable[..., Any]
     return issue
 
 
-def unasked(comm: Any, issue: Callable[..., Any], step: Any) -> executor.BoundStep:
-    """Replace ``executor._bind_collective``, without recording."""
+def bind_collective_without_recording(comm: Any, issue: Callable[..., Any], step: Any) -> executor.BoundStep:
+    """Replace ``executor._bind_collective`` by a version without recording."""
     finish = executor._finisher_of(comm, step)
     if finish is None:
         return executor.BoundStep(lambda x: issue(x).wait(), issue)
     return executor.BoundStep(lambda x: finish(issue(x).wait()), lambda x: issue(x).then(finish))
 
 
-def native(group: Any, op: Any) -> Callable[..., Any]:
-    """Replace ``backends.all_reduction``, without recording."""
+def bind_all_reduce_without_recording(group: Any, op: Any) -> Callable[..., Any]:
+    """Replace ``bind_native_all_reduce`` by a version without recording."""
     issue, options = group.handle.allreduce, torch_backends._async_options(dist.AllreduceOptions(), reduceOp=op)
     return lambda x: issue([x], options)
 
 
 @contextmanager
-def without_door() -> Iterator[None]:
-    """Bind and run collectives without the recording code in this context."""
-    taken = [patch.object(Communicator, "_wrap_issue", unreported)]
-    taken += [patch.object(executor, "_bind_collective", unasked), patch.object(reductions, "bind_native_all_reduce", native)]
-    taken += [patch.object(module, "because", lambda cause, fn: fn) for module in (program, coalesce)]
+def disable_recording() -> Iterator[None]:
+    """Patch the library inside the context, so that collectives are bound and run without the recording code."""
+    taken = [patch.object(Communicator, "_wrap_issue", wrap_issue_without_listeners)]
+    taken += [
+        patch.object(executor, "_bind_collective", bind_collective_without_recording),
+        patch.object(reductions, "bind_native_all_reduce", bind_all_reduce_without_recording),
+    ]
+    taken += [patch.object(module, "issue_for_cause", lambda cause, fn: fn) for module in (program, coalesce)]
     for module in (transfer, reductions):
         names = [name for name in vars(module) if hasattr(getattr(torch_backends, name, None), "__wrapped__")]
         taken += [patch.object(module, name, getattr(module, name).__wrapped__) for name in names]
@@ -78,12 +83,12 @@ def without_door() -> Iterator[None]:
             each.stop()
 
 
-def around(name: str) -> AbstractContextManager[None]:
-    return without_door() if name == "without" else nullcontext()
+def enter_side(name: str) -> AbstractContextManager[None]:
+    return disable_recording() if name == "without" else nullcontext()
 
 
-def sides() -> dict[str, Distributed]:
-    """Return both sides on separate pairs of meshes, so that they share no plan."""
+def make_sides() -> dict[str, Distributed]:
+    """Return the sides with and without recording on separate meshes, so that they share no plan."""
     found = {"with": Distributed(dtensor), "without": Distributed(dtensor)}
     for name, side in found.items():
         side.mesh = dtensor.init_device_mesh("cpu", (WORLD,), mesh_dim_names=(name,))
@@ -91,13 +96,13 @@ def sides() -> dict[str, Distributed]:
     return found
 
 
-def ratio_of(name: str, effort: timing.Effort) -> tuple[float, float] | str:
-    """Return the seconds with recording and their ratio to the seconds without, or the error that was raised."""
+def measure_ratio(name: str, effort: timing.Effort) -> tuple[float, float] | str:
+    """Return the seconds of a case with recording and their ratio to those without, or the name of the error that was raised."""
     functions = {}
-    for side_name, side in sides().items():
-        with around(side_name):
-            functions[side_name] = built(CASES[name], side)
-    taken = timing.interleaved(functions, effort, around)
+    for side_name, side in make_sides().items():
+        with enter_side(side_name):
+            functions[side_name] = build_case(CASES[name], side)
+    taken = timing.time_interleaved(functions, effort, enter_side)
     within, without = taken["with"], taken["without"]
     if isinstance(within, str) or isinstance(without, str):
         return str(within)
@@ -105,10 +110,11 @@ def ratio_of(name: str, effort: timing.Effort) -> tuple[float, float] | str:
 
 
 def main() -> None:
+    """Print the ratio of each row, measured again while it is too large, and the rows that stay too large."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer and shorter repeats")
     parser.add_argument("--only", nargs="+", metavar="ROW", default=["*"], help="names or patterns (*) of rows")
-    parser.add_argument("--again", type=int, default=3, help=f"how often a row over {MOST} is measured again")
+    parser.add_argument("--again", type=int, default=3, help=f"how often a row over {LARGEST_RATIO} is measured again")
     options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
@@ -117,18 +123,20 @@ def main() -> None:
     for name in CASES:
         if not any(fnmatch.fnmatch(name, pattern) for pattern in options.only):
             continue
-        found = ratio_of(name, effort)
+        found = measure_ratio(name, effort)
         if isinstance(found, str):
             print(f"{name:24} {found}")
             continue
         ratios = [found[1]]
-        while ratios[-1] > MOST and len(ratios) <= options.again:
-            again = ratio_of(name, effort)
-            ratios.append(MOST if isinstance(again, str) else again[1])
+        while ratios[-1] > LARGEST_RATIO and len(ratios) <= options.again:
+            again = measure_ratio(name, effort)
+            ratios.append(LARGEST_RATIO if isinstance(again, str) else again[1])
         print(f"{name:24} {found[0] * 1e6:10.1f} us  {'  '.join(f'{ratio:.3f}' for ratio in ratios)}", flush=True)
-        if min(ratios) > MOST:
+        if min(ratios) > LARGEST_RATIO:
             over[name] = min(ratios)
-    print(f"over {MOST} in every measurement: {', '.join(f'{name} {ratio:.3f}' for name, ratio in over.items()) or 'none'}")
+    print(
+        f"over {LARGEST_RATIO} in every measurement: {', '.join(f'{name} {ratio:.3f}' for name, ratio in over.items()) or 'none'}"
+    )
     dist.destroy_process_group()
 
 

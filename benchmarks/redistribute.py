@@ -1,4 +1,4 @@
-"""Redistribution by ``dtensor`` and by ``torch.distributed.tensor`` ("peer"), alternating in the same gloo processes.
+"""Redistribute: redistributions by ``dtensor`` and by ``torch.distributed.tensor`` ("peer"), in turn in the same gloo processes.
 
     python benchmarks/redistribute.py [--quick] [--worlds 2 4 8] [--meshes 2x4] [--sizes "16 KB" "64 MB"] [--only "S0>R"]
                                       [--json FILE] [--plot FILE] [--add FILE ...]
@@ -27,15 +27,15 @@ from redistributing import cases as rc
 Row = dict[str, Any]
 
 
-def rows_of(world: int, options: argparse.Namespace) -> Iterator[Row]:
-    """Yield one row per case on ``world`` ranks."""
-    from redistributing.rank import Effort, measure  # it imports the peer, which only the ranks need
+def measure_cases(world: int, options: argparse.Namespace) -> Iterator[Row]:
+    """Start ``world`` gloo ranks and yield the row of each case that they measure."""
+    from redistributing.rank import Effort, measure_rank  # it imports the peer, which only the ranks need
 
     spawner = mp.get_context("spawn")
     options = argparse.Namespace(**vars(options), world=world, effort=Effort.quick() if options.quick else Effort())
     with tempfile.TemporaryDirectory(prefix="gloo-") as folder:
         reader, writer = spawner.Pipe(duplex=False)
-        ranks = [spawner.Process(target=measure, args=(rank, f"{folder}/store", options, writer)) for rank in range(world)]
+        ranks = [spawner.Process(target=measure_rank, args=(rank, f"{folder}/store", options, writer)) for rank in range(world)]
         for process in ranks:
             process.start()
         writer.close()
@@ -53,20 +53,21 @@ def rows_of(world: int, options: argparse.Namespace) -> Iterator[Row]:
 
 
 # --- what is shown ------------------------------------------------------------------------------------------------------
-def ratio(row: Row, what: str, side: str = "ours", base: str = "peer") -> float | None:
-    """Return the ratio of two sides; None if either did not run."""
+def get_ratio(row: Row, what: str, side: str = "ours", base: str = "peer") -> float | None:
+    """Return a measurement of one side relative to another side's; None if one of them did not run."""
     if what not in row.get(side, ()) or what not in row.get(base, ()):
         return None
     return row[side][what] / row[base][what]
 
 
-def line(row: Row) -> str:
+def format_row(row: Row) -> str:
+    """Return a line of the table: times relative to PyTorch, collectives, bytes and peak memory of one case."""
     ours, theirs = row["ours"], row["peer"]
     if "wall" not in ours:
         return f"{row['name']:48} dtensor: {ours['error']}"
     cells = [f"{row['name']:48}", f"{ours['wall'] * 1e3:9.3f}"]
-    cells += [f"{value:6.2f}" if (value := ratio(row, what)) is not None else "      " for what in ("wall", "cpu")]
-    cells += [f"{value:6.2f}" if (value := ratio(row, "wall", "bare")) is not None else "      "]
+    cells += [f"{value:6.2f}" if (value := get_ratio(row, what)) is not None else "      " for what in ("wall", "cpu")]
+    cells += [f"{value:6.2f}" if (value := get_ratio(row, "wall", "bare")) is not None else "      "]
     for what, width in (("collectives", 3), ("bytes", 11), ("peak", 11)):
         cells += [f"{ours[what]:{width},}", f"{theirs.get(what, ''):{width},}" if what in theirs else " " * width]
     return " ".join(
@@ -81,13 +82,14 @@ HEAD = (
 )
 
 
-def summary(rows: Sequence[Row]) -> list[str]:
+def summarize_rows(rows: Sequence[Row]) -> list[str]:
+    """Return the lines of the summary: mean ratios, slow cases, wrong results, and bytes and memory above their bounds."""
     lines = []
     for world in sorted({row["ranks"] for row in rows}):
         some = [row for row in rows if row["ranks"] == world]
         for label, part in (("all", some), *((size, [row for row in some if row["size"] == size]) for size in rc.EVEN)):
             means = [
-                timing.geometric_mean([r for row in part if (r := ratio(row, what)) is not None]) for what in ("wall", "cpu")
+                timing.geometric_mean([r for row in part if (r := get_ratio(row, what)) is not None]) for what in ("wall", "cpu")
             ]
             if part:
                 lines.append(
@@ -96,12 +98,13 @@ def summary(rows: Sequence[Row]) -> list[str]:
                 )
         plain = [row for row in some if "bare" in row and "wall" in row["peer"]]
         for side in ("ours", "bare"):
-            means = [timing.geometric_mean([r for row in plain if (r := ratio(row, what, side))]) for what in ("wall", "cpu")]
+            means = [timing.geometric_mean([r for row in plain if (r := get_ratio(row, what, side))]) for what in ("wall", "cpu")]
             lines.append(f"{world} ranks, without terms, {side}: {len(plain)} cases: wall {means[0]:.3f}, CPU {means[1]:.3f}")
-    slower = sorted((row for row in rows if (ratio(row, "wall") or 0) > 1.05), key=lambda row: -(ratio(row, "wall") or 0))
+    slower = sorted((row for row in rows if (get_ratio(row, "wall") or 0) > 1.05), key=lambda row: -(get_ratio(row, "wall") or 0))
     lines.append(f"above 1.05 in wall time: {len(slower)}")
     lines += [
-        f"  {ratio(row, 'wall'):.2f} (CPU {ratio(row, 'cpu'):.2f})  {row['ranks']} ranks {row['name']}" for row in slower[:15]
+        f"  {get_ratio(row, 'wall'):.2f} (CPU {get_ratio(row, 'cpu'):.2f})  {row['ranks']} ranks {row['name']}"
+        for row in slower[:15]
     ]
     wrong, theirs = ([row["name"] for row in rows if row[side]["error"]] for side in ("ours", "peer"))
     above = [row["name"] for row in rows if row["ours"].get("bytes", 0) > 1.05 * row["bound"] + 64]
@@ -114,7 +117,7 @@ def summary(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def plot(rows: Sequence[Row], path: str) -> None:
+def plot_ratios(rows: Sequence[Row], path: str) -> None:
     """Plot the ratio of wall times against the tensor's size, one dot per case."""
     import matplotlib  # optional
 
@@ -126,7 +129,7 @@ def plot(rows: Sequence[Row], path: str) -> None:
         dots = [
             (list(rc.EVEN).index(row["size"]) + world / 40, r)
             for row in rows
-            if row["ranks"] == world and (r := ratio(row, "wall"))
+            if row["ranks"] == world and (r := get_ratio(row, "wall"))
         ]
         axis.scatter(*zip(*dots, strict=True), s=12, label=f"{world} ranks")
     axis.set(yscale="log", ylabel="wall time, dtensor / peer", xticks=range(len(rc.EVEN)), xticklabels=list(rc.EVEN))
@@ -136,6 +139,7 @@ def plot(rows: Sequence[Row], path: str) -> None:
 
 
 def main() -> None:
+    """Measure the cases that the options choose on all world sizes; print the rows and the summary."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help=f"only {', '.join(rc.QUICK)}, fewer rounds, 4 ranks unless --worlds")
     parser.add_argument("--worlds", type=int, nargs="*", choices=list(rc.MESHES))
@@ -148,20 +152,20 @@ def main() -> None:
     options = parser.parse_args()
     options.sizes = options.sizes or (rc.QUICK if options.quick else list(rc.EVEN))
     os.environ |= {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "KINETO_LOG_LEVEL": "5"}
-    about = timing.machine()
+    about = timing.describe_machine()
     print(*(f"{key:8} {value}" for key, value in about.items()), "", HEAD, sep="\n", flush=True)
     worlds = options.worlds if options.worlds is not None else [4] if options.quick else list(rc.MESHES)
     rows: list[Row] = [row for path in options.add for row in json.loads(Path(path).read_text())["rows"]]
     for world in worlds:
-        for row in rows_of(world, options):
+        for row in measure_cases(world, options):
             rows.append(row)
-            print(line(row), flush=True)
+            print(format_row(row), flush=True)
             if options.json:  # after each row: a long run may be cut short
                 Path(options.json).write_text(json.dumps({"machine": about, "rows": rows}, indent=1))
-    print("", *summary(rows), sep="\n")
+    print("", *summarize_rows(rows), sep="\n")
     if options.plot:
         try:
-            plot(rows, options.plot)
+            plot_ratios(rows, options.plot)
         except ImportError:
             print("no plot: matplotlib is not installed (pip install 'dtensor[plot]')", file=sys.stderr)
 

@@ -43,8 +43,8 @@ SIDES = {  # side -> label, color
 
 
 # --- measuring ---------------------------------------------------------------------------------------------------------
-def run(script: str, *arguments: str) -> Any:
-    """Return the JSON that a benchmark prints, or writes to the file that replaces ``FILE`` in its arguments."""
+def run_benchmark(script: str, *arguments: str) -> Any:
+    """Run a benchmark and return the JSON that it prints, or writes to the file that replaces ``FILE`` in its arguments."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "rows.json")
         command = [sys.executable, str(ROOT / "benchmarks" / script), *(str(file) if a == "FILE" else a for a in arguments)]
@@ -52,25 +52,28 @@ def run(script: str, *arguments: str) -> Any:
         return json.loads(file.read_text() if file.exists() else done.stdout[done.stdout.index("{") :])
 
 
-def measure(part: str, quick: bool) -> Any:
-    """Return the rows of one part of the page."""
+def measure_part(part: str, quick: bool) -> Any:
+    """Run the benchmarks of one part of the page and return their rows."""
     fast, rounds = (["--quick"] if quick else []), "5" if quick else "15"
     match part:
         case "host":
-            return run("dispatch.py", "--json", *fast)["rows"]
+            return run_benchmark("dispatch.py", "--json", *fast)["rows"]
         case "captured":
-            return run("captured_steps.py", "--json", "--compiled", "aot_eager", *fast)["rows"]
+            return run_benchmark("captured_steps.py", "--json", "--compiled", "aot_eager", *fast)["rows"]
         case "training":
-            small = run("train_step.py", "--json", "--quick", "--rounds", rounds, "--only", *SMALL_CASES)
-            return {"small": small, "medium": run("train_step.py", "--json", "--rounds", "7", "--only", *MEDIUM_CASES)}
+            small = run_benchmark("train_step.py", "--json", "--quick", "--rounds", rounds, "--only", *SMALL_CASES)
+            return {"small": small, "medium": run_benchmark("train_step.py", "--json", "--rounds", "7", "--only", *MEDIUM_CASES)}
         case "memory":
             memory = ("--json", "--memory", "--only", "tp2", "fsdp2")
-            return {"small": run("train_step.py", "--quick", *memory), "medium": run("train_step.py", *memory)}
+            return {
+                "small": run_benchmark("train_step.py", "--quick", *memory),
+                "medium": run_benchmark("train_step.py", *memory),
+            }
         case "redistribution":
             sizes = ("--worlds", "4", "--sizes", "16 KB", "256 KB", "4 MB")
-            return run("redistribute.py", "--quick", *sizes, "--json", "FILE")["rows"]
+            return run_benchmark("redistribute.py", "--quick", *sizes, "--json", "FILE")["rows"]
         case _:
-            return run("first_result.py", "--json", "--rounds", "3" if quick else "10")
+            return run_benchmark("first_result.py", "--json", "--rounds", "3" if quick else "10")
 
 
 # --- numbers -----------------------------------------------------------------------------------------------------------
@@ -83,8 +86,8 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def transitions(rows: Sequence[Any]) -> dict[str, dict[str, float]]:
-    """Return for each pair of layouts the geometric means over meshes and sizes."""
+def average_transitions(rows: Sequence[Any]) -> dict[str, dict[str, float]]:
+    """Return for each pair of placements the geometric mean times and ratio over meshes and sizes."""
     means: dict[str, dict[str, float]] = {}
     for pair in dict.fromkeys(row["pair"] for row in rows):
         some = [row for row in rows if row["pair"] == pair and "wall" in row["ours"]]
@@ -206,7 +209,8 @@ def is_first_call(row: Any) -> bool:
     return str(row["name"]).startswith("cold")
 
 
-def host_section(rows: Sequence[Any]) -> str:
+def write_host_section(rows: Sequence[Any]) -> str:
+    """Return the section about host time of operators, and draw its figure."""
     hot = {row["name"]: row for row in rows if not is_first_call(row)}
     first = [row["whole"] for row in rows if is_first_call(row) and row["whole"]]
     shown = [hot[name] for name in OPERATORS if not isinstance(hot[name]["peer"], str)]
@@ -224,7 +228,7 @@ def host_section(rows: Sequence[Any]) -> str:
     )
 
 
-def captured_section(rows: dict[str, Any]) -> str:
+def write_captured_section(rows: dict[str, Any]) -> str:
     sides = [side for side in SIDES if side in next(iter(rows.values()))]
     cells = [[name, *(microseconds(row[side]) for side in sides)] for name, row in rows.items()]
     return CAPTURED.format(table=table(["program", *(SIDES[side][0] for side in sides)], cells))
@@ -234,7 +238,8 @@ def step_ratio(row: Any) -> float:
     return float(row["ours"]["ms"] / row["peer"]["ms"])
 
 
-def training_section(rows: dict[str, Any]) -> str:
+def write_training_section(rows: dict[str, Any]) -> str:
+    """Return the section about training steps, and draw its figure."""
     sides = ("by hand", "peer", "ours")
     head = ["case", "hand-written, ms", "PyTorch, ms", "dtensor, ms", "dtensor / PyTorch"]
     tables: list[str] = []
@@ -251,7 +256,8 @@ def training_section(rows: dict[str, Any]) -> str:
     return TRAINING.format(tables="\n\n".join(tables), picture=picture)
 
 
-def memory_section(rows: dict[str, Any]) -> str:
+def write_memory_section(rows: dict[str, Any]) -> str:
+    """Return the section about the memory of a rank."""
     sides = ("by hand", "peer", "ours")
     cells = [
         [f"`{case}`, {size}", *(f"{found[side]['peak_mib']:.0f}" for side in sides)]
@@ -261,8 +267,9 @@ def memory_section(rows: dict[str, Any]) -> str:
     return MEMORY.format(table=table(["case", "hand-written", "PyTorch", "dtensor"], cells))
 
 
-def redistribution_section(rows: Sequence[Any]) -> str:
-    means = transitions(rows)
+def write_redistribution_section(rows: Sequence[Any]) -> str:
+    """Return the section about redistribution, and draw its figure."""
+    means = average_transitions(rows)
     cells = [
         [f"`{pair}`", *(f"{value:.2f}" if value > 0 else "raises" for value in (row["peer"], row["ours"], row["ratio"]))]
         for pair, row in means.items()
@@ -275,7 +282,8 @@ def redistribution_section(rows: Sequence[Any]) -> str:
     )
 
 
-def first_section(rows: dict[str, Any]) -> str:
+def write_first_result_section(rows: dict[str, Any]) -> str:
+    """Return the section about the time to the first result."""
     sides = rows["rounds"]
     parts = next(iter(sides.values()))[0]
     cells = [
@@ -286,34 +294,34 @@ def first_section(rows: dict[str, Any]) -> str:
 
 
 SECTIONS: dict[str, Callable[[Any], str]] = {
-    "host": host_section,
-    "captured": captured_section,
-    "training": training_section,
-    "memory": memory_section,
-    "redistribution": redistribution_section,
-    "first": first_section,
+    "host": write_host_section,
+    "captured": write_captured_section,
+    "training": write_training_section,
+    "memory": write_memory_section,
+    "redistribution": write_redistribution_section,
+    "first": write_first_result_section,
 }
 
 
-def ahead_section(results: dict[str, Any]) -> str:
-    """List what was slower than PyTorch in this run."""
+def list_slower_cases(results: dict[str, Any]) -> str:
+    """Return the section that lists what was slower than PyTorch in this run."""
     ratios = {f"operator `{row['name']}`": row["whole"] or 0 for row in results.get("host", ())}
     for size, found in results.get("training", {}).items():
         ratios |= {f"training step `{case}`, {size}": step_ratio(row) for case, row in found.items()}
-    means = transitions(results.get("redistribution", ()))
+    means = average_transitions(results.get("redistribution", ()))
     ratios |= {f"redistribution `{pair}`": row["ratio"] for pair, row in means.items()}
     slower = [f"- {what}: {ratio:.2f}" for what, ratio in ratios.items() if ratio > 1]
     return AHEAD.format(table="\n".join(slower) or "- nothing that was measured")
 
 
-def page_of(results: dict[str, Any]) -> str:
+def write_page(results: dict[str, Any]) -> str:
     about = results["about"]
     where = ", ".join(f"{key} {about[key]}" for key in ("cpu", "cores", "python", "torch", "commit", "date"))
     sections = [section(results[part]) for part, section in SECTIONS.items() if part in results]
-    return "\n".join([HEAD.format(where=where), *sections, ahead_section(results)])
+    return "\n".join([HEAD.format(where=where), *sections, list_slower_cases(results)])
 
 
-def table_figures(results: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def yield_table_figures(results: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the beginning of a row of the tables and the figures of dtensor in it, for the parts that were measured."""
     if "host" in results:
         hot = timing.geometric_mean(row["ratio"] for row in results["host"] if row["ratio"] and not is_first_call(row))
@@ -334,7 +342,7 @@ def table_figures(results: dict[str, Any]) -> Iterator[tuple[str, str]]:
             "ratios: " + ", ".join(f"{kind} {ratio:.2f}" for kind, ratio in means.items()),
         )
     if "redistribution" in results:
-        ratio = timing.geometric_mean(row["ratio"] for row in transitions(results["redistribution"]).values())
+        ratio = timing.geometric_mean(row["ratio"] for row in average_transitions(results["redistribution"]).values())
         yield (
             "| redistribution, 4 gloo processes",
             f"ratio {ratio:.2f}; bytes: 1.02 times the minimum (the elements that a rank lacks)",
@@ -349,7 +357,7 @@ def update_tables(results: dict[str, Any]) -> None:
     """Replace the figures of the rows that this run measured in the tables of README and of the index page."""
     for page in TABLES:
         lines = page.read_text().splitlines()
-        for start, figures in table_figures(results):
+        for start, figures in yield_table_figures(results):
             [at] = [i for i, line in enumerate(lines) if line.startswith(start)]
             cells = lines[at].split(" | ")
             lines[at] = " | ".join([cells[0], figures, *cells[2:]])
@@ -357,6 +365,7 @@ def update_tables(results: dict[str, Any]) -> None:
 
 
 def main() -> None:
+    """Run the parts without earlier results, and write the page and the tables of README and the index page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
     parser.add_argument(
@@ -369,10 +378,10 @@ def main() -> None:
     for part in options.only:
         if part not in results:
             print(f"measuring: {part}", flush=True)
-            results[part] = measure(part, options.quick)
-            results["about"] = {**timing.machine(), "date": date.today().isoformat()}
+            results[part] = measure_part(part, options.quick)
+            results["about"] = {**timing.describe_machine(), "date": date.today().isoformat()}
             options.data.write_text(json.dumps(results))
-    PAGE.write_text(page_of(results))
+    PAGE.write_text(write_page(results))
     update_tables(results)
 
 

@@ -1,4 +1,5 @@
-"""Training steps of a Llama-shaped model on gloo processes: ``dtensor``, PyTorch's DTensor ("peer") and a hand-written program.
+"""Train step: training steps of a Llama-shaped model on gloo processes, by ``dtensor``, PyTorch's DTensor ("peer") and a
+hand-written program.
 
     python benchmarks/train_step.py [--quick] [--json] [--only tp2 fsdp4] [--memory] [--captured]
 
@@ -63,15 +64,15 @@ PARTS = ("tp-mlp", "tp-block")
 ADAMW: dict[str, Any] = {"lr": 1e-4, "foreach": True}  # as it is by default on accelerators
 
 
-def config_of(size: str) -> Config:
+def make_config(size: str) -> Config:
     if size == "small":
         return Config(vocabulary=512, context=64, width=64, heads=4, layers=2)
     return Config(vocabulary=2048, context=128, width=256, heads=8, layers=4)
 
 
 # --- the same plan for both libraries ------------------------------------------------------------------------------------
-def plan_of(lib: Any, shard: Any, replicate: Any) -> dict[str, Any]:
-    """Return the plan of tensor, sequence and loss parallelism; attention computes this rank's heads as local tensors."""
+def make_tensor_parallel_plan(lib: Any, shard: Any, replicate: Any) -> dict[str, Any]:
+    """Return the ``parallelize_module`` plan of a GPT with tensor, sequence and loss parallelism; ``lib`` is either library."""
     plan = {
         "embedding": lib.RowwiseParallel(input_layouts=replicate(), output_layouts=shard(1)),
         "norm": lib.SequenceParallel(),
@@ -98,8 +99,8 @@ def plan_of(lib: Any, shard: Any, replicate: Any) -> dict[str, Any]:
 Step = Callable[[], float]
 
 
-class Part(nn.Module):
-    """A feed-forward layer or a block between a cheap embedding and a cheap loss, so that the part dominates the time."""
+class OneLayerModel(nn.Module):
+    """A feed-forward layer or a block between a cheap embedding and a cheap loss, so that the layer dominates the time."""
 
     cos: Tensor
     sin: Tensor
@@ -117,8 +118,8 @@ class Part(nn.Module):
         return self.part(x, self.cos[: x.shape[1]], self.sin[: x.shape[1]]) if isinstance(self.part, Block) else self.part(x)
 
 
-class Layers(nn.Module):
-    """Feed-forward layers and norms, with many parameters of different sizes."""
+class FeedForwardStack(nn.Module):
+    """Model of feed-forward layers and norms, with many parameters of different sizes."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -130,12 +131,12 @@ class Layers(nn.Module):
         return self.layers(self.embedding(tokens))
 
 
-def squared(out: Any, targets: Any) -> Any:
+def mean_of_squares(out: Any, targets: Any) -> Any:
     return (out**2).mean()
 
 
-def parts_of(plan: dict[str, Any], lib: Any, shard: Any, replicate: Any, block: bool) -> dict[str, Any]:
-    """Return the plan of one feed-forward layer or of one block, with replicated inputs and outputs."""
+def make_one_layer_plan(plan: dict[str, Any], lib: Any, shard: Any, replicate: Any, block: bool) -> dict[str, Any]:
+    """Return the plan of one feed-forward layer or one block, with replicated inputs and outputs."""
     if not block:
         return {"gate": lib.ColwiseParallel(), "up": lib.ColwiseParallel(), "down": lib.RowwiseParallel()}
     inner = {name.removeprefix("blocks.*."): style for name, style in plan.items() if name.startswith("blocks.*.")}
@@ -149,27 +150,32 @@ def parts_of(plan: dict[str, Any], lib: Any, shard: Any, replicate: Any, block: 
     return inner
 
 
-def captured(case: str, model: nn.Module, tokens: Tensor, targets: Tensor) -> Step:
+def make_captured_step(case: str, model: nn.Module, tokens: Tensor, targets: Tensor) -> Step:
     import dtensor as dt
 
-    return ours(case, model, tokens, targets, dt.capture)
+    return make_dtensor_step(case, model, tokens, targets, dt.capture)
 
 
-def ours(case: str, model: nn.Module, tokens: Tensor, targets: Tensor, around: Callable[[Any], Any] = lambda step: step) -> Step:
+def make_dtensor_step(
+    case: str, model: nn.Module, tokens: Tensor, targets: Tensor, around: Callable[[Any], Any] = lambda step: step
+) -> Step:
+    """Parallelize the model of a case with ``dtensor`` and return its training step."""
     import dtensor as dt
     from dtensor import parallel
 
     shape = CASES[case][1]
     mesh = dt.init_device_mesh(tokens.device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
     if case.startswith(PARTS):
-        plan = parts_of(plan_of(parallel, dt.Shard, dt.Replicate), parallel, dt.Shard, dt.Replicate, "block" in case)
+        plan = make_one_layer_plan(
+            make_tensor_parallel_plan(parallel, dt.Shard, dt.Replicate), parallel, dt.Shard, dt.Replicate, "block" in case
+        )
         parallel.parallelize_module(model.part, mesh["tp"], plan)
-        return stepper(model, tokens, targets, squared, around=around)
+        return make_step(model, tokens, targets, mean_of_squares, around=around)
     if "dtensors" in case:
         whole, cut = dt.distribute_module(model, mesh["dp"]), dt.DTensor.from_local(tokens, mesh["dp"], [dt.Shard(0)])
-        return stepper(whole, cut, targets, squared, around=around)
+        return make_step(whole, cut, targets, mean_of_squares, around=around)
     if "tp" in shape:
-        parallel.parallelize_module(model, mesh["tp"], plan_of(parallel, dt.Shard, dt.Replicate))
+        parallel.parallelize_module(model, mesh["tp"], make_tensor_parallel_plan(parallel, dt.Shard, dt.Replicate))
         labels: Any = dt.DTensor.from_local(targets, mesh["tp"], [dt.Replicate()])
     else:
         labels = targets
@@ -185,11 +191,12 @@ def ours(case: str, model: nn.Module, tokens: Tensor, targets: Tensor, around: C
         parallel.replicate(model, mesh["dp"]) if "dp" in shape else None
     if "zero" in case:
         zero: Any = functools.partial(parallel.ZeroRedundancyOptimizer, optimizer_class=torch.optim.AdamW, **ADAMW)
-        return stepper(model, tokens, labels, optimizer=zero, around=around)
-    return stepper(model, tokens, labels, around=around)
+        return make_step(model, tokens, labels, optimizer=zero, around=around)
+    return make_step(model, tokens, labels, around=around)
 
 
-def peer(case: str, model: nn.Module, tokens: Tensor, targets: Tensor) -> Step:
+def make_peer_step(case: str, model: nn.Module, tokens: Tensor, targets: Tensor) -> Step:
+    """Parallelize the model of a case with PyTorch's DTensor, FSDP2, DDP or ZeRO and return its training step."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -198,17 +205,19 @@ def peer(case: str, model: nn.Module, tokens: Tensor, targets: Tensor) -> Step:
     shape = CASES[case][1]
     mesh = init_device_mesh(tokens.device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
     if case.startswith(PARTS):
-        plan = parts_of(plan_of(parallel, Shard, Replicate), parallel, Shard, Replicate, "block" in case)
+        plan = make_one_layer_plan(
+            make_tensor_parallel_plan(parallel, Shard, Replicate), parallel, Shard, Replicate, "block" in case
+        )
         whole = plan.pop("", None)  # it has no name for the module itself
         parallel.parallelize_module(model.part, mesh["tp"], plan)
         if whole is not None:
             parallel.parallelize_module(model.part, mesh["tp"], whole)
-        return stepper(model, tokens, targets, squared)
+        return make_step(model, tokens, targets, mean_of_squares)
     if "dtensors" in case:
         cut = DTensor.from_local(tokens, mesh["dp"], [Shard(0)])
-        return stepper(distribute_module(model, mesh["dp"]), cut, targets, squared)
+        return make_step(distribute_module(model, mesh["dp"]), cut, targets, mean_of_squares)
     if "tp" in shape:
-        parallel.parallelize_module(model, mesh["tp"], plan_of(parallel, Shard, Replicate))
+        parallel.parallelize_module(model, mesh["tp"], make_tensor_parallel_plan(parallel, Shard, Replicate))
     if "fsdp" in case:
         for block in model.blocks:
             fully_shard(block, mesh=mesh["dp"])
@@ -220,11 +229,11 @@ def peer(case: str, model: nn.Module, tokens: Tensor, targets: Tensor) -> Step:
     elif "dp" in shape:
         model = nn.parallel.DistributedDataParallel(model, process_group=mesh.get_group("dp"))
     if "zero" in case:
-        return stepper(model, tokens, targets, optimizer=lambda p: ZeroRedundancyOptimizer(p, torch.optim.AdamW, **ADAMW))
+        return make_step(model, tokens, targets, optimizer=lambda p: ZeroRedundancyOptimizer(p, torch.optim.AdamW, **ADAMW))
     if "tp" not in shape:
-        return stepper(model, tokens, targets)
+        return make_step(model, tokens, targets)
 
-    inner = stepper(model, tokens, targets)
+    inner = make_step(model, tokens, targets)
 
     def step() -> float:
         with parallel.loss_parallel():
@@ -233,16 +242,22 @@ def peer(case: str, model: nn.Module, tokens: Tensor, targets: Tensor) -> Step:
     return step
 
 
-def by_hand(case: str, model: nn.Module, tokens: Tensor, targets: Tensor) -> Step:
+def make_hand_written_step(case: str, model: nn.Module, tokens: Tensor, targets: Tensor) -> Step:
+    """Return the training step of a case by Megatron's sharding or by averaging all gradients in one all-reduce."""
     from measuring import megatron_gpt
 
     shape = CASES[case][1]
     if case.startswith(PARTS):
-        return stepper(megatron_gpt.split_part(model, dist.group.WORLD), tokens, targets, squared)
+        return make_step(megatron_gpt.split_part(model, dist.group.WORLD), tokens, targets, mean_of_squares)
     if case.startswith("tp"):
-        return stepper(megatron_gpt.split(model, dist.group.WORLD), tokens, targets, megatron_gpt.loss_of(dist.group.WORLD))
+        return make_step(
+            megatron_gpt.split_model(model, dist.group.WORLD),
+            tokens,
+            targets,
+            megatron_gpt.make_vocabulary_loss(dist.group.WORLD),
+        )
     if "tp" in shape:  # the data-parallel program, each group of two computing the same
-        return by_hand("ddp4", model, tokens, targets)
+        return make_hand_written_step("ddp4", model, tokens, targets)
     parameters = list(model.parameters())
 
     def average() -> None:
@@ -252,10 +267,10 @@ def by_hand(case: str, model: nn.Module, tokens: Tensor, targets: Tensor) -> Ste
         for p, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
             p.grad.copy_(part.view_as(p))
 
-    return stepper(model, tokens, targets, squared if "dtensors" in case else loss_of, after_backward=average)
+    return make_step(model, tokens, targets, mean_of_squares if "dtensors" in case else loss_of, after_backward=average)
 
 
-def stepper(
+def make_step(
     model: nn.Module,
     tokens: Tensor,
     targets: Any,
@@ -264,7 +279,7 @@ def stepper(
     optimizer: Callable[[Any], torch.optim.Optimizer] = lambda p: torch.optim.AdamW(p, **ADAMW),
     around: Callable[[Any], Any] = lambda step: step,
 ) -> Step:
-    """Return one training step as a function that returns the loss."""
+    """Return a function that runs one training step and returns the loss; ``around`` may capture the step."""
     stepping = optimizer(model.parameters())
 
     def train() -> Any:
@@ -284,26 +299,32 @@ def stepper(
     return step
 
 
-def model_of(case: str, config: Config) -> nn.Module:
+def build_model(case: str, config: Config) -> nn.Module:
     if "dtensors" in case:
-        return Layers(config)
-    return Part(config, "block" in case) if case.startswith(PARTS) else GPT(config)
+        return FeedForwardStack(config)
+    return OneLayerModel(config, "block" in case) if case.startswith(PARTS) else GPT(config)
 
 
 # --- measuring -----------------------------------------------------------------------------------------------------------
-def run_rank(rank: int, case: str, sides: tuple[str, ...], size: str, rounds: int, folder: str) -> None:
+def measure_rank(rank: int, case: str, sides: tuple[str, ...], size: str, rounds: int, folder: str) -> None:
+    """Build the step of each side on one gloo rank and time them in turn; the first rank writes the results to ``folder``."""
     ranks, shape = CASES[case]
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    config = config_of(size)
+    config = make_config(size)
     dp_rank = 0 if set(shape) == {"tp"} else rank // shape.get("tp", 1)
     batch = torch.randint(config.vocabulary, (BATCH, config.context + 1), generator=torch.Generator().manual_seed(dp_rank))
     steps: dict[str, Step] = {}
     for side in sides:
         torch.manual_seed(0)
-        build = {"ours": ours, "peer": peer, "by hand": by_hand, "captured": captured}[side]
-        steps[side] = build(case, model_of(case, config), batch[:, :-1].contiguous(), batch[:, 1:].contiguous())
+        build = {
+            "ours": make_dtensor_step,
+            "peer": make_peer_step,
+            "by hand": make_hand_written_step,
+            "captured": make_captured_step,
+        }[side]
+        steps[side] = build(case, build_model(case, config), batch[:, :-1].contiguous(), batch[:, 1:].contiguous())
     losses = {side: [step() for _ in range(3)] for side, step in steps.items()}
     wall: dict[str, list[float]] = {side: [] for side in sides}
     host: dict[str, list[float]] = {side: [] for side in sides}
@@ -318,7 +339,7 @@ def run_rank(rank: int, case: str, sides: tuple[str, ...], size: str, rounds: in
             took = torch.tensor(time.perf_counter() - now, dtype=torch.float64)
             dist.all_reduce(took, dist.ReduceOp.MAX)
             wall[side].append(took.item())
-    sent = communication(steps) if "ours" in sides else {}
+    sent = count_communication(steps) if "ours" in sides else {}
     if rank == 0:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         found = {
@@ -337,8 +358,8 @@ def run_rank(rank: int, case: str, sides: tuple[str, ...], size: str, rounds: in
     dist.destroy_process_group()
 
 
-def communication(steps: dict[str, Step]) -> dict[str, dict[str, Any]]:
-    """Return the collectives of one step of ``dtensor``, and the bytes that a rank receives."""
+def count_communication(steps: dict[str, Step]) -> dict[str, dict[str, Any]]:
+    """Return the collectives and received bytes of one step of ``dtensor``; the other sides run a step too and return nothing."""
     from dtensor.debug import CommDebugMode
 
     with CommDebugMode() as comm:
@@ -350,13 +371,14 @@ def communication(steps: dict[str, Step]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def measure(case: str, sides: tuple[str, ...], size: str, rounds: int) -> dict[str, Any]:
+def measure_case(case: str, sides: tuple[str, ...], size: str, rounds: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(run_rank, (case, sides, size, rounds, folder), nprocs=CASES[case][0])
+        mp.spawn(measure_rank, (case, sides, size, rounds, folder), nprocs=CASES[case][0])
         return json.loads(Path(folder, "result.json").read_text())
 
 
 def main() -> None:
+    """Measure the chosen cases, time or memory, and print them as a table or JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a small model, few rounds")
     parser.add_argument("--json", action="store_true")
@@ -370,18 +392,19 @@ def main() -> None:
     results = {}
     for case in options.only:
         if options.memory:
-            results[case] = {side: measure(case, (side,), size, 0)[side] for side in sides}
+            results[case] = {side: measure_case(case, (side,), size, 0)[side] for side in sides}
         else:
-            results[case] = measure(case, sides, size, options.rounds or rounds)
+            results[case] = measure_case(case, sides, size, options.rounds or rounds)
         if not options.json:
-            show(case, results[case], options.memory)
+            print_case(case, results[case], options.memory)
     if options.json:
         print(json.dumps(results))
     elif not options.memory:
-        summary(results)
+        print_summary(results)
 
 
-def show(case: str, found: dict[str, Any], memory: bool) -> None:
+def print_case(case: str, found: dict[str, Any], memory: bool) -> None:
+    """Print a line for each side of a case: its times relative to PyTorch, or its peak memory."""
     for side, row in found.items():
         if memory:
             print(f"{case:10} {side:8} peak {row['peak_mib']:7.1f} MiB", flush=True)
@@ -393,7 +416,8 @@ def show(case: str, found: dict[str, Any], memory: bool) -> None:
         print(f"{case:10} {side:8} {times}  loss {row['losses'][-1]:.5f}{sent}", flush=True)
 
 
-def summary(results: dict[str, Any]) -> None:
+def print_summary(results: dict[str, Any]) -> None:
+    """Print the mean ratios to PyTorch's time by kind of parallelism."""
     for kind in ("tp", "ddp", "zero", "fsdp", "hsdp", "dtensors"):
         for key, what in (("ms", "time"), ("cpu_ms", "processor time")):
             ratios = [found["ours"][key] / found["peer"][key] for case, found in results.items() if case.startswith(kind)]

@@ -20,7 +20,7 @@ hypothesis.settings.register_profile("local", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
-check_reported_bytes.count()
+check_reported_bytes.install_byte_counters()
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +28,7 @@ def _compare_reported_bytes(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.node.get_closest_marker("own_collectives"):
         yield
         return
-    with check_reported_bytes.compared():
+    with check_reported_bytes.compare_reported_bytes():
         yield
 
 

@@ -1,4 +1,4 @@
-"""Unchanged models, how Megatron would shard their parameters, and the communication of the hand-written program."""
+"""Families: unchanged models, how Megatron would shard their parameters, and the communication of the hand-written program."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class Size:
         return self.inner or 4 * self.width
 
 
-def tokens(size: Size) -> dict[str, torch.Tensor]:
+def make_token_batch(size: Size) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
     shape = size.batch, size.length
     return {name: torch.randint(0, size.vocabulary, shape, generator=generator) for name in ("input_ids", "labels")}
 
 
-def images(size: Size) -> dict[str, torch.Tensor]:
+def make_image_batch(size: Size) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
     pixels = torch.randn(size.batch, 3, 64, 64, generator=generator).to(size.dtype)
     return {"pixel_values": pixels, "labels": torch.randint(0, 2, (size.batch,), generator=generator)}
@@ -60,14 +60,14 @@ class Family:
     config: Callable[[Size], dict[str, Any]]
     places: tuple[tuple[str, dt.placement.Placement], ...]
     reductions: Callable[[int], int] = lambda layers: 4 * layers + 2
-    inputs: Callable[[Size], dict[str, torch.Tensor]] = tokens
+    inputs: Callable[[Size], dict[str, torch.Tensor]] = make_token_batch
     logits: bool = True
 
     def place(self, name: str) -> dt.placement.Placement:
         return next((spot for pattern, spot in self.places if re.search(pattern, name)), dt.Replicate())
 
 
-def llama_like(size: Size) -> dict[str, Any]:
+def make_llama_config(size: Size) -> dict[str, Any]:
     heads = {"num_attention_heads": size.heads[0], "num_key_value_heads": size.heads[1]}
     sizes = {"hidden_size": size.width, "intermediate_size": size.hidden, "vocab_size": size.vocabulary}
     return heads | sizes | {"num_hidden_layers": size.layers, "max_position_embeddings": 2 * size.length}
@@ -84,7 +84,7 @@ def _t5(size: Size) -> dict[str, Any]:
 
 
 def _vit(size: Size) -> dict[str, Any]:
-    return llama_like(size) | {"image_size": 64, "patch_size": 8}
+    return make_llama_config(size) | {"image_size": 64, "patch_size": 8}
 
 
 LLAMA = ((r"(q|k|v|gate|up)_proj\.weight|embed_tokens|lm_head", COLUMN), (r"(o|down)_proj\.weight", ROW))
@@ -97,9 +97,9 @@ _T5 = (
     (r"Attention\.o\.|DenseReluDense\.wo|relative_attention_bias", ROW),
 )
 FAMILIES = {
-    "llama": Family("LlamaForCausalLM", llama_like, LLAMA),
-    "qwen3": Family("Qwen3ForCausalLM", lambda size: llama_like(size) | {"head_dim": size.width // size.heads[0]}, LLAMA),
-    "mistral": Family("MistralForCausalLM", llama_like, LLAMA),
+    "llama": Family("LlamaForCausalLM", make_llama_config, LLAMA),
+    "qwen3": Family("Qwen3ForCausalLM", lambda size: make_llama_config(size) | {"head_dim": size.width // size.heads[0]}, LLAMA),
+    "mistral": Family("MistralForCausalLM", make_llama_config, LLAMA),
     "gpt2": Family(
         "GPT2LMHeadModel",
         _gpt2,
@@ -111,12 +111,12 @@ FAMILIES = {
     ),
     "bert": Family(
         "BertForMaskedLM",
-        llama_like,
+        make_llama_config,
         BERT,
     ),
     "opt": Family(
         "OPTForCausalLM",
-        lambda size: llama_like(size) | {"ffn_dim": size.hidden, "word_embed_proj_dim": size.width},
+        lambda size: make_llama_config(size) | {"ffn_dim": size.hidden, "word_embed_proj_dim": size.width},
         ((r"(q|k|v)_proj|fc1|embed_tokens|lm_head", COLUMN), (r"(out_proj|fc2)\.weight", ROW)),
     ),
     # one table embeds for encoder and decoder; what all decoder layers owe the encoder's result is reduced once
@@ -127,13 +127,13 @@ FAMILIES = {
         _vit,
         ((r"(q|k|v)_proj|fc1", COLUMN), (r"(o_proj|fc2)\.weight", ROW)),
         reductions=lambda layers: 4 * layers,
-        inputs=images,
+        inputs=make_image_batch,
         logits=False,
     ),
     # whole experts on each rank; every rank routes all tokens
     "mixtral": Family(
         "MixtralForCausalLM",
-        lambda size: llama_like(size) | {"num_local_experts": 4, "num_experts_per_tok": 2},
+        lambda size: make_llama_config(size) | {"num_local_experts": 4, "num_experts_per_tok": 2},
         ((r"experts\.", dt.Shard(0)), *LLAMA),
     ),
 }
@@ -149,20 +149,25 @@ USUAL = (
 )  # what a program with a choice of experts costs: --families
 
 
-def causal(module: nn.Module, q: Any, k: Any, v: Any, mask: Any, scaling: float | None = None, **_: Any) -> tuple[Any, None]:
-    """Use attention without an explicit mask: models test for packed sequences by reading values, which a dry run lacks."""
+def run_causal_attention(
+    module: nn.Module, q: Any, k: Any, v: Any, mask: Any, scaling: float | None = None, **_: Any
+) -> tuple[Any, None]:
+    """Replace a model's attention by causal attention without a mask. Models test for packed sequences by reading values, which a
+    dry run lacks.
+    """
     out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
     return out.transpose(1, 2).contiguous(), None
 
 
-def model_of(family: Family, size: Size) -> nn.Module:
+def build_model(family: Family, size: Size) -> nn.Module:
+    """Return an unchanged model of a family in the given size, without dropout and caches."""
     import transformers
 
     torch.manual_seed(0)
     kind = getattr(transformers, family.kind)
     config = kind.config_class(**family.config(size))
     if torch.get_default_device().type == "meta":
-        transformers.AttentionInterface.register("causal", causal)
+        transformers.AttentionInterface.register("causal", run_causal_attention)
         config._attn_implementation = "causal"
     for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout_prob", "attention_probs_dropout_prob", "dropout"):
         if hasattr(config, name):
@@ -172,13 +177,15 @@ def model_of(family: Family, size: Size) -> nn.Module:
 
 
 # --- by hand: what one rank receives, and how many collectives -------------------------------------------------------------
-def reduced(nbytes: float, ranks: int) -> float:
-    """Return the bytes that a rank receives in an all-reduce, or in a reduce-scatter and an all-gather."""
+def all_reduce_bytes(nbytes: float, ranks: int) -> float:
+    """Return the bytes that a rank receives in an all-reduce of ``nbytes``, or in a reduce-scatter and an all-gather."""
     return 2 * (ranks - 1) / ranks * nbytes
 
 
-def by_hand(layout: str, family: Family, model: nn.Module, size: Size, ranks: tuple[int, ...]) -> tuple[float, int]:
-    """Return the bytes and collectives of the hand-written program.
+def count_hand_written_cost(
+    layout: str, family: Family, model: nn.Module, size: Size, ranks: tuple[int, ...]
+) -> tuple[float, int]:
+    """Return the bytes that a rank receives in a step of the hand-written program, and the number of its collectives.
 
     - tp, styles (Megatron): ``family.reductions`` of the residual stream; the loss of sharded logits reduces a maximum, a sum and
       the target's logit of every token, in float32
@@ -192,20 +199,22 @@ def by_hand(layout: str, family: Family, model: nn.Module, size: Size, ranks: tu
     if layout == "fsdp":
         return 3 * (n - 1) / n * of_parameters, 3 * layers
     if layout == "dp":
-        return reduced(of_parameters, n), 1
+        return all_reduce_bytes(of_parameters, n), 1
     places = size.batch // dp * (size.length if family.logits else PATCHES)
     count = family.reductions(layers)
-    moved = count * reduced(places * size.width * size.dtype.itemsize, n) + (3 * reduced(4 * places, n) if family.logits else 0)
+    moved = count * all_reduce_bytes(places * size.width * size.dtype.itemsize, n) + (
+        3 * all_reduce_bytes(4 * places, n) if family.logits else 0
+    )
     if layout in ("styles", "styles_sp"):
         whole = sum(p.numel() * p.element_size() for p in model.parameters() if p.ndim == 1)
         norms = 2 * layers + 1
-        return (moved, count + 3) if layout == "styles" else (moved + reduced(whole, n), 2 * count + norms + 3)
+        return (moved, count + 3) if layout == "styles" else (moved + all_reduce_bytes(whole, n), 2 * count + norms + 3)
     if layout == "tp":
         return moved, count
-    return moved + reduced(gradients(family, model, n), dp), count + 1
+    return moved + all_reduce_bytes(count_gradient_bytes(family, model, n), dp), count + 1
 
 
-def gradients(family: Family, model: nn.Module, n: int) -> float:
+def count_gradient_bytes(family: Family, model: nn.Module, n: int) -> float:
     """Return the bytes of one rank's gradients with parameters sharded over ``n`` ranks."""
     cut = {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
     return sum(nbytes / (n if family.place(name) != dt.Replicate() else 1) for name, nbytes in cut.items())

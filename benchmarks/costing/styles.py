@@ -1,4 +1,4 @@
-"""Plans of ``ColwiseParallel`` and ``RowwiseParallel`` for unchanged models, as users write them."""
+"""Styles: plans of ``ColwiseParallel`` and ``RowwiseParallel`` for unchanged models, as users write them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ def _matrices(prefix: str, columns: tuple[str, ...], rows: tuple[str, ...], left
     return plan | {f"{prefix}{name}": RowwiseParallel(**left) for name in rows}
 
 
-def llama(sequence: bool) -> Plan:
+def make_llama_plan(sequence: bool) -> Plan:
+    """Return the tensor-parallel plan of a Llama, with sequence parallelism if ``sequence``."""
     left: dict[str, Any] = {"output_layouts": Shard(1), "use_local_output": False} if sequence else {}
     given: dict[str, Any] = {"input_layouts": Shard(1)} if sequence else {}
     plan = _matrices(
@@ -36,7 +37,7 @@ def llama(sequence: bool) -> Plan:
     return plan
 
 
-def opt(sequence: bool) -> Plan:
+def make_opt_plan(sequence: bool) -> Plan:
     plan = _matrices("model.decoder.layers.*.", ("fc1",), ("self_attn.out_proj", "fc2"), {})
     # heads are counted by the configuration, not by the width of what a rank has: they must stay distributed
     plan["model.decoder.layers.*.self_attn.[qkv]_proj"] = ColwiseParallel(use_local_output=False)
@@ -45,7 +46,7 @@ def opt(sequence: bool) -> Plan:
     return plan
 
 
-def gpt2(sequence: bool) -> Plan:
+def make_gpt2_plan(sequence: bool) -> Plan:
     plan = _matrices("transformer.h.*.", ("mlp.c_fc",), ("attn.c_proj", "mlp.c_proj"), {})
     plan["transformer.h.*.attn.c_attn"] = ColwiseParallel(parts=3, use_local_output=False)  # heads as in OPT
     plan["transformer.wte"] = RowwiseParallel(input_layouts=Replicate())
@@ -53,7 +54,7 @@ def gpt2(sequence: bool) -> Plan:
     return plan
 
 
-def phi3(sequence: bool) -> Plan:
+def make_phi3_plan(sequence: bool) -> Plan:
     plan = _matrices("model.layers.*.", (), ("self_attn.o_proj", "mlp.down_proj"), {})
     plan["model.layers.*.self_attn.qkv_proj"] = ColwiseParallel(parts=3, use_local_output=False)  # heads as in OPT
     plan["model.layers.*.mlp.gate_up_proj"] = ColwiseParallel(parts=2)
@@ -62,21 +63,21 @@ def phi3(sequence: bool) -> Plan:
     return plan
 
 
-def glm(sequence: bool) -> Plan:
-    plan = llama(sequence)
+def make_glm_plan(sequence: bool) -> Plan:
+    plan = make_llama_plan(sequence)
     del plan["model.layers.*.mlp.gate_proj"], plan["model.layers.*.mlp.up_proj"]
     return plan | {"model.layers.*.mlp.gate_up_proj": ColwiseParallel(parts=2)}
 
 
 # family -> whether its sequence can be cut too -> the plan
 PLANS = {
-    ("llama", "styles"): lambda: llama(False),
-    ("llama", "styles_sp"): lambda: llama(True),
-    ("mistral", "styles"): lambda: llama(False),
-    ("mistral", "styles_sp"): lambda: llama(True),
-    ("gpt2", "styles"): lambda: gpt2(False),
-    ("opt", "styles"): lambda: opt(False),
-    ("phi3", "styles"): lambda: phi3(False),
-    ("glm", "styles"): lambda: glm(False),
-    ("glm", "styles_sp"): lambda: glm(True),
+    ("llama", "styles"): lambda: make_llama_plan(False),
+    ("llama", "styles_sp"): lambda: make_llama_plan(True),
+    ("mistral", "styles"): lambda: make_llama_plan(False),
+    ("mistral", "styles_sp"): lambda: make_llama_plan(True),
+    ("gpt2", "styles"): lambda: make_gpt2_plan(False),
+    ("opt", "styles"): lambda: make_opt_plan(False),
+    ("phi3", "styles"): lambda: make_phi3_plan(False),
+    ("glm", "styles"): lambda: make_glm_plan(False),
+    ("glm", "styles_sp"): lambda: make_glm_plan(True),
 }

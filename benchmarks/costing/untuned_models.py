@@ -1,4 +1,5 @@
-"""More unchanged models, not tuned for: explicit attention, folded heads, parallel blocks, post-norms, experts.
+"""Untuned models: unchanged models that were not tuned for: explicit attention, folded heads, parallel blocks, post-norms,
+experts.
 
 python benchmarks/program_cost.py --families more --layouts tp,fsdp,tp_dp
 """
@@ -10,14 +11,14 @@ from typing import Any
 
 import dtensor as dt
 
-from .families import BERT, COLUMN, LLAMA, ROW, Family, Size, llama_like
+from .families import BERT, COLUMN, LLAMA, ROW, Family, Size, make_llama_config
 
 Config = Callable[[Size], dict[str, Any]]
 
 
-def _with(**more: Callable[[Size], Any]) -> Config:
-    """Return the patterns of the parameter names that most families share, and more."""
-    return lambda size: llama_like(size) | {name: value(size) for name, value in more.items()}
+def _extend_patterns(**more: Callable[[Size], Any]) -> Config:
+    """Return a configuration function: the Llama fields that most families share, and ``more`` fields."""
+    return lambda size: make_llama_config(size) | {name: value(size) for name, value in more.items()}
 
 
 def _named(**names: Callable[[Size], Any]) -> Config:
@@ -52,8 +53,8 @@ def _none(size: Size) -> int:
     return 0
 
 
-def _parallel(layers: int) -> int:
-    """Return how often a family reduces that adds attention and MLP of a layer first."""
+def _count_parallel_reductions(layers: int) -> int:
+    """Return the number of reductions of a family that adds attention and MLP of a layer before reducing."""
     return 2 * layers + 2
 
 
@@ -65,23 +66,25 @@ _FUSED = (
 _EXPERTS = (r"\.experts\.", dt.Shard(0))
 _FEW = {"num_experts_per_tok": lambda _: 2, "moe_intermediate_size": _hidden}
 MORE = {
-    "gemma": Family("GemmaForCausalLM", _with(head_dim=_per_head), LLAMA),
-    "gemma2": Family("Gemma2ForCausalLM", _with(head_dim=_per_head), LLAMA),
-    "gemma3": Family("Gemma3ForCausalLM", _with(head_dim=_per_head), LLAMA),
-    "granite": Family("GraniteForCausalLM", llama_like, LLAMA),
-    "olmo2": Family("Olmo2ForCausalLM", llama_like, LLAMA),
-    "qwen2": Family("Qwen2ForCausalLM", llama_like, ((r"(q|k|v)_proj\.bias", COLUMN), *LLAMA)),
-    "stablelm": Family("StableLmForCausalLM", llama_like, LLAMA),
-    "cohere": Family("CohereForCausalLM", llama_like, LLAMA, reductions=_parallel),
-    "phi": Family("PhiForCausalLM", llama_like, _GPT, reductions=_parallel),
-    "phi3": Family("Phi3ForCausalLM", _with(pad_token_id=lambda _: 0), ((r"qkv_proj|gate_up_proj", COLUMN), *LLAMA)),
-    "glm": Family("GlmForCausalLM", _with(head_dim=_per_head, pad_token_id=_none), ((r"gate_up_proj", COLUMN), *LLAMA)),
+    "gemma": Family("GemmaForCausalLM", _extend_patterns(head_dim=_per_head), LLAMA),
+    "gemma2": Family("Gemma2ForCausalLM", _extend_patterns(head_dim=_per_head), LLAMA),
+    "gemma3": Family("Gemma3ForCausalLM", _extend_patterns(head_dim=_per_head), LLAMA),
+    "granite": Family("GraniteForCausalLM", make_llama_config, LLAMA),
+    "olmo2": Family("Olmo2ForCausalLM", make_llama_config, LLAMA),
+    "qwen2": Family("Qwen2ForCausalLM", make_llama_config, ((r"(q|k|v)_proj\.bias", COLUMN), *LLAMA)),
+    "stablelm": Family("StableLmForCausalLM", make_llama_config, LLAMA),
+    "cohere": Family("CohereForCausalLM", make_llama_config, LLAMA, reductions=_count_parallel_reductions),
+    "phi": Family("PhiForCausalLM", make_llama_config, _GPT, reductions=_count_parallel_reductions),
+    "phi3": Family("Phi3ForCausalLM", _extend_patterns(pad_token_id=lambda _: 0), ((r"qkv_proj|gate_up_proj", COLUMN), *LLAMA)),
+    "glm": Family(
+        "GlmForCausalLM", _extend_patterns(head_dim=_per_head, pad_token_id=_none), ((r"gate_up_proj", COLUMN), *LLAMA)
+    ),
     "modernbert": Family(
         "ModernBertForMaskedLM",
-        _with(**dict.fromkeys([f"{name}_token_id" for name in ("pad", "bos", "eos", "cls", "sep")], _none)),
+        _extend_patterns(**dict.fromkeys([f"{name}_token_id" for name in ("pad", "bos", "eos", "cls", "sep")], _none)),
         ((r"Wqkv|Wi|tok_embeddings|decoder", COLUMN), (r"Wo\.weight", ROW)),
     ),
-    "starcoder2": Family("Starcoder2ForCausalLM", llama_like, ((r"o_proj\.weight", ROW), *_GPT)),
+    "starcoder2": Family("Starcoder2ForCausalLM", make_llama_config, ((r"o_proj\.weight", ROW), *_GPT)),
     "gptj": Family(
         "GPTJForCausalLM",
         _named(
@@ -93,7 +96,7 @@ MORE = {
             rotary_dim=_per_head,
         ),
         _GPT,
-        reductions=_parallel,
+        reductions=_count_parallel_reductions,
     ),
     "gptneo": Family(
         "GPTNeoForCausalLM",
@@ -108,18 +111,18 @@ MORE = {
         _GPT,
     ),
     # attention and MLP have a norm each: what their inputs owe is reduced apart, what they give together
-    "gptneox": Family("GPTNeoXForCausalLM", llama_like, _FUSED, reductions=lambda layers: 3 * layers + 2),
+    "gptneox": Family("GPTNeoXForCausalLM", make_llama_config, _FUSED, reductions=lambda layers: 3 * layers + 2),
     "falcon": Family(
         "FalconForCausalLM",
-        _with(multi_query=lambda _: False, parallel_attn=lambda _: False, bias=lambda _: True),
+        _extend_patterns(multi_query=lambda _: False, parallel_attn=lambda _: False, bias=lambda _: True),
         _FUSED,
     ),
     "bloom": Family("BloomForCausalLM", _named(hidden_size=_width, n_head=_heads, n_layer=_layers, vocab_size=_words), _FUSED),
-    "roberta": Family("RobertaForMaskedLM", llama_like, BERT),
-    "electra": Family("ElectraForMaskedLM", _with(embedding_size=_width), BERT),
+    "roberta": Family("RobertaForMaskedLM", make_llama_config, BERT),
+    "electra": Family("ElectraForMaskedLM", _extend_patterns(embedding_size=_width), BERT),
     "deberta": Family(
         "DebertaV2ForMaskedLM",
-        llama_like,
+        make_llama_config,
         ((r"(query|key|value)_proj|intermediate\.dense|word_embeddings|decoder", COLUMN), (r"output\.dense\.weight", ROW)),
     ),
     "distilbert": Family(
@@ -144,12 +147,14 @@ MORE = {
     ),
     "qwen2moe": Family(
         "Qwen2MoeForCausalLM",
-        _with(num_experts=lambda _: 4, shared_expert_intermediate_size=_hidden, **_FEW),
+        _extend_patterns(num_experts=lambda _: 4, shared_expert_intermediate_size=_hidden, **_FEW),
         (_EXPERTS, *LLAMA),
     ),
     "gpt_oss": Family(
         "GptOssForCausalLM",
-        _with(num_local_experts=lambda _: 4, num_experts_per_tok=lambda _: 2, head_dim=_per_head, pad_token_id=lambda _: 0),
+        _extend_patterns(
+            num_local_experts=lambda _: 4, num_experts_per_tok=lambda _: 2, head_dim=_per_head, pad_token_id=lambda _: 0
+        ),
         (_EXPERTS, (r"(q|k|v)_proj\.bias|sinks", COLUMN), *LLAMA),
     ),
     "mamba": Family(

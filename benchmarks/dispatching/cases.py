@@ -1,4 +1,4 @@
-"""The rows of ``dispatch.py`` on repeated shapes: each case makes its tensors on a side and returns the function to time."""
+"""Cases of ``dispatch.py`` on repeated shapes: each makes its tensors on a side and returns the function to time."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Run = Callable[[], object]
 Case = Callable[[Any], Run]
 
 
-def on_shards(op: Callable[..., object], *, operands: int = 1, recorded: bool = False) -> Case:
-    """Apply ``op`` to 8 x 8 shards of tensor dim 0; with ``recorded``, autograd records it."""
+def on_sharded_operands(op: Callable[..., object], *, operands: int = 1, recorded: bool = False) -> Case:
+    """Return a case that applies ``op`` to tensors sharded along dim 0, 8 x 8 per rank; ``recorded``: by autograd too."""
 
     def case(side: Any) -> Run:
         given = [side.shard(0, N, N).requires_grad_(recorded) for _ in range(operands)]
@@ -25,8 +25,8 @@ def on_shards(op: Callable[..., object], *, operands: int = 1, recorded: bool = 
     return case
 
 
-def on_tiles(op: Callable[..., object], *, operands: int = 1) -> Case:
-    """Apply ``op`` to 8 x 8 blocks of a tensor that a 2-D mesh shards along both dims."""
+def on_2d_sharded_operands(op: Callable[..., object], *, operands: int = 1) -> Case:
+    """Return a case that applies ``op`` to tensors that a 2-D mesh shards along both dims, 8 x 8 per rank."""
 
     def case(side: Any) -> Run:
         given = [side.tiles(N, N) for _ in range(operands)]
@@ -36,7 +36,7 @@ def on_tiles(op: Callable[..., object], *, operands: int = 1) -> Case:
 
 
 def forward_and_backward(op: Callable[..., Any], *, operands: int = 1) -> Case:
-    """Run ``op`` and compute the gradients of all operands."""
+    """Return a case that runs ``op`` and computes the gradients of all operands."""
 
     def case(side: Any) -> Run:
         given = [side.shard(0, N, N).requires_grad_() for _ in range(operands)]
@@ -47,6 +47,8 @@ def forward_and_backward(op: Callable[..., Any], *, operands: int = 1) -> Case:
 
 
 def in_inference_mode(case: Case) -> Case:
+    """Return the case with its tensors made and its function timed in inference mode."""
+
     def built(side: Any) -> Run:
         with torch.inference_mode():
             run = case(side)
@@ -61,6 +63,8 @@ def in_inference_mode(case: Case) -> Case:
 
 
 def without_grad(case: Case) -> Case:
+    """Return the case with its function timed under ``torch.no_grad``."""
+
     def built(side: Any) -> Run:
         run = case(side)
 
@@ -139,7 +143,7 @@ def cross_entropy_recorded(side: Any) -> Run:
 
 
 def cross_entropy_of_classes(recorded: bool) -> Case:
-    """Compute the loss of class scores; each rank has 8 classes for 8 samples."""
+    """Return a case of cross-entropy with sharded classes, 8 per rank, for 8 samples; with ``recorded``, the gradient too."""
 
     def case(side: Any) -> Run:
         x, target = side.shard(1, N, N).requires_grad_(recorded), side.same_ids(N)
@@ -151,7 +155,7 @@ def cross_entropy_of_classes(recorded: bool) -> Case:
 
 
 def attention(dim: int, *, causal: bool = False, backend: SDPBackend | None = None) -> Case:
-    """Run attention over (batch, heads, sequence, head dim), sharded by batch or by heads."""
+    """Return a case of attention over (batch, heads, sequence, head dim), sharded along tensor dim ``dim``."""
 
     def case(side: Any) -> Run:
         query, key, value = (side.shard(dim, 2, 2, SEQUENCE, HEAD_DIM) for _ in range(3))
@@ -270,7 +274,7 @@ def planned_block(side: Any) -> Run:
     return step
 
 
-def block_of(side: Any) -> Block:
+def make_block(side: Any) -> Block:
     """Return one side's block with sharded heads and hidden features, the rest replicated."""
     block = Block()
     for name in ("query", "key", "value"):
@@ -286,7 +290,7 @@ def block_of(side: Any) -> Block:
 
 def distributed_block(side: Any) -> Run:
     """Run a block with every tensor distributed, forward and backward."""
-    block = block_of(side)
+    block = make_block(side)
     x = side.replicate(1, SEQUENCE, WIDTH)
 
     def step() -> None:
@@ -298,12 +302,12 @@ def distributed_block(side: Any) -> Run:
 
 def distributed_block_forward(side: Any) -> Run:
     """Run a block with every tensor distributed, without gradients."""
-    block = block_of(side).requires_grad_(False)
+    block = make_block(side).requires_grad_(False)
     x = side.replicate(1, SEQUENCE, WIDTH)
     return lambda: block(x)
 
 
-def _parameters(side: Any, count: int) -> list[Any]:
+def _make_parameters(side: Any, count: int) -> list[Any]:
     parameters = [nn.Parameter(side.shard(0, N, N)) for _ in range(count)]
     for parameter in parameters:
         parameter.grad = side.shard(0, N, N)
@@ -311,48 +315,48 @@ def _parameters(side: Any, count: int) -> list[Any]:
 
 
 def adamw(side: Any) -> Run:
-    return torch.optim.AdamW(_parameters(side, 100), lr=1e-3, foreach=True).step
+    return torch.optim.AdamW(_make_parameters(side, 100), lr=1e-3, foreach=True).step
 
 
 def adamw_fused(side: Any) -> Run:
-    return torch.optim.AdamW(_parameters(side, 20), lr=1e-3, fused=True).step
+    return torch.optim.AdamW(_make_parameters(side, 20), lr=1e-3, fused=True).step
 
 
 def zero_grad(side: Any) -> Run:
-    optimizer = torch.optim.AdamW(_parameters(side, 20), lr=1e-3, foreach=True)
+    optimizer = torch.optim.AdamW(_make_parameters(side, 20), lr=1e-3, foreach=True)
     return lambda: optimizer.zero_grad(set_to_none=False)
 
 
 def sgd(side: Any) -> Run:
-    return torch.optim.SGD(_parameters(side, 20), lr=1e-3, momentum=0.9, foreach=True).step
+    return torch.optim.SGD(_make_parameters(side, 20), lr=1e-3, momentum=0.9, foreach=True).step
 
 
 def clip(side: Any) -> Run:
-    parameters = _parameters(side, 100)
+    parameters = _make_parameters(side, 100)
     return lambda: nn.utils.clip_grad_norm_(parameters, 1.0)
 
 
 CASES: dict[str, Case] = {
-    "add": on_shards(torch.add, operands=2),
-    "add, recorded": on_shards(torch.add, operands=2, recorded=True),
-    "add, no_grad": without_grad(on_shards(torch.add, operands=2)),
-    "add, inference mode": in_inference_mode(on_shards(torch.add, operands=2)),
-    "add, 2-D mesh": on_tiles(torch.add, operands=2),
+    "add": on_sharded_operands(torch.add, operands=2),
+    "add, recorded": on_sharded_operands(torch.add, operands=2, recorded=True),
+    "add, no_grad": without_grad(on_sharded_operands(torch.add, operands=2)),
+    "add, inference mode": in_inference_mode(on_sharded_operands(torch.add, operands=2)),
+    "add, 2-D mesh": on_2d_sharded_operands(torch.add, operands=2),
     "mul, fwd + bwd": forward_and_backward(torch.mul, operands=2),
-    "mul scalar": on_shards(lambda x: x * 1.5),
+    "mul scalar": on_sharded_operands(lambda x: x * 1.5),
     "mm": mm,
     f"mm, {GRID[0]} x {GRID[1]} mesh": mm_2d,
-    "add_": on_shards(lambda x, y: x.add_(y), operands=2),
-    "mul_ scalar": on_shards(lambda x: x.mul_(1.0)),
-    "copy_": on_shards(lambda x, y: x.copy_(y), operands=2),
-    "sum": on_shards(torch.sum),
-    "mean": on_shards(torch.mean),
-    "t": on_shards(torch.t),
-    "transpose, recorded": on_shards(lambda x: x.transpose(0, 1), recorded=True),
-    "detach": on_shards(torch.detach),
-    "clone": on_shards(torch.clone),
-    "zeros_like": on_shards(torch.zeros_like),
-    "softmax": on_shards(lambda x: torch.softmax(x, -1)),
+    "add_": on_sharded_operands(lambda x, y: x.add_(y), operands=2),
+    "mul_ scalar": on_sharded_operands(lambda x: x.mul_(1.0)),
+    "copy_": on_sharded_operands(lambda x, y: x.copy_(y), operands=2),
+    "sum": on_sharded_operands(torch.sum),
+    "mean": on_sharded_operands(torch.mean),
+    "t": on_sharded_operands(torch.t),
+    "transpose, recorded": on_sharded_operands(lambda x: x.transpose(0, 1), recorded=True),
+    "detach": on_sharded_operands(torch.detach),
+    "clone": on_sharded_operands(torch.clone),
+    "zeros_like": on_sharded_operands(torch.zeros_like),
+    "softmax": on_sharded_operands(lambda x: torch.softmax(x, -1)),
     "softmax, fwd + bwd": forward_and_backward(lambda x: torch.softmax(x, -1)),
     "layer_norm": layer_norm,
     "rms_norm": rms_norm,
@@ -360,14 +364,14 @@ CASES: dict[str, Case] = {
     "view, inference mode": in_inference_mode(view),
     "view, 2-D mesh": view_2d,
     "expand": expand,
-    "split": on_shards(lambda x: x.split(N // 2, dim=1)),
-    "chunk": on_shards(lambda x: x.chunk(4, dim=1)),
-    "unbind": on_shards(lambda x: x.unbind(1)),
-    "cat": on_shards(lambda x, y: torch.cat([x, y], dim=1), operands=2),
+    "split": on_sharded_operands(lambda x: x.split(N // 2, dim=1)),
+    "chunk": on_sharded_operands(lambda x: x.chunk(4, dim=1)),
+    "unbind": on_sharded_operands(lambda x: x.unbind(1)),
+    "cat": on_sharded_operands(lambda x, y: torch.cat([x, y], dim=1), operands=2),
     "slice, sharded dim": slice_sharded,
-    "slice, other dim": on_shards(lambda x: x[:, 1:5]),
+    "slice, other dim": on_sharded_operands(lambda x: x[:, 1:5]),
     "linear, 3-D input": linear_3d,
-    "gelu": on_shards(F.gelu),
+    "gelu": on_sharded_operands(F.gelu),
     "embedding": embedding,
     "cross_entropy": cross_entropy,
     "cross_entropy, mean": cross_entropy_mean,

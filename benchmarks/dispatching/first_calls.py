@@ -1,5 +1,5 @@
-"""The rows of ``dispatch.py`` on new shapes: the time of the first call of an op. A case takes a size not used before, makes its
-tensors and returns the function whose first call is timed.
+"""First calls: the rows of ``dispatch.py`` on new shapes. A case takes a size not used before, makes its tensors and returns the
+function whose first call is timed.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ Run = Callable[[], object]
 ColdCase = Callable[[Any, int], Run]
 
 
-def rows(op: Callable[..., object], *, operands: int = 1) -> ColdCase:
-    """Apply ``op`` to tensors whose sharded dim has ``n`` rows per rank."""
+def on_new_row_counts(op: Callable[..., object], *, operands: int = 1) -> ColdCase:
+    """Return a case that applies ``op`` to tensors sharded along dim 0, with ``n`` rows per rank."""
 
     def case(side: Any, n: int) -> Run:
         given = [side.shard(0, n, 8) for _ in range(operands)]
@@ -24,8 +24,8 @@ def rows(op: Callable[..., object], *, operands: int = 1) -> ColdCase:
     return case
 
 
-def tiles(op: Callable[..., object], *, operands: int = 1) -> ColdCase:
-    """Apply ``op`` to tensors that a 2-D mesh shards along both dims."""
+def on_new_2d_row_counts(op: Callable[..., object], *, operands: int = 1) -> ColdCase:
+    """Return a case that applies ``op`` to tensors that a 2-D mesh shards along both dims, with ``n`` rows per rank."""
 
     def case(side: Any, n: int) -> Run:
         given = [side.tiles(n, 8) for _ in range(operands)]
@@ -80,29 +80,29 @@ def to_replicate(side: Any, n: int) -> Run:
 
 
 COLD: dict[str, ColdCase] = {
-    "add": rows(torch.add, operands=2),
-    "mul scalar": rows(lambda x: x * 1.5),
+    "add": on_new_row_counts(torch.add, operands=2),
+    "mul scalar": on_new_row_counts(lambda x: x * 1.5),
     "mm": mm,
-    "sum": rows(torch.sum),
-    "sum, dim": rows(lambda x: x.sum(1)),
-    "t": rows(torch.t),
-    "softmax": rows(lambda x: torch.softmax(x, -1)),
+    "sum": on_new_row_counts(torch.sum),
+    "sum, dim": on_new_row_counts(lambda x: x.sum(1)),
+    "t": on_new_row_counts(torch.t),
+    "softmax": on_new_row_counts(lambda x: torch.softmax(x, -1)),
     "layer_norm": layer_norm,
-    "gelu": rows(F.gelu),
+    "gelu": on_new_row_counts(F.gelu),
     "view": view,
-    "slice": rows(lambda x: x[:, 1:5]),
+    "slice": on_new_row_counts(lambda x: x[:, 1:5]),
     "slice, sharded dim": slice_sharded,
-    "split": rows(lambda x: x.split(4, dim=1)),
-    "cat": rows(lambda x, y: torch.cat([x, y], dim=1), operands=2),
+    "split": on_new_row_counts(lambda x: x.split(4, dim=1)),
+    "cat": on_new_row_counts(lambda x, y: torch.cat([x, y], dim=1), operands=2),
     "linear, 3-D": linear,
     "embedding": embedding,
     "redistribute S -> R": to_replicate,
-    "add, 2-D mesh": tiles(torch.add, operands=2),
+    "add, 2-D mesh": on_new_2d_row_counts(torch.add, operands=2),
     "mm, 2-D mesh": mm_2d,
-    "sum, 2-D mesh": tiles(torch.sum),
+    "sum, 2-D mesh": on_new_2d_row_counts(torch.sum),
     "view, 2-D mesh": view_2d,
-    "gelu, 2-D mesh": tiles(F.gelu),
-    "cat, 2-D mesh": tiles(lambda x, y: torch.cat([x, y], dim=0), operands=2),
+    "gelu, 2-D mesh": on_new_2d_row_counts(F.gelu),
+    "cat, 2-D mesh": on_new_2d_row_counts(lambda x, y: torch.cat([x, y], dim=0), operands=2),
 }
 COLD = {f"cold {name}": case for name, case in COLD.items()}
 BOUND = 0.2  # of the overhead ratio

@@ -1,4 +1,4 @@
-"""The three columns of ``dispatch.py``: plain torch, ``torch.distributed.tensor`` ("peer") and ``dtensor``.
+"""Sides: the three columns of ``dispatch.py``: plain torch, ``torch.distributed.tensor`` ("peer") and ``dtensor``.
 
 A case is written once, against a side: it asks for tensors by their local shape and runs torch functions on them.
 The process group is torch's fake one, so a collective takes no time and computes nothing.
@@ -25,7 +25,7 @@ _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  #
 
 
 class Side(Protocol):
-    """How one column of the table makes tensors and runs collectives."""
+    """Interface of one column of the table: how it makes tensors and runs collectives."""
 
     ranks: int  # over which a sharded dim is spread
     grid: tuple[int, int]  # the same on the 2-D mesh
@@ -59,7 +59,7 @@ class Side(Protocol):
 
 
 class Plain:
-    """The hand-written work of one rank."""
+    """Plain torch: the hand-written work of one rank on local tensors."""
 
     ranks, grid = 1, (1, 1)
 
@@ -110,7 +110,7 @@ class Plain:
 
 
 class Distributed:
-    """A library with the names of ``torch.distributed.tensor``."""
+    """One of the two DTensor libraries, which have the same public names."""
 
     ranks, grid = WORLD, GRID
 
@@ -122,33 +122,33 @@ class Distributed:
         self.mesh_2d = make("cpu", GRID, mesh_dim_names=("dp", "tp"))
         self.sharded, self.replicated = [library.Shard(0)], [library.Replicate()]
 
-    def _made(self, local: Tensor, *placements: Any) -> Any:
+    def _from_local(self, local: Tensor, *placements: Any) -> Any:
         mesh = self.mesh if len(placements) == 1 else self.mesh_2d
         return self.library.DTensor.from_local(local, mesh, placements, run_check=False)
 
     def shard(self, dim: int, *local: int) -> Any:
-        return self._made(torch.rand(local), self.library.Shard(dim))
+        return self._from_local(torch.rand(local), self.library.Shard(dim))
 
     def replicate(self, *shape: int) -> Any:
-        return self._made(torch.rand(shape), self.library.Replicate())
+        return self._from_local(torch.rand(shape), self.library.Replicate())
 
     def partial(self, *shape: int) -> Any:
-        return self._made(torch.rand(shape), self.library.Partial())
+        return self._from_local(torch.rand(shape), self.library.Partial())
 
     def tiles(self, *local: int) -> Any:
-        return self._made(torch.rand(local), self.library.Shard(0), self.library.Shard(1))
+        return self._from_local(torch.rand(local), self.library.Shard(0), self.library.Shard(1))
 
     def rows(self, *local: int) -> Any:
-        return self._made(torch.rand(local), self.library.Shard(0), self.library.Replicate())
+        return self._from_local(torch.rand(local), self.library.Shard(0), self.library.Replicate())
 
     def columns(self, *local: int) -> Any:
-        return self._made(torch.rand(local), self.library.Replicate(), self.library.Shard(1))
+        return self._from_local(torch.rand(local), self.library.Replicate(), self.library.Shard(1))
 
     def ids(self, count: int, high: int) -> Any:
-        return self._made(torch.arange(count) % high, self.library.Shard(0))
+        return self._from_local(torch.arange(count) % high, self.library.Shard(0))
 
     def same_ids(self, count: int) -> Any:
-        return self._made(torch.arange(count), self.library.Replicate())
+        return self._from_local(torch.arange(count), self.library.Replicate())
 
     def wrap(self, local: Tensor, **known: Any) -> Any:
         return self.library.DTensor.from_local(local, self.mesh, self.sharded, run_check=False, **known)
@@ -174,6 +174,6 @@ class Distributed:
         return style.parallelize_module(block, self.mesh, plan)
 
 
-def all_sides() -> dict[str, Side]:
+def make_all_sides() -> dict[str, Side]:
     """Return the sides by column name; needs the process group."""
     return {"plain": Plain(), "peer": Distributed(peer), "ours": Distributed(dtensor)}

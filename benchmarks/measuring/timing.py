@@ -1,6 +1,6 @@
-"""Host time of several functions for the same work, measured alternately so that noise of the machine affects all alike. Host
-time is the processor time of the calling thread. Nothing here waits, so on a quiet machine it equals wall time, and on a busy one
-it leaves out the time of other programs.
+"""Timing: host time of several functions for the same work, measured in turn so that noise of the machine affects all equally.
+Host time is the processor time of the calling thread. Nothing here waits, so on a quiet machine it equals wall time, and on a
+busy one it leaves out the time of other programs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How long to measure: ``repeats`` rounds, in each of them every function for about ``seconds``."""
+    """How long to measure: ``repeats`` rounds, in each of which every function runs for about ``seconds``."""
 
     repeats: int = 51
     seconds: float = 0.002
@@ -34,13 +34,13 @@ class Effort:
         return Effort(repeats=7, seconds=0.001, warmup=3)
 
 
-def interleaved(
+def time_interleaved(
     functions: Mapping[str, Callable[[], object]],
     effort: Effort,
     around: Callable[[str], AbstractContextManager[object]] = nullcontext,
 ) -> dict[str, float | str]:
-    """Return each function's median time in seconds, or the name of the error that it raised. The functions alternate, each round
-    in another order, so that noise of the machine affects all alike. Each turn of a function runs inside ``around(name)``, which
+    """Return each function's median seconds, or the name of the error that it raised. The functions alternate, each round in
+    another order, so that noise of the machine affects all equally. Each turn of a function runs inside ``around(name)``, which
     is not timed.
     """
     result: dict[str, float | str] = {}
@@ -56,18 +56,18 @@ def interleaved(
         names = list(counts)
         for name in names[repeat % len(names) :] + names[: repeat % len(names)] if names else ():
             with around(name):
-                times[name].append(_time(functions[name], counts[name]) / counts[name])
+                times[name].append(_time_calls(functions[name], counts[name]) / counts[name])
     return {name: result[name] if name in result else statistics.median(times[name]) for name in functions}
 
 
-def first_calls(rounds: Iterable[Mapping[str, Callable[[], object]]]) -> dict[str, float | str]:
-    """As :func:`interleaved`, for functions that are called once: each round makes new ones. The first round does not count."""
+def time_first_calls(rounds: Iterable[Mapping[str, Callable[[], object]]]) -> dict[str, float | str]:
+    """Return each function's median time in its first call. Each round makes new ones; the first round does not count."""
     times: dict[str, list[float]] = {}
     errors: dict[str, float | str] = {}
     for number, functions in enumerate(rounds):
         for name, function in functions.items():
             try:
-                time = _time(function, 1)
+                time = _time_calls(function, 1)
             except Exception as error:
                 errors[name] = type(error).__name__
                 continue
@@ -78,10 +78,11 @@ def first_calls(rounds: Iterable[Mapping[str, Callable[[], object]]]) -> dict[st
 def _calls_per_round(function: Callable[[], object], effort: Effort) -> int:
     for _ in range(effort.warmup):
         function()
-    return max(1, round(effort.seconds / max(1e-7, _time(function, 3) / 3)))
+    return max(1, round(effort.seconds / max(1e-7, _time_calls(function, 3) / 3)))
 
 
-def _time(function: Callable[[], object], count: int) -> float:
+def _time_calls(function: Callable[[], object], count: int) -> float:
+    """Return the seconds of thread time of ``count`` calls, without garbage collection."""
     calls = range(count)
     gc.collect(0)
     gc.disable()
@@ -100,25 +101,25 @@ def geometric_mean(values: Iterable[float]) -> float:
     return statistics.geometric_mean(positive) if positive else math.nan
 
 
-def machine() -> dict[str, str]:
-    """Describe the machine and the software versions of a measurement."""
+def describe_machine() -> dict[str, str]:
+    """Return the processor, its cores, the versions of the software and the commit of a measurement."""
     return {
-        "cpu": _cpu(),
+        "cpu": _get_cpu_name(),
         "cores": str(os.cpu_count()),
         "system": platform.platform(),
         "python": sys.version.split()[0],
         "torch": torch.__version__,
-        "commit": _commit(),
+        "commit": _get_commit(),
     }
 
 
-def _cpu() -> str:
+def _get_cpu_name() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def _commit() -> str:
+def _get_commit() -> str:
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or "unknown"

@@ -64,7 +64,7 @@ class Case:
         if terms > 1:
             cuts = [sorted({at for block in old + new for at in block.edges(dim)}) for dim in (0, 1)]
             total = sum(
-                _transfers(Block((i, j), (m - i, n - j)), old, new, terms)
+                _count_transfers(Block((i, j), (m - i, n - j)), old, new, terms)
                 for i, m in pairwise(cuts[0])
                 for j, n in pairwise(cuts[1])
             )
@@ -72,17 +72,19 @@ class Case:
         return 4 * most
 
     def blocks(self, placements: Sequence[str]) -> list[Block]:
-        """Return each rank's region: ``torch.chunk`` splits the tensor along one mesh dim after the other."""
-        return [_block(placements, self.mesh, coordinate, self.shape) for coordinate in np.ndindex(*self.mesh)]
+        """Return each rank's block of the tensor: ``torch.chunk`` splits it along one mesh dim after the other."""
+        return [_get_block(placements, self.mesh, coordinate, self.shape) for coordinate in np.ndindex(*self.mesh)]
 
 
 @dataclass(frozen=True)
 class Block:
+    """A rectangular region of a matrix: the first row and column, and the numbers of rows and columns."""
+
     start: tuple[int, int]
     size: tuple[int, int]
 
     def common(self, other: Block) -> int:
-        """Return the number of elements in both regions."""
+        """Return the number of elements that are in both blocks."""
         return math.prod(
             max(0, min(a + n, b + m) - max(a, b))
             for a, n, b, m in zip(self.start, self.size, other.start, other.size, strict=True)
@@ -96,13 +98,14 @@ class Block:
         return value[i : i + m, j : j + n]
 
 
-def _transfers(cell: Block, old: Sequence[Block], new: Sequence[Block], terms: int) -> int:
-    """Return the minimum number of transfers of the elements of ``cell``, each block having all of them or none."""
+def _count_transfers(cell: Block, old: Sequence[Block], new: Sequence[Block], terms: int) -> int:
+    """Return the minimum number of element transfers for ``cell``, a region that each block contains completely or not at all."""
     holders, receivers = ({rank for rank, block in enumerate(side) if block.common(cell)} for side in (old, new))
     return math.prod(cell.size) * (terms - 1 + len(receivers) - bool(holders & receivers))
 
 
-def _block(placements: Sequence[str], mesh: tuple[int, ...], coordinate: tuple[int, ...], shape: tuple[int, int]) -> Block:
+def _get_block(placements: Sequence[str], mesh: tuple[int, ...], coordinate: tuple[int, ...], shape: tuple[int, int]) -> Block:
+    """Return the block of the rank at ``coordinate``, split as ``torch.chunk`` does along one mesh dim after the other."""
     start, size = [0, 0], list(shape)
     for placement, ranks, index in zip(placements, mesh, coordinate, strict=True):
         if placement[0] == "S":
@@ -113,8 +116,8 @@ def _block(placements: Sequence[str], mesh: tuple[int, ...], coordinate: tuple[i
     return Block((start[0], start[1]), (size[0], size[1]))
 
 
-def cases(world: int, sizes: Sequence[str], only: Sequence[str] = (), meshes: Sequence[str] = ()) -> Iterator[Case]:
-    """Return all cases that run on ``world`` ranks."""
+def list_cases(world: int, sizes: Sequence[str], only: Sequence[str] = (), meshes: Sequence[str] = ()) -> Iterator[Case]:
+    """Yield the cases that run on ``world`` ranks, limited to some sizes, pairs of placements and meshes."""
     for mesh in MESHES[world]:
         if meshes and "x".join(map(str, mesh)) not in meshes:
             continue
@@ -126,17 +129,18 @@ def cases(world: int, sizes: Sequence[str], only: Sequence[str] = (), meshes: Se
 
 
 # --- values: small whole numbers, so that sums are exact in any order --------------------------------------------------
-def value(case: Case) -> torch.Tensor:
-    """The global tensor."""
+def make_global_tensor(case: Case) -> torch.Tensor:
+    """Return the global tensor of a case, whose values are small whole numbers."""
     rows, columns = case.shape
     return ((torch.arange(rows)[:, None] * 7 + torch.arange(columns)) % 101).float()
 
 
-def local(case: Case, rank: int) -> torch.Tensor:
-    """Return the source data of ``rank``: its block, or its partial value (multiples of the value, 0 on the first rank, that sum
-    to it)."""
+def make_local_tensor(case: Case, rank: int) -> torch.Tensor:
+    """Return the source data of ``rank``: its block, or its partial value (a multiple of the block, such that the multiples sum
+    to one).
+    """
     terms = math.prod(n for n, p in zip(case.mesh, case.src, strict=True) if p == "P")
-    mine = case.blocks(case.src)[rank].of(value(case))
+    mine = case.blocks(case.src)[rank].of(make_global_tensor(case))
     position = 0
     for n, p, k in zip(case.mesh, case.src, np.unravel_index(rank, case.mesh), strict=True):
         position = position * n + int(k) if p == "P" else position
@@ -145,7 +149,7 @@ def local(case: Case, rank: int) -> torch.Tensor:
     return mine * (position if position < terms - 1 else 1 - (terms - 2) * (terms - 1) // 2)
 
 
-def placements(library: ModuleType, spelled: Sequence[str]) -> list[Any]:
-    """Convert placements such as ``("S0", "R")`` to a library's."""
+def make_placements(library: ModuleType, spelled: Sequence[str]) -> list[Any]:
+    """Return a library's placements for names such as ``("S0", "R")``."""
     made = {"R": library.Replicate(), "P": library.Partial()}
     return [made[p] if p in made else library.Shard(int(p[1])) for p in spelled]

@@ -1,4 +1,4 @@
-"""One rank of ``redistribute.py``: measures every case for both libraries, alternating in the same process."""
+"""Rank of ``redistribute.py``: measures every case for both libraries in turn in the same process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.distributed.tensor as peer
 from redistributing import cases as rc
 from redistributing.cases import Case
-from redistributing.lower_bound import bare_of
+from redistributing.lower_bound import make_bare_exchange
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -42,8 +42,8 @@ class Effort:
         return Effort(3, 0.01)
 
 
-class Traffic(TorchDispatchMode):
-    """Counts functional collectives and the bytes that this rank receives by the usual ring algorithms."""
+class CollectiveCounter(TorchDispatchMode):
+    """Dispatch mode that counts functional collectives and the bytes that this rank receives by the usual ring algorithms."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,6 +51,7 @@ class Traffic(TorchDispatchMode):
         self.bytes = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Count an operator if it is a functional collective, and run it."""
         kind = func._schema.name.partition("::")[2]
         shares = {
             "all_gather_into_tensor": lambda n: n - 1,
@@ -65,8 +66,8 @@ class Traffic(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def measure(rank: int, path: str, options: Any, pipe: Any) -> None:
-    """Run one rank's process; the first rank sends a row per case."""
+def measure_rank(rank: int, path: str, options: Any, pipe: Any) -> None:
+    """Measure all cases on one gloo rank; the first rank sends a row per case through ``pipe``."""
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
@@ -74,8 +75,8 @@ def measure(rank: int, path: str, options: Any, pipe: Any) -> None:
         "gloo", init_method=f"file://{path}", rank=rank, world_size=options.world, timeout=timedelta(seconds=300)
     )
     try:
-        for case in rc.cases(options.world, options.sizes, options.only, options.meshes):
-            row = _row(case, rank, options.effort)
+        for case in rc.list_cases(options.world, options.sizes, options.only, options.meshes):
+            row = _measure_case(case, rank, options.effort)
             if rank == 0:
                 pipe.send(row)
         dist.barrier()
@@ -83,9 +84,10 @@ def measure(rank: int, path: str, options: Any, pipe: Any) -> None:
         dist.destroy_process_group()
 
 
-def _row(case: Case, rank: int, effort: Effort) -> dict[str, Any]:
-    calls = {name: _call(case, rank, library) for name, library in SIDES.items()}
-    errors = {name: _checked(case, rank, call) for name, call in calls.items()}
+def _measure_case(case: Case, rank: int, effort: Effort) -> dict[str, Any]:
+    """Check and measure one case for both libraries and the bare exchange, and return its row."""
+    calls = {name: _make_call(case, rank, library) for name, library in SIDES.items()}
+    errors = {name: _check_result(case, rank, call) for name, call in calls.items()}
     row: dict[str, Any] = {
         "name": case.name,
         "mesh": case.mesh,
@@ -96,41 +98,45 @@ def _row(case: Case, rank: int, effort: Effort) -> dict[str, Any]:
     }
     for name, call in calls.items():
         row[name] = (
-            {"error": errors[name]} if errors[name] not in ("", "wrong") else {"error": errors[name], **_cost(call, name, case)}
+            {"error": errors[name]}
+            if errors[name] not in ("", "wrong")
+            else {"error": errors[name], **_measure_cost(call, name, case)}
         )
     running = {name: call for name, call in calls.items() if "collectives" in row[name]}
-    bare = bare_of(case, rank)
+    bare = make_bare_exchange(case, rank)
     if bare is not None:
-        assert torch.equal(bare(), case.blocks(case.dst)[rank].of(rc.value(case))), f"{case.name}: the floor itself is wrong"
+        assert torch.equal(bare(), case.blocks(case.dst)[rank].of(rc.make_global_tensor(case))), (
+            f"{case.name}: the floor itself is wrong"
+        )
         running["bare"] = bare
         row["bare"] = {}
     row["ours"]["planned_peak"] = _planned_peak(case, rank)
-    for name, (wall, cpu) in _times(running, effort, case).items():
+    for name, (wall, cpu) in _measure_times(running, effort, case).items():
         row[name] |= {"wall": wall, "cpu": cpu}
     gc.collect()
     return row
 
 
 def _planned_peak(case: Case, rank: int) -> int:
-    x, mesh = _source(case, rank, dtensor)
-    return int(x.explain_redistribute(rc.placements(dtensor, case.dst), device_mesh=mesh).peak_bytes)
+    x, mesh = _make_source(case, rank, dtensor)
+    return int(x.explain_redistribute(rc.make_placements(dtensor, case.dst), device_mesh=mesh).peak_bytes)
 
 
-def _call(case: Case, rank: int, library: ModuleType) -> Callable[[], Any]:
-    x, mesh = _source(case, rank, library)
-    dst = rc.placements(library, case.dst)
+def _make_call(case: Case, rank: int, library: ModuleType) -> Callable[[], Any]:
+    x, mesh = _make_source(case, rank, library)
+    dst = rc.make_placements(library, case.dst)
     return lambda: x.redistribute(mesh, dst)
 
 
-def _source(case: Case, rank: int, library: ModuleType) -> tuple[Any, Any]:
-    """Return the source tensor and its mesh."""
+def _make_source(case: Case, rank: int, library: ModuleType) -> tuple[Any, Any]:
+    """Return the source DTensor of a library for this rank, and its mesh, which is made once for each library and shape."""
     make = library.init_device_mesh if hasattr(library, "init_device_mesh") else dist.device_mesh.init_device_mesh
     mesh = _MESHES.setdefault((library, case.mesh), make("cpu", case.mesh)) if (library, case.mesh) in _MESHES else None
     if mesh is None:
         mesh = _MESHES[library, case.mesh] = make("cpu", case.mesh)
-    src = rc.placements(library, case.src)
+    src = rc.make_placements(library, case.src)
     x = library.DTensor.from_local(
-        rc.local(case, rank), mesh, src, run_check=False, shape=torch.Size(case.shape), stride=(case.shape[1], 1)
+        rc.make_local_tensor(case, rank), mesh, src, run_check=False, shape=torch.Size(case.shape), stride=(case.shape[1], 1)
     )
     return x, mesh
 
@@ -138,15 +144,15 @@ def _source(case: Case, rank: int, library: ModuleType) -> tuple[Any, Any]:
 _MESHES: dict[Any, Any] = {}
 
 
-def _checked(case: Case, rank: int, call: Callable[[], Any]) -> str:
-    """Return "", "wrong" or the name of the error: the worst of all ranks, the same on every rank."""
+def _check_result(case: Case, rank: int, call: Callable[[], Any]) -> str:
+    """Return "" if the call gives the right block on all ranks, else "wrong" or the name of the error, equal on every rank."""
     try:
         got = call()
         if "P" in case.dst:
             got = got.redistribute(got.device_mesh, [p.__class__() if p.is_partial() else p for p in got.placements])
             after = ["R" if p == "P" else p for p in case.dst]
-            got = got.redistribute(got.device_mesh, rc.placements(peer if isinstance(got, peer.DTensor) else dtensor, after))
-        want = rc.Case.blocks(case, case.dst)[rank].of(rc.value(case))
+            got = got.redistribute(got.device_mesh, rc.make_placements(peer if isinstance(got, peer.DTensor) else dtensor, after))
+        want = rc.Case.blocks(case, case.dst)[rank].of(rc.make_global_tensor(case))
         mine = "" if torch.equal(got.to_local(), want) else "wrong"
     except Exception as error:
         mine = type(error).__name__
@@ -155,18 +161,18 @@ def _checked(case: Case, rank: int, call: Callable[[], Any]) -> str:
     return max(found, key=len)
 
 
-def _cost(call: Callable[[], Any], name: str, case: Case) -> dict[str, Any]:
-    """Return collectives, bytes received and peak memory of the busiest rank (its source included)."""
+def _measure_cost(call: Callable[[], Any], name: str, case: Case) -> dict[str, Any]:
+    """Return collectives, bytes received and peak memory of the busiest rank, with its source included in the peak."""
     call()
     if name == "peer":
-        with Traffic() as traffic:
+        with CollectiveCounter() as traffic:
             call()
         count, received = traffic.count, int(traffic.bytes)
     else:
         with CommDebugMode() as seen:
             call()
         count, received = len(seen.events), sum(event.bytes for event in seen.events)
-    with _silent(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+    with _discard_stderr(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         kept = call()
     now = most = 0
     for event in profiled.profiler.kineto_results.events():
@@ -182,7 +188,7 @@ def _cost(call: Callable[[], Any], name: str, case: Case) -> dict[str, Any]:
 
 
 @contextmanager
-def _silent() -> Iterator[None]:
+def _discard_stderr() -> Iterator[None]:
     """Discard stderr by its file descriptor, to which the profiler's library writes directly."""
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
@@ -194,13 +200,13 @@ def _silent() -> Iterator[None]:
         os.close(nowhere)
 
 
-def _times(calls: dict[str, Callable[[], Any]], effort: Effort, case: Case) -> dict[str, tuple[float, float]]:
-    """Return the median seconds per library: wall time of the slowest rank, CPU time of all ranks together."""
-    counts = {name: _count(call, effort, case) for name, call in calls.items()}
+def _measure_times(calls: dict[str, Callable[[], Any]], effort: Effort, case: Case) -> dict[str, tuple[float, float]]:
+    """Return the median seconds of each call: wall time of the slowest rank, CPU time of all ranks together."""
+    counts = {name: _choose_call_count(call, effort, case) for name, call in calls.items()}
     mine: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
     for k in range(effort.rounds if max(counts.values(), default=0) > 1 else max(3, effort.rounds // 2)):
         for name in list(calls)[:: 1 if k % 2 else -1]:
-            mine[name].append(_timed(calls[name], counts[name]))
+            mine[name].append(_time_calls(calls[name], counts[name]))
     every: list[Any] = [None] * case.ranks
     dist.all_gather_object(every, mine)
     result = {}
@@ -215,7 +221,8 @@ def _median(values: list[float]) -> float:
     return sorted(values)[len(values) // 2]
 
 
-def _timed(call: Callable[[], Any], count: int) -> tuple[float, float]:
+def _time_calls(call: Callable[[], Any], count: int) -> tuple[float, float]:
+    """Return wall and CPU seconds per call of ``count`` calls, after a barrier and without garbage collection."""
     gc.collect(0)
     gc.disable()
     dist.barrier()
@@ -227,9 +234,9 @@ def _timed(call: Callable[[], Any], count: int) -> tuple[float, float]:
     return spent
 
 
-def _count(call: Callable[[], Any], effort: Effort, case: Case) -> int:
-    """Return the number of calls per round, the same on all ranks."""
-    wall, _ = _timed(call, 2)
+def _choose_call_count(call: Callable[[], Any], effort: Effort, case: Case) -> int:
+    """Return how often to call in a round, so that the slowest rank takes about ``effort.seconds``; equal on all ranks."""
+    wall, _ = _time_calls(call, 2)
     slowest = torch.tensor([wall])
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return max(1, min(1000, round(effort.seconds / slowest.item())))

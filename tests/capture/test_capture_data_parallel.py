@@ -8,13 +8,13 @@ import capture_data_parallel_cases
 import capture_microbatch_cases
 import pytest
 import torch
-from capture_cases import assert_same, randn
-from capture_data_parallel_cases import CASES, cut, line, net
+from capture_cases import assert_bitwise_equal, randn
+from capture_data_parallel_cases import CASES, fully_shard_layers, make_line_mesh, make_network
 from capture_microbatch_cases import CASES as UNITS
 from capture_microbatch_cases import SYNCS, compare_microbatches
 from capture_step_cases import compare_steps
-from case_lists import on_four
-from fast_part import chosen, some
+from case_lists import run_cases_on_four_processes
+from slow_case_marks import keep_chosen_fast, keep_every_nth_fast
 
 from dtensor import Shard
 from dtensor.capture import capture
@@ -24,7 +24,7 @@ from dtensor.parallel import fully_shard, replicate
 SOME = ("hybrid_in_bfloat16",)
 
 
-@pytest.mark.parametrize("name", chosen(list(CASES), SOME))
+@pytest.mark.parametrize("name", keep_chosen_fast(list(CASES), SOME))
 def test_trains_as_the_step_does(name: str) -> None:
     compare_steps(CASES[name])
 
@@ -32,11 +32,11 @@ def test_trains_as_the_step_does(name: str) -> None:
 @pytest.mark.gloo
 @pytest.mark.slow
 def test_trains_as_the_step_does_on_four_processes() -> None:
-    on_four(capture_data_parallel_cases)
+    run_cases_on_four_processes(capture_data_parallel_cases)
 
 
 def batch(*_: Any) -> Any:
-    return randn(12, 6, on=line(), at=[Shard(0)])
+    return randn(12, 6, on=make_line_mesh(), at=[Shard(0)])
 
 
 def _lines(model: Any) -> list[str]:
@@ -55,7 +55,7 @@ def _lines(model: Any) -> list[str]:
 
 
 def test_what_is_gathered_is_given_back_and_had_again_for_backward() -> None:
-    lines = _lines(cut(net(), line()))
+    lines = _lines(fully_shard_layers(make_network(), make_line_mesh()))
     resized = [line.strip() for line in lines if "resize_storage(" in line]
     freed = {line for line in resized if line.endswith(", 0)")}
     assert len(resized) > len(freed) >= 3 * 4  # three layers, of four ranks
@@ -64,7 +64,7 @@ def test_what_is_gathered_is_given_back_and_had_again_for_backward() -> None:
 
 
 def test_the_next_unit_is_gathered_while_one_computes() -> None:
-    lines = _lines(cut(net(), line()))
+    lines = _lines(fully_shard_layers(make_network(), make_line_mesh()))
     issued = [k for k, line in enumerate(lines) if "= all_gather" in line]
     computed = [k for k, line in enumerate(lines) if "addmm(" in line]
     assert len(issued) >= 5
@@ -74,7 +74,7 @@ def test_the_next_unit_is_gathered_while_one_computes() -> None:
 
 @pytest.mark.parametrize("unit", [fully_shard, replicate])
 def test_a_refused_step_leaves_its_units_as_they_were(unit: Any) -> None:
-    layer, alone = (unit(net(), mesh=line()) for _ in range(2))
+    layer, alone = (unit(make_network(), mesh=make_line_mesh()) for _ in range(2))
 
     def refused(x: Any) -> Any:
         loss = layer(x.to_local()).square().mean()
@@ -92,24 +92,24 @@ def test_a_refused_step_leaves_its_units_as_they_were(unit: Any) -> None:
         with pytest.raises(CaptureError, match="is used by gt"):
             capture(refused)(x)
         assert all(p.is_leaf and p.requires_grad and p.grad is None for p in layer.parameters())
-        assert_same(step(layer, x), step(alone, x))
+        assert_bitwise_equal(step(layer, x), step(alone, x))
 
 
 @pytest.mark.parametrize("unit", [fully_shard, replicate])
 def test_a_forward_pass_alone_delivers_no_gradients(unit: Any) -> None:
-    layer = unit(net(), mesh=line())
+    layer = unit(make_network(), mesh=make_line_mesh())
     f = capture(lambda x: layer(x.to_local()).sum())
     with pytest.raises(CaptureError, match="Capture the whole step"):
         f(batch())
     with torch.no_grad():
         for _ in range(3):
             x = batch()
-            assert_same(f(x), layer(x.to_local()).sum())
+            assert_bitwise_equal(f(x), layer(x.to_local()).sum())
     assert f.cache_info().replayed == 2
 
 
 def test_what_is_set_of_units_is_seen() -> None:
-    model, alone = cut(net(), line()), cut(net(), line())
+    model, alone = fully_shard_layers(make_network(), make_line_mesh()), fully_shard_layers(make_network(), make_line_mesh())
 
     def step(model: Any, x: Any) -> Any:
         model(x.to_local()).square().mean().backward()
@@ -122,11 +122,11 @@ def test_what_is_set_of_units_is_seen() -> None:
         for one in (model, alone):
             one[0].set_gradient_divide_factor(1.0 + k // 2)
         x = batch()
-        assert_same(f(x), step(alone, x))
+        assert_bitwise_equal(f(x), step(alone, x))
 
 
-@pytest.mark.parametrize("sync", some(SYNCS, 3))
-@pytest.mark.parametrize("name", chosen(list(UNITS), ("fully_shard",)))
+@pytest.mark.parametrize("sync", keep_every_nth_fast(SYNCS, 3))
+@pytest.mark.parametrize("name", keep_chosen_fast(list(UNITS), ("fully_shard",)))
 def test_each_microbatch_may_be_a_call_of_its_own(name: str, sync: str) -> None:
     compare_microbatches(UNITS[name], sync)
 
@@ -134,11 +134,11 @@ def test_each_microbatch_may_be_a_call_of_its_own(name: str, sync: str) -> None:
 @pytest.mark.gloo
 @pytest.mark.slow
 def test_each_microbatch_may_be_a_call_of_its_own_on_four_processes() -> None:
-    on_four(capture_microbatch_cases)
+    run_cases_on_four_processes(capture_microbatch_cases)
 
 
 def test_a_step_that_is_refused_leaves_what_microbatches_before_it_left() -> None:
-    model, alone = cut(net(), line()), cut(net(), line())
+    model, alone = fully_shard_layers(make_network(), make_line_mesh()), fully_shard_layers(make_network(), make_line_mesh())
 
     def step(one: Any, x: Any) -> None:
         one(x.to_local()).square().mean().backward()
@@ -153,7 +153,7 @@ def test_a_step_that_is_refused_leaves_what_microbatches_before_it_left() -> Non
             refused(x)
         f(x)
         step(alone, x)
-    assert_same([p.grad for p in model.parameters()], [p.grad for p in alone.parameters()])
+    assert_bitwise_equal([p.grad for p in model.parameters()], [p.grad for p in alone.parameters()])
 
 
 def test_collectives_of_torch_are_refused() -> None:

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from capture_cases import assert_same
-from fast_part import some
-from random_programs_runner import Program, random_case
+from capture_cases import assert_bitwise_equal
+from random_programs_runner import Program, make_random_case
+from slow_case_marks import keep_every_nth_fast
 
 import dtensor as dt
 from dtensor import DTensor
@@ -45,7 +45,7 @@ def trail(run: Any, program: Program, mesh: Any, placements: Any, call: int, roo
 
 def differs(seed: int, length: int = 6) -> str | None:
     """How one program's replays differ from it; None if they do not, ``"refused"`` where it cannot be captured."""
-    program, mesh_shape, placements = random_case(seed, length)
+    program, mesh_shape, placements = make_random_case(seed, length)
     mesh = get_or_make_mesh(mesh_shape)
     captured = capture(lambda *values: program(*values))
     with warnings.catch_warnings():
@@ -63,7 +63,7 @@ def differs(seed: int, length: int = 6) -> str | None:
             except Exception as error:
                 return f"{type(error).__name__} {error}\n{program}\n{mesh_shape} {placements}"
             try:
-                assert_same(expected, got)
+                assert_bitwise_equal(expected, got)
             except AssertionError as error:
                 return f"call {call}: {error}\n{program}\n{mesh_shape} {placements}"
     assert captured.cache_info().replayed, captured.cache_info()
@@ -97,7 +97,7 @@ def stepping(program: Program, mesh: Any, placements: Any) -> tuple[Any, list[DT
 
 def step_differs(seed: int, length: int = 6) -> str | None:
     """The same of a whole step."""
-    program, mesh_shape, placements = random_case(seed, length)
+    program, mesh_shape, placements = make_random_case(seed, length)
     mesh = get_or_make_mesh(mesh_shape)
     (step, given), (same, same_given) = stepping(program, mesh, placements), stepping(program, mesh, placements)
     captured = capture(same)
@@ -118,8 +118,8 @@ def step_differs(seed: int, length: int = 6) -> str | None:
             except Exception as error:
                 return f"{type(error).__name__} {error}\n{program}\n{mesh_shape} {placements}"
             try:
-                assert_same([expected, [x.detach() for x in given]], [got, [x.detach() for x in same_given]])
-                assert_same([x.grad for x in given], [x.grad for x in same_given])
+                assert_bitwise_equal([expected, [x.detach() for x in given]], [got, [x.detach() for x in same_given]])
+                assert_bitwise_equal([x.grad for x in given], [x.grad for x in same_given])
             except AssertionError as error:
                 return f"call {call}: {error}\n{program}\n{mesh_shape} {placements}"
     assert captured.cache_info().replayed, captured.cache_info()
@@ -140,7 +140,7 @@ def check_longer(differing: Callable[..., str | None], first: int) -> None:
         assert problem is None or problem.startswith("refused"), problem
 
 
-@pytest.mark.parametrize("block", some(range(2)))
+@pytest.mark.parametrize("block", keep_every_nth_fast(range(2)))
 def test_whole_steps(block: int) -> None:
     check_block(step_differs, 500 + START + block * BLOCK, BLOCK // 5)
 
@@ -151,7 +151,7 @@ def test_longer_whole_steps(block: int) -> None:
     check_longer(step_differs, 200_000 + START + block * BLOCK)
 
 
-@pytest.mark.parametrize("block", some(range(3), 3))
+@pytest.mark.parametrize("block", keep_every_nth_fast(range(3), 3))
 def test_programs(block: int) -> None:
     check_block(differs, START + block * BLOCK, BLOCK // 2)
 

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fast_part import chosen, some
+from slow_case_marks import keep_chosen_fast, keep_every_nth_fast
 
 import dtensor as dt
 
@@ -284,14 +284,14 @@ def check(ways: list[tuple[Read, list[Change]]], draw: random.Random, calls: int
     return captured
 
 
-@pytest.mark.parametrize("half", some(range(2)))
+@pytest.mark.parametrize("half", keep_every_nth_fast(range(2)))
 def test_each_way_to_read_is_seen(half: int) -> None:
     for number in range(half, len(State().ways()), 2):
         captured = check([State().ways()[number]], random.Random(number), 10)
         assert captured.cache_info().replayed, number
 
 
-@pytest.mark.parametrize("block", chosen(range(40), [26]))
+@pytest.mark.parametrize("block", keep_chosen_fast(range(40), [26]))
 def test_random_programs(block: int) -> None:
     for seed in range(block * 10, block * 10 + 10):
         draw = random.Random(seed)

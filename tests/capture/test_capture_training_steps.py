@@ -9,10 +9,10 @@ from typing import Any
 import capture_step_cases
 import pytest
 import torch
-from capture_cases import assert_same, mesh_of, randn
-from capture_step_cases import CASES, compare_steps, recordings_while_frames_are_held
-from case_lists import on_four
-from fast_part import some
+from capture_cases import assert_bitwise_equal, mesh_of, randn
+from capture_step_cases import CASES, compare_steps, count_recordings_with_held_frames
+from case_lists import run_cases_on_four_processes
+from slow_case_marks import keep_every_nth_fast
 
 from dtensor import Replicate, Shard
 from dtensor.capture import capture
@@ -24,7 +24,7 @@ MESH, GRID = mesh_of(2), mesh_of(2, 2)
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [
-        *some([(name, MESH) for name in CASES], 9),
+        *keep_every_nth_fast([(name, MESH) for name in CASES], 9),
         ("adamw", GRID),
         ("losses_as_floats", GRID),
         ("buffers_and_averages", GRID),
@@ -35,14 +35,14 @@ def test_trains_as_the_step_does(name: str, mesh: Any) -> None:
     assert captured.cache_info().recorded <= 4
 
 
-@pytest.mark.parametrize("held", some([[1], [2], [0, 2], range(8)], 4))
+@pytest.mark.parametrize("held", keep_every_nth_fast([[1], [2], [0, 2], range(8)], 4))
 def test_what_autograd_copies_while_somebody_looks_on_is_no_other_program(held: Any) -> None:
-    assert recordings_while_frames_are_held(MESH, held) == (3, 5)
+    assert count_recordings_with_held_frames(MESH, held) == (3, 5)
 
 
 @pytest.mark.gloo
 def test_trains_as_the_step_does_on_four_processes() -> None:
-    on_four(capture_step_cases)
+    run_cases_on_four_processes(capture_step_cases)
 
 
 def test_what_a_step_returns_has_no_history_left() -> None:
@@ -79,7 +79,7 @@ def test_gradients_that_are_there_are_guarded() -> None:
         x = randn(3, 4, on=MESH)
         step(x)
         f(x)
-        assert_same(w.grad, same.grad)
+        assert_bitwise_equal(w.grad, same.grad)
     assert f.cache_info()[2:4] == (3, 4)
 
 
@@ -89,7 +89,7 @@ def test_code_that_asks_for_gradients_is_recorded_for_each_answer() -> None:
     x = randn(4, on=MESH, at=[Shard(0)])
     for grad in (None, x, None, x):
         w.grad = grad
-        assert_same(f(x), x * (2 if grad is None else 3))
+        assert_bitwise_equal(f(x), x * (2 if grad is None else 3))
     assert f.cache_info()[2:4] == (2, 2)
 
 
@@ -105,7 +105,7 @@ def test_hooks_on_parameters_are_recorded_and_guarded() -> None:
         x = randn(4, on=MESH, at=[Shard(0)])
         step(x)
         f(x)
-        assert_same(w.grad, same.grad)
+        assert_bitwise_equal(w.grad, same.grad)
     assert f.cache_info()[2:4] == (2, 2)
 
 
@@ -124,7 +124,7 @@ def test_an_optimizer_alone() -> None:
                 w.grad = randn(4, 3, on=MESH, at=list(w.placements))
         same_opt.step()
         f()
-        assert_same([w.detach() for w in ws], [w.detach() for w in same])
+        assert_bitwise_equal([w.detach() for w in ws], [w.detach() for w in same])
     assert f.cache_info().replayed == 3
 
 
@@ -165,7 +165,7 @@ def test_floats_of_one_value_are_told_apart() -> None:
     ):
         held.first, held.second, held.other = first, second, other
         for _ in range(2):
-            assert_same(f(x), fn(x))
+            assert_bitwise_equal(f(x), fn(x))
     assert f.cache_info().replayed >= 4
 
 
@@ -180,7 +180,7 @@ def test_a_changing_float_that_decides_is_guarded() -> None:
     for scale in (1.0, 1.5, 3.0, 4.0, 1.0, 3.0):
         held["scale"] = scale
         for _ in range(3):
-            assert_same(f(x), fn(x))
+            assert_bitwise_equal(f(x), fn(x))
     assert held["scale"] == 3.0
     assert type(held["scale"]) is float
 
@@ -199,7 +199,7 @@ def test_a_learning_rate_is_recorded_once_more_and_then_followed() -> None:
     for _ in range(20):
         x, before = randn(4, on=MESH, at=[Shard(0)]), w.detach().clone()
         f(x)
-        assert_same(w.detach(), before.add(x, alpha=-opt.param_groups[0]["lr"]))
+        assert_bitwise_equal(w.detach(), before.add(x, alpha=-opt.param_groups[0]["lr"]))
         schedule.step()
     assert f.cache_info().recorded <= 4, f.cache_info()
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from compare_with_one_device import whole
+from compare_with_one_device import full_value
 from gloo_processes import run_gloo
 from torch import nn
 
@@ -39,11 +39,11 @@ def test_values_and_gradients_of_a_function(where: tuple[Any, ...]) -> None:
     out, like = compiled(fn)(x, w), fn(p, q)
     out.backward()
     like.backward()
-    torch.testing.assert_close(whole(out.detach()), like.detach())
+    torch.testing.assert_close(full_value(out.detach()), like.detach())
     for own, wanted in ((x, p), (w, q)):
         assert own.grad is not None
         assert wanted.grad is not None
-        torch.testing.assert_close(whole(own.grad), wanted.grad)
+        torch.testing.assert_close(full_value(own.grad), wanted.grad)
 
 
 def test_ways_in_and_out() -> None:
@@ -55,7 +55,7 @@ def test_ways_in_and_out() -> None:
     compiled(fn)(x).backward()
     (p * 2).sin().sum().backward()
     assert p.grad is not None
-    torch.testing.assert_close(whole(x.grad), p.grad)
+    torch.testing.assert_close(full_value(x.grad), p.grad)
 
 
 def _augmented(x: Any, y: Any) -> Any:
@@ -80,7 +80,7 @@ def _operators(x: Any, y: Any) -> Any:
 def test_operators(fn: Any) -> None:
     for where in ((Shard(0),), (Replicate(),), (Shard(1), Shard(0))):
         x, y = leaf(X, *where).detach(), leaf(X * X, *where).detach()
-        torch.testing.assert_close(whole(compiled(fn)(x, y)), fn(X.clone(), X * X))
+        torch.testing.assert_close(full_value(compiled(fn)(x, y)), fn(X.clone(), X * X))
     local = leaf(X, Replicate()).detach().to_local()
     torch.testing.assert_close(compiled(fn)(local, local * local).shards[1], fn(X.clone(), X * X))
 
@@ -125,7 +125,7 @@ def test_modules(how: str) -> None:
     for mine, like in zip(own.parameters(), model.parameters(), strict=True):
         assert mine.grad is not None
         assert like.grad is not None
-        torch.testing.assert_close(whole(mine.grad), like.grad)
+        torch.testing.assert_close(full_value(mine.grad), like.grad)
 
 
 def on_processes() -> list[float]:
@@ -140,7 +140,7 @@ def on_processes() -> list[float]:
         run(X).square().sum().backward()
         model(X).square().sum().backward()
     for mine, like in zip(own.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(whole(mine.grad), like.grad)
+        torch.testing.assert_close(full_value(mine.grad), like.grad)
 
     def fn(x: Any) -> Any:
         y = x.redistribute(placements=[Replicate(), Replicate()]).to_local() * mesh["dp"].size() * mesh.ndim
@@ -150,7 +150,7 @@ def on_processes() -> list[float]:
     compiled(fn)(x).backward()
     (p * 4).sin().sum().backward()
     assert p.grad is not None
-    torch.testing.assert_close(whole(x.grad), p.grad)
+    torch.testing.assert_close(full_value(x.grad), p.grad)
     return [float(compiled(lambda a: a * mesh["tp"].size() * mesh.get_coordinate()[0])(torch.ones(())))]
 
 

@@ -1,4 +1,4 @@
-"""Activation checkpointing of DTensors: policies see collectives, and both passes see and save the same."""
+"""Activation checkpoint cases: policies see collectives of DTensors, and both passes see and save the same operators."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from case_lists import S0, S1, Cases, R, equal, line, put, square, value
+from case_lists import S0, S1, CaseList, R, assert_full_value, distribute_values, get_line_mesh, get_square_mesh, make_values
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn import functional as F
@@ -19,16 +19,16 @@ import dtensor as dt
 from dtensor import Partial
 from dtensor.parallel import ColwiseParallel, RowwiseParallel, fully_shard, parallelize_module
 
-CASES = Cases()
+CASES = CaseList()
 case = CASES.case
-X, W = value(6, 8) / 8, value(8, 8, seed=1) / 8
+X, W = make_values(6, 8) / 8, make_values(8, 8, seed=1) / 8
 FUNCTIONAL = torch.ops._c10d_functional
 GATHER, SCATTER = FUNCTIONAL.all_gather_into_tensor.default, FUNCTIONAL.reduce_scatter_tensor.default
 REDUCE, EXCHANGE = FUNCTIONAL.all_reduce.default, FUNCTIONAL.all_to_all_single.default
 
 
-class Policy:
-    """A policy that saves the results of these operators. ``seen``: all operators that the policy was called with."""
+class SavePolicy:
+    """Checkpoint policy that saves the results of the given operators; ``seen`` has all operators that it was called with."""
 
     def __init__(self, *saved: Any) -> None:
         self.saved, self.seen = saved, list[Any]()
@@ -41,8 +41,8 @@ class Policy:
         return create_selective_checkpoint_contexts(self)
 
 
-def collectives_of_a_step(block: Callable[..., Any], x: torch.Tensor, policy: Policy | None) -> tuple[int, torch.Tensor]:
-    """Return how many collectives forward and backward issue, and the gradient."""
+def count_collectives_of_step(block: Callable[..., Any], x: torch.Tensor, policy: SavePolicy | None) -> tuple[int, torch.Tensor]:
+    """Run forward and backward of a checkpointed block; return the number of collectives and the gradient."""
     x = x.detach().requires_grad_()
     with dt.debug.CommDebugMode() as mode:
         y = block(x) if policy is None else checkpoint(block, x, use_reentrant=False, context_fn=policy.contexts)
@@ -69,22 +69,24 @@ def collectives_that_a_policy_saves_are_not_issued_again() -> None:
     ):
         saved = (op, GATHER, EXCHANGE)
         for options in ({}, {"async_op": True}):
-            block, policy = redistributions(*placements, **options), Policy(*saved)
-            plain, gradient = collectives_of_a_step(block, put(X, *start), None)
-            kept, same = collectives_of_a_step(block, put(X, *start), policy)
+            block, policy = redistributions(*placements, **options), SavePolicy(*saved)
+            plain, gradient = count_collectives_of_step(block, distribute_values(X, *start), None)
+            kept, same = count_collectives_of_step(block, distribute_values(X, *start), policy)
             assert kept == plain, (op, options)
-            again, also = collectives_of_a_step(block, put(X, *start), Policy())
+            again, also = count_collectives_of_step(block, distribute_values(X, *start), SavePolicy())
             assert again > plain, (op, options)
             for found in (same, also):
-                equal(found, gradient.full_tensor() if not isinstance(whole := gradient.full_tensor(), dt.PerRank) else whole[0])
+                assert_full_value(
+                    found, gradient.full_tensor() if not isinstance(whole := gradient.full_tensor(), dt.PerRank) else whole[0]
+                )
 
 
 @case
 def a_policy_names_each_kind_of_collective() -> None:
     found = {}
     for name, start, target in (("gather", S0, R), ("exchange", S0, S1), ("scatter", Partial(), S0), ("reduce", Partial(), R)):
-        policy = Policy()
-        collectives_of_a_step(lambda x, to=target: x.redistribute(placements=[to]), put(X, start), policy)
+        policy = SavePolicy()
+        count_collectives_of_step(lambda x, to=target: x.redistribute(placements=[to]), distribute_values(X, start), policy)
         found[name] = [op for op in policy.seen if op.namespace == "_c10d_functional"]
         assert all(op.namespace == "_c10d_functional" for op in policy.seen), policy.seen
     assert found == {"gather": [GATHER], "exchange": [EXCHANGE], "scatter": [SCATTER], "reduce": [REDUCE]}
@@ -97,8 +99,8 @@ def a_saved_collective_that_is_written_to_is_refused() -> None:
         z = y * 2
         return z.sin() + y.mul_(3).detach()
 
-    x = put(X, S0).requires_grad_()
-    y = checkpoint(block, x, use_reentrant=False, context_fn=Policy(GATHER).contexts)
+    x = distribute_values(X, S0).requires_grad_()
+    y = checkpoint(block, x, use_reentrant=False, context_fn=SavePolicy(GATHER).contexts)
     try:
         y.sum().backward()
     except RuntimeError as error:
@@ -108,7 +110,7 @@ def a_saved_collective_that_is_written_to_is_refused() -> None:
 
 
 # --- both passes see the same operators ---------------------------------------------------------------------------------
-class Log(TorchDispatchMode):
+class LogOperators(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
 
@@ -116,7 +118,7 @@ class Log(TorchDispatchMode):
 class Experts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.w1, self.w2 = nn.Parameter(value(4, 8, 12) / 16), nn.Parameter(value(4, 12, 8, seed=1) / 16)
+        self.w1, self.w2 = nn.Parameter(make_values(4, 8, 12) / 16), nn.Parameter(make_values(4, 12, 8, seed=1) / 16)
 
     def forward(self, x: Any) -> Any:
         return torch.bmm(torch.bmm(x.unsqueeze(0).expand(4, -1, -1), self.w1).relu(), self.w2).sum(0)
@@ -131,7 +133,8 @@ class Block(nn.Module):
         return x + self.experts(self.norm(self.a(x).relu()))
 
 
-def blocks(checkpointed: Callable[[nn.Module], nn.Module], mesh: Any, **options: Any) -> nn.Module:
+def make_expert_blocks(checkpointed: Callable[[nn.Module], nn.Module], mesh: Any, **options: Any) -> nn.Module:
+    """Return three blocks with experts, each block wrapped by ``checkpointed``; blocks and experts are FSDP units."""
     torch.manual_seed(0)
     net = nn.Sequential(*(Block() for _ in range(3)))
     for i, block in enumerate(net):
@@ -141,10 +144,11 @@ def blocks(checkpointed: Callable[[nn.Module], nn.Module], mesh: Any, **options:
     return fully_shard(net, mesh=mesh, **options)
 
 
-def trained(net: nn.Module, mesh: Any) -> list[Any]:
+def train_two_steps(net: nn.Module, mesh: Any) -> list[Any]:
+    """Train a network for two steps on distributed batches and return its full parameters."""
     optimizer = torch.optim.SGD(net.parameters(), 0.01)
     for seed in range(2):
-        x = dt.distribute_tensor(value(8, 8, seed=seed) / 8, mesh, [R] * (mesh.ndim - 1) + [S0])
+        x = dt.distribute_tensor(make_values(8, 8, seed=seed) / 8, mesh, [R] * (mesh.ndim - 1) + [S0])
         net(x).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -155,18 +159,18 @@ def trained(net: nn.Module, mesh: Any) -> list[Any]:
 def gathers_of_a_nested_unit_are_hidden_from_both_passes() -> None:
     aten = torch.ops.aten
     movers = [aten.cat.default, aten.view.default, aten.as_strided.default, aten.copy_.default, aten.clone.default]
-    for mesh, reshard in ((line(), True), (line(), False), (square(), True)):
-        wanted = trained(blocks(lambda block: block, mesh, reshard_after_forward=reshard), mesh)
+    for mesh, reshard in ((get_line_mesh(), True), (get_line_mesh(), False), (get_square_mesh(), True)):
+        wanted = train_two_steps(make_expert_blocks(lambda block: block, mesh, reshard_after_forward=reshard), mesh)
         for saved in ([aten.addmm.default, aten.bmm.default], movers):
-            policy = Policy(*saved)
+            policy = SavePolicy(*saved)
             wrap = partial(checkpoint_wrapper, context_fn=policy.contexts, preserve_rng_state=False)
-            found = trained(blocks(wrap, mesh, reshard_after_forward=reshard), mesh)
+            found = train_two_steps(make_expert_blocks(wrap, mesh, reshard_after_forward=reshard), mesh)
             assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
             assert aten.cat.default not in policy.seen
             assert aten.bmm.default in policy.seen
 
 
-class Gated(nn.Module):
+class GatedModule(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.q, self.k, self.o = (nn.Linear(8, 8).double() for _ in range(3))
@@ -178,22 +182,24 @@ class Gated(nn.Module):
 @case
 def a_value_shared_by_sibling_modules_is_gathered_in_both_passes() -> None:
     torch.manual_seed(0)
-    net = Gated()
+    net = GatedModule()
     into = partial(ColwiseParallel, input_layouts=S0)
-    parallelize_module(net, line(), {"q": into(), "k": into(), "o": RowwiseParallel(output_layouts=S0, use_local_output=False)})
+    parallelize_module(
+        net, get_line_mesh(), {"q": into(), "k": into(), "o": RowwiseParallel(output_layouts=S0, use_local_output=False)}
+    )
     wanted = None
     for checkpointed in (False, True):
-        x = put(value(8, 8) / 8, S0).requires_grad_()
-        y = checkpoint(net, x, use_reentrant=False, context_fn=Policy(GATHER).contexts) if checkpointed else net(x)
+        x = distribute_values(make_values(8, 8) / 8, S0).requires_grad_()
+        y = checkpoint(net, x, use_reentrant=False, context_fn=SavePolicy(GATHER).contexts) if checkpointed else net(x)
         y.sum().backward()
         wanted = x.grad if wanted is None else wanted
         assert torch.equal(x.grad, wanted)
     # a part of the module that shares: what crossed before it is not remembered inside of it
-    parts = Gated()
-    parallelize_module(parts, line(), {"q": into(), "k": into()})
+    parts = GatedModule()
+    parallelize_module(parts, get_line_mesh(), {"q": into(), "k": into()})
     inner = parts.k.forward
-    parts.k.forward = lambda x: checkpoint(inner, x, use_reentrant=False, context_fn=Policy(GATHER).contexts)
-    x = put(value(8, 8) / 8, S0).requires_grad_()
+    parts.k.forward = lambda x: checkpoint(inner, x, use_reentrant=False, context_fn=SavePolicy(GATHER).contexts)
+    x = distribute_values(make_values(8, 8) / 8, S0).requires_grad_()
     (parts.q(x) * parts.k(x)).sum().backward()
 
 
@@ -211,8 +217,13 @@ WEIGHTS: dict[str, Callable[..., Any]] = {
 def a_dispatch_mode_around_one_pass_changes_nothing_that_is_saved() -> None:
     for name, fn in WEIGHTS.items():
         gradients = []
-        for forward, backward in ((nullcontext, nullcontext), (nullcontext, Log), (Log, nullcontext), (Log, Log)):
-            x, w = put(X, S0).requires_grad_(), put(W, S1).requires_grad_()
+        for forward, backward in (
+            (nullcontext, nullcontext),
+            (nullcontext, LogOperators),
+            (LogOperators, nullcontext),
+            (LogOperators, LogOperators),
+        ):
+            x, w = distribute_values(X, S0).requires_grad_(), distribute_values(W, S1).requires_grad_()
             with forward():
                 y = checkpoint(fn, x, w, use_reentrant=False).sum()
             with backward():
@@ -226,8 +237,8 @@ def a_dispatch_mode_around_one_pass_changes_nothing_that_is_saved() -> None:
 def second_gradients_inside_a_dispatch_mode() -> None:
     for fn in WEIGHTS.values():
         found = []
-        for mode in (nullcontext, Log):
-            x, w = put(X, S0).requires_grad_(), put(W, S1).requires_grad_()
+        for mode in (nullcontext, LogOperators):
+            x, w = distribute_values(X, S0).requires_grad_(), distribute_values(W, S1).requires_grad_()
             with mode():
                 (first,) = torch.autograd.grad(fn(x, w).square().sum(), x, create_graph=True)
                 found.append(torch.autograd.grad(first.square().sum(), (x, w)))

@@ -1,4 +1,4 @@
-"""Programs to capture: each case takes a mesh and returns a function, its arguments at each call, and its parameters."""
+"""Capture cases: programs to capture; each takes a mesh and returns a function, its arguments at each call and its parameters."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from case_lists import Cases
+from case_lists import CaseList
 from torch import nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
@@ -20,7 +20,7 @@ from dtensor.debug import CommDebugMode
 WHOLE = (Replicate(),)
 Program = tuple[Callable[..., Any], Callable[[int], tuple[Any, ...]], list[Any]]
 Build = Callable[[], Program]
-CASES = Cases()
+CASES = CaseList()
 case = CASES.case
 
 
@@ -28,13 +28,13 @@ def mesh_of(*shape: int) -> dt.DeviceMesh:
     return dt.init_device_mesh("cpu", shape, ("dp", "tp")[-len(shape) :])
 
 
-def last(mesh: Any, at: Any) -> list[Any]:
-    """Return placements with ``at`` on the last mesh dim; on a 2-D mesh the first dim shards tensor dim 0."""
+def shard_last_mesh_dim(mesh: Any, at: Any) -> list[Any]:
+    """Return placements with ``at`` on the last mesh dim; on a 2-D mesh the first mesh dim shards tensor dim 0."""
     return [*([Shard(0)] * (mesh.ndim - 1)), at]
 
 
-def weight(mesh: Any, *size: int, at: Any) -> DTensor:
-    """Return a parameter sharded along the last mesh dim."""
+def make_parameter(mesh: Any, *size: int, at: Any) -> DTensor:
+    """Return a random parameter with placement ``at`` on the last mesh dim, replicated on the others."""
     return randn(*size, on=mesh, at=[*([Replicate()] * (mesh.ndim - 1)), at], grad=True)
 
 
@@ -43,18 +43,18 @@ def randn(*size: int, on: Any, at: Any = WHOLE, grad: bool = False, dtype: Any =
     return x.requires_grad_() if grad else x
 
 
-def _kind(x: Any) -> type:
+def _get_value_type(x: Any) -> type:
     """Return the type of a value, treating remote views, which are computed when read, as ordinary tensors."""
     return DTensor if isinstance(x, DTensor) else type(x)
 
 
-def assert_same(a: Any, b: Any) -> None:
-    """Assert equality bit for bit on every rank."""
+def assert_bitwise_equal(a: Any, b: Any) -> None:
+    """Assert that two values are equal bit for bit on every rank, with equal types and layouts."""
     a_leaves, a_tree = pytree.tree_flatten(a)
     b_leaves, b_tree = pytree.tree_flatten(b)
     assert a_tree == b_tree
     for x, y in zip(a_leaves, b_leaves, strict=True):
-        assert _kind(x) is _kind(y), (type(x), type(y))
+        assert _get_value_type(x) is _get_value_type(y), (type(x), type(y))
         if isinstance(x, DTensor):
             assert x._layout is y._layout
             assert x.requires_grad == y.requires_grad
@@ -70,10 +70,12 @@ def assert_same(a: Any, b: Any) -> None:
             assert x == y
 
 
-def compare(
+def compare_with_captured(
     build: Build, calls: int = 3, *, backward: bool = True, step: bool = True, around: Any = nullcontext
 ) -> Captured[Any, Any]:
-    """Train one program twice, captured and not; ``build`` returns a function, its arguments at each call, and its parameters."""
+    """Train a program twice, captured and not, and assert equal results. ``build`` returns a function, its arguments at each
+    call, and its parameters.
+    """
     torch.manual_seed(0)
     fn, arguments, parameters = build()
     torch.manual_seed(0)
@@ -95,7 +97,7 @@ def compare(
             inputs = [x for x in pytree.tree_leaves(args) if isinstance(x, torch.Tensor)]
             trails.append((out, [x.grad for x in params], inputs, [x.grad for x in inputs if x.is_leaf], list(params)))
             states.append((torch.get_rng_state(), comm))
-        assert_same(trails[0], trails[1])
+        assert_bitwise_equal(trails[0], trails[1])
         assert torch.equal(states[0][0], states[1][0]), "the generator"
         assert states[1][1].get_total_counts() <= states[0][1].get_total_counts()
         assert sum(states[1][1].get_comm_bytes().values()) <= sum(states[0][1].get_comm_bytes().values())
@@ -114,24 +116,28 @@ def compare(
 # --- programs ----------------------------------------------------------------------------------------------------------
 @case
 def mlp(mesh: Any) -> Program:
-    w1, w2 = weight(mesh, 6, 8, at=Shard(1)), weight(mesh, 8, 6, at=Shard(0))
-    return (lambda x: F.gelu(x @ w1) @ w2), (lambda i: (randn(5, 6, on=mesh, at=last(mesh, Replicate())),)), [w1, w2]
+    w1, w2 = make_parameter(mesh, 6, 8, at=Shard(1)), make_parameter(mesh, 8, 6, at=Shard(0))
+    return (
+        (lambda x: F.gelu(x @ w1) @ w2),
+        (lambda i: (randn(5, 6, on=mesh, at=shard_last_mesh_dim(mesh, Replicate())),)),
+        [w1, w2],
+    )
 
 
 @case
 def uneven_and_empty_shards(mesh: Any) -> Program:
-    w = weight(mesh, 7, 5, at=Shard(0))
+    w = make_parameter(mesh, 7, 5, at=Shard(0))
     at = [Shard(0)] * mesh.ndim
     return (lambda x: torch.softmax(x @ w, -1).cumsum(0)), (lambda i: (randn(3, 7, on=mesh, at=at),)), [w]
 
 
 @case
 def losses_over_a_sharded_vocabulary(mesh: Any) -> Program:
-    head = weight(mesh, 6, 11, at=Shard(1))
+    head = make_parameter(mesh, 6, 11, at=Shard(1))
 
     def arguments(i: int) -> Any:
-        labels = dt.distribute_tensor(torch.randint(0, 11, (5,)), mesh, last(mesh, Replicate()))
-        return randn(5, 6, on=mesh, at=last(mesh, Replicate()), grad=True), labels
+        labels = dt.distribute_tensor(torch.randint(0, 11, (5,)), mesh, shard_last_mesh_dim(mesh, Replicate()))
+        return randn(5, 6, on=mesh, at=shard_last_mesh_dim(mesh, Replicate()), grad=True), labels
 
     return (lambda x, labels: F.cross_entropy(x @ head, labels)), arguments, [head]
 
@@ -173,14 +179,14 @@ class Block(nn.Module):
 @case
 def transformer_block(mesh: Any) -> Program:
     block = Block(8, 2, mesh, p=0.1)
-    head = weight(mesh, 8, 11, at=Shard(1))
+    head = make_parameter(mesh, 8, 11, at=Shard(1))
 
     def loss(x: Any, labels: Any) -> Any:
         return F.cross_entropy((block(x) @ head).flatten(0, 1), labels.flatten())
 
     def arguments(i: int) -> Any:
-        labels = dt.distribute_tensor(torch.randint(0, 11, (2, 5)), mesh, last(mesh, Replicate()))
-        return randn(2, 5, 8, on=mesh, at=last(mesh, Replicate()), grad=True), labels
+        labels = dt.distribute_tensor(torch.randint(0, 11, (2, 5)), mesh, shard_last_mesh_dim(mesh, Replicate()))
+        return randn(2, 5, 8, on=mesh, at=shard_last_mesh_dim(mesh, Replicate()), grad=True), labels
 
     return loss, arguments, [*block.parameters(), head]
 
@@ -199,13 +205,13 @@ def parameters_gathered_where_they_are_used(mesh: Any) -> Program:
 
 @case
 def random_sites(mesh: Any) -> Program:
-    w = weight(mesh, 6, 6, at=Shard(0))
+    w = make_parameter(mesh, 6, 6, at=Shard(0))
 
     def fn(x: Any) -> Any:
         x = F.dropout(x @ w, 0.4) + torch.rand_like(x)
         return x * torch.bernoulli(torch.sigmoid(x.detach()))
 
-    return fn, (lambda i: (randn(4, 6, on=mesh, at=last(mesh, Shard(1))),)), [w]
+    return fn, (lambda i: (randn(4, 6, on=mesh, at=shard_last_mesh_dim(mesh, Shard(1))),)), [w]
 
 
 @case
@@ -216,48 +222,59 @@ def batch_norm(mesh: Any) -> Program:
 
 @case
 def gradients_of_inputs_that_are_not_leaves(mesh: Any) -> Program:
-    w = weight(mesh, 6, 6, at=Shard(1))
-    return (lambda x: (x @ w, x * 2)), (lambda i: (randn(4, 6, on=mesh, at=last(mesh, Replicate()), grad=True) * 3,)), [w]
+    w = make_parameter(mesh, 6, 6, at=Shard(1))
+    return (
+        (lambda x: (x @ w, x * 2)),
+        (lambda i: (randn(4, 6, on=mesh, at=shard_last_mesh_dim(mesh, Replicate()), grad=True) * 3,)),
+        [w],
+    )
 
 
 @case
 def nested_containers_and_keywords(mesh: Any) -> Program:
-    w = weight(mesh, 6, 6, at=Shard(1))
+    w = make_parameter(mesh, 6, 6, at=Shard(1))
 
     def fn(batch: Any, *, scale: float, flags: Any = ()) -> Any:
         y = batch["x"] @ w
         return {"y": y, "parts": [y * scale, (y.detach(), 3)], "none": None, "x": batch["x"]}
 
     def arguments(i: int) -> Any:
-        return ({"x": randn(4, 6, on=mesh, at=last(mesh, Replicate())), "more": [1]},)
+        return ({"x": randn(4, 6, on=mesh, at=shard_last_mesh_dim(mesh, Replicate())), "more": [1]},)
 
     return (lambda batch: fn(batch, scale=2.0, flags=("a",))), arguments, [w]
 
 
 @case
 def asynchronous_redistribution(mesh: Any) -> Program:
-    w = weight(mesh, 6, 6, at=Shard(1))
+    w = make_parameter(mesh, 6, 6, at=Shard(1))
 
     def fn(x: Any) -> Any:
         a = x.redistribute(placements=[Replicate()] * mesh.ndim, async_op=True)
         return a + 1, torch.tanh(x) @ w
 
-    return fn, (lambda i: (randn(5, 6, on=mesh, at=last(mesh, Shard(0))),)), [w]
+    return fn, (lambda i: (randn(5, 6, on=mesh, at=shard_last_mesh_dim(mesh, Shard(0))),)), [w]
 
 
 @case
 def local_tensors_without_a_global_shape(mesh: Any) -> Program:
-    w = weight(mesh, 6, 6, at=Shard(1))
+    w = make_parameter(mesh, 6, 6, at=Shard(1))
 
     def fn(x: Any) -> Any:
-        return DTensor.from_local(x.to_local() * 2, mesh, last(mesh, Replicate()) if mesh.ndim > 1 else [Shard(0)]) @ w
+        return (
+            DTensor.from_local(x.to_local() * 2, mesh, shard_last_mesh_dim(mesh, Replicate()) if mesh.ndim > 1 else [Shard(0)])
+            @ w
+        )
 
-    return fn, (lambda i: (randn(5, 6, on=mesh, at=last(mesh, Replicate()) if mesh.ndim > 1 else [Shard(0)]),)), [w]
+    return (
+        fn,
+        (lambda i: (randn(5, 6, on=mesh, at=shard_last_mesh_dim(mesh, Replicate()) if mesh.ndim > 1 else [Shard(0)]),)),
+        [w],
+    )
 
 
 def main() -> list[str]:
     """Run every case on a 1-D and on a 2-D mesh of the processes."""
     for mesh in (mesh_of(4), mesh_of(2, 2)):
         for build in CASES.values():
-            compare(lambda build=build, mesh=mesh: build(mesh))
+            compare_with_captured(lambda build=build, mesh=mesh: build(mesh))
     return list(CASES)

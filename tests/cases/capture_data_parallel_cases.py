@@ -1,4 +1,6 @@
-"""Data-parallel training steps to capture: units, buckets, microbatches, ZeRO, over meshes of four ranks."""
+"""Capture data-parallel cases: training steps to capture, with FSDP units, buckets, microbatches and ZeRO, over meshes of four
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from capture_cases import randn, weight
+from capture_cases import make_parameter, randn
 from capture_step_cases import OPTIMIZERS, Step, compare_steps
-from case_lists import Cases
+from case_lists import CaseList
 from torch import nn
 
 import dtensor as dt
@@ -23,35 +25,35 @@ from dtensor.parallel import (
     replicate,
 )
 
-CASES = Cases()
+CASES = CaseList()
 case = CASES.case
 ADAMW = OPTIMIZERS["adamw_fused"]
 
 
-def line() -> Any:
+def make_line_mesh() -> Any:
     return dt.init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
 
 
-def grid(*names: str) -> Any:
+def make_grid_mesh(*names: str) -> Any:
     return dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
 
 
-def net(normed: bool = False) -> nn.Sequential:
-    """Return three layers that are sharded unevenly."""
+def make_network(normed: bool = False) -> nn.Sequential:
+    """Return a network with sizes that four ranks shard unevenly."""
     torch.manual_seed(0)
     between = [nn.BatchNorm1d(9)] if normed else []
     return nn.Sequential(nn.Linear(6, 9), *between, nn.GELU(), nn.Linear(9, 7), nn.GELU(), nn.Linear(7, 3))
 
 
-def cut(model: Any, mesh: Any, **options: Any) -> Any:
+def fully_shard_layers(model: Any, mesh: Any, **options: Any) -> Any:
     for layer in model:
         if isinstance(layer, nn.Linear):
             fully_shard(layer, mesh=mesh, **options)
     return fully_shard(model, mesh=mesh, **options)
 
 
-def stepping(model: Any, mesh: Any, opt: Any, before: Callable[[Any], None] | None = None, *, own: bool = True) -> Step:
-    """Return a step on each rank's local batch, or (not ``own``) on the distributed batch."""
+def make_step(model: Any, mesh: Any, opt: Any, before: Callable[[Any], None] | None = None, *, own: bool = True) -> Step:
+    """Return a training step on each rank's local batch, or (not ``own``) on the distributed batch."""
 
     def loss_of(x: Any) -> Any:
         return model(x.to_local() if own else x).square().mean()
@@ -70,36 +72,38 @@ def stepping(model: Any, mesh: Any, opt: Any, before: Callable[[Any], None] | No
     return step, lambda i: (randn(12, 6, on=mesh, at=at),), list(model.parameters()), [getattr(opt, "inner", opt)]
 
 
-def adamw_stepping(model: Any, mesh: Any, **options: Any) -> Step:
-    return stepping(model, mesh, ADAMW(model.parameters()), **options)
+def make_adamw_step(model: Any, mesh: Any, **options: Any) -> Step:
+    return make_step(model, mesh, ADAMW(model.parameters()), **options)
 
 
 @case
 def fully_sharded() -> Step:
-    return adamw_stepping(cut(net(), line()), line())
+    return make_adamw_step(fully_shard_layers(make_network(), make_line_mesh()), make_line_mesh())
 
 
 @case
 def fully_sharded_with_a_distributed_batch() -> Step:
-    return adamw_stepping(cut(net(), line()), line(), own=False)
+    return make_adamw_step(fully_shard_layers(make_network(), make_line_mesh()), make_line_mesh(), own=False)
 
 
 @case
 def resharded_over_pairs_of_ranks_after_forward() -> Step:
-    return adamw_stepping(cut(net(), line(), reshard_after_forward=2), line())
+    return make_adamw_step(fully_shard_layers(make_network(), make_line_mesh(), reshard_after_forward=2), make_line_mesh())
 
 
 @case
 def hybrid_in_bfloat16() -> Step:
-    mesh = grid("copies", "dp")
-    return adamw_stepping(cut(net(), mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)), mesh)
+    mesh = make_grid_mesh("copies", "dp")
+    return make_adamw_step(
+        fully_shard_layers(make_network(), mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)), mesh
+    )
 
 
 @case
 def fully_sharded_over_tensor_parallel() -> Step:
-    mesh, model = grid("dp", "tp"), net()
+    mesh, model = make_grid_mesh("dp", "tp"), make_network()
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    step, _, *rest = adamw_stepping(cut(model, mesh["dp"]), mesh)
+    step, _, *rest = make_adamw_step(fully_shard_layers(model, mesh["dp"]), mesh)
 
     def parts(i: int) -> Any:
         return (randn(12, 6, on=mesh, at=[Shard(0), dt.Replicate()]),)
@@ -109,17 +113,17 @@ def fully_sharded_over_tensor_parallel() -> Step:
 
 @case
 def replicated_with_statistics() -> Step:
-    model = replicate(net(normed=True), line(), bucket_cap_mb=1e-4)
-    step, arguments, parameters, opts = adamw_stepping(model, line())
+    model = replicate(make_network(normed=True), make_line_mesh(), bucket_cap_mb=1e-4)
+    step, arguments, parameters, opts = make_adamw_step(model, make_line_mesh())
     return step, arguments, [*parameters, *model.buffers()], opts
 
 
 @case
 def zero_with_a_schedule() -> Step:
-    model = replicate(net(), line())
+    model = replicate(make_network(), make_line_mesh())
     opt = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1, fused=True)
     schedule = torch.optim.lr_scheduler.ExponentialLR(opt, 0.9)
-    step, arguments, *rest = stepping(model, line(), opt)
+    step, arguments, *rest = make_step(model, make_line_mesh(), opt)
 
     def following(i: int) -> Any:
         if i:
@@ -131,7 +135,7 @@ def zero_with_a_schedule() -> Step:
 
 @case
 def microbatches_reduced_once() -> Step:
-    model = cut(net(), line())
+    model = fully_shard_layers(make_network(), make_line_mesh())
 
     def before(backward: Callable[[float], None]) -> None:
         model.set_requires_gradient_sync(False)
@@ -139,44 +143,44 @@ def microbatches_reduced_once() -> Step:
         backward(3.0)
         model.set_requires_gradient_sync(True)
 
-    return adamw_stepping(model, line(), before=before)
+    return make_adamw_step(model, make_line_mesh(), before=before)
 
 
 @case
 def microbatches_all_reduced_once_over_replicas() -> Step:
-    mesh = grid("copies", "dp")
-    model = cut(net(), mesh)
+    mesh = make_grid_mesh("copies", "dp")
+    model = fully_shard_layers(make_network(), mesh)
 
     def before(backward: Callable[[float], None]) -> None:
         model.set_requires_all_reduce(False)
         backward(2.0)
         model.set_requires_all_reduce(True)
 
-    return adamw_stepping(model, mesh, before=before)
+    return make_adamw_step(model, mesh, before=before)
 
 
 @case
 def microbatches_of_replicas() -> Step:
-    model = replicate(net(), line())
+    model = replicate(make_network(), make_line_mesh())
 
     def before(backward: Callable[[float], None]) -> None:
         with model.no_sync():
             backward(2.0)
 
-    return adamw_stepping(model, line(), before=before)
+    return make_adamw_step(model, make_line_mesh(), before=before)
 
 
 @case
 def unused_parameters() -> Step:
-    model = net()
+    model = make_network()
     model.append(nn.Linear(3, 2))
     model.forward = lambda x: model[4](model[3](model[2](model[1](model[0](x)))))
-    return adamw_stepping(replicate(model, line()), line())
+    return make_adamw_step(replicate(model, make_line_mesh()), make_line_mesh())
 
 
 @case
 def gradients_of_several_calls() -> Step:
-    model = cut(net(), line())
+    model = fully_shard_layers(make_network(), make_line_mesh())
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def step(x: Any) -> Any:
@@ -188,16 +192,16 @@ def gradients_of_several_calls() -> Step:
         if i % 2 == 0 and i:
             opt.step()
             opt.zero_grad()
-        return (randn(12, 6, on=line(), at=[Shard(0)]),)
+        return (randn(12, 6, on=make_line_mesh(), at=[Shard(0)]),)
 
     return step, arguments, list(model.parameters()), [opt]
 
 
 @case
 def stages_on_separate_meshes() -> Step:
-    grid("pp", "tp")
+    make_grid_mesh("pp", "tp")
     first, second = (dt.DeviceMesh("cpu", ranks, mesh_dim_names=("tp",)) for ranks in ([0, 1], [2, 3]))
-    one, other = weight(first, 6, 8, at=Shard(1)), weight(second, 8, 3, at=Shard(0))
+    one, other = make_parameter(first, 6, 8, at=Shard(1)), make_parameter(second, 8, 3, at=Shard(0))
     opt = ADAMW([one, other])
 
     def step(x: Any) -> Any:
@@ -215,7 +219,10 @@ def stages_on_separate_meshes() -> Step:
 def adversarial_networks() -> Step:
     """Update a generator and a discriminator in one step."""
     torch.manual_seed(0)
-    making, telling = (cut(nn.Sequential(nn.Linear(a, 7), nn.GELU(), nn.Linear(7, b)), line()) for a, b in ((6, 5), (5, 1)))
+    making, telling = (
+        fully_shard_layers(nn.Sequential(nn.Linear(a, 7), nn.GELU(), nn.Linear(7, b)), make_line_mesh())
+        for a, b in ((6, 5), (5, 1))
+    )
     maker, teller = ADAMW(making.parameters()), ADAMW(telling.parameters())
 
     def step(x: Any, z: Any) -> Any:
@@ -231,7 +238,7 @@ def adversarial_networks() -> Step:
         return told.detach(), believed.detach()
 
     def arguments(i: int) -> tuple[Any, ...]:
-        return tuple(randn(12, width, on=line(), at=[Shard(0)]) for width in (5, 6))
+        return tuple(randn(12, width, on=make_line_mesh(), at=[Shard(0)]) for width in (5, 6))
 
     return step, arguments, [*making.parameters(), *telling.parameters()], [maker, teller]
 

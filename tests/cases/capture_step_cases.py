@@ -1,4 +1,6 @@
-"""Whole training steps to capture: each case takes a mesh and returns a step, its arguments, and the state that it changes."""
+"""Capture step cases: complete training steps to capture. Each takes a mesh and returns a step, its arguments, and the state that
+it changes.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from capture_cases import Block, assert_same, last, mesh_of, randn, weight
-from case_lists import Cases
+from capture_cases import Block, assert_bitwise_equal, make_parameter, mesh_of, randn, shard_last_mesh_dim
+from case_lists import CaseList
 from torch.nn import functional as F
 
 import dtensor as dt
@@ -22,7 +24,7 @@ from dtensor.comm.events import listening
 from dtensor.debug import CommDebugMode
 
 Step = tuple[Callable[..., Any], Callable[[int], tuple[Any, ...]], list[torch.Tensor], list[Any]]  # parameters, optimizers
-CASES = Cases()
+CASES = CaseList()
 case = CASES.case
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
@@ -36,7 +38,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
 
 
 def compare_steps(build: Callable[[], Step], calls: int = 6) -> Captured[Any, Any]:
-    """Train with the step and with its capture; compare results, parameters, gradients and optimizers' state bit for bit."""
+    """Train with a step and with its capture, and assert results, parameters, gradients and optimizer state equal bit for bit."""
     torch.manual_seed(0)
     step, arguments, parameters, optimizers = build()
     torch.manual_seed(0)
@@ -53,7 +55,7 @@ def compare_steps(build: Callable[[], Step], calls: int = 6) -> Captured[Any, An
             state = [value for opt in opts for held in opt.state.values() for value in held.values()]
             trails.append((out, [x.detach() for x in params], [x.grad for x in params], state, list(args)))
             states.append((torch.get_rng_state(), comm))
-        assert_same(*trails)
+        assert_bitwise_equal(*trails)
         assert torch.equal(states[0][0], states[1][0]), "the generator"
         assert states[1][1].get_total_counts() <= states[0][1].get_total_counts()
         assert sum(states[1][1].get_comm_bytes().values()) <= sum(states[0][1].get_comm_bytes().values())
@@ -62,7 +64,7 @@ def compare_steps(build: Callable[[], Step], calls: int = 6) -> Captured[Any, An
 
 
 @contextmanager
-def frames_held() -> Iterator[None]:
+def hold_collective_frames() -> Iterator[None]:
     """Hold references to the frames that issue collectives, as a debugger does; autograd then copies gradients."""
     held: list[Any] = []
 
@@ -76,21 +78,23 @@ def frames_held() -> Iterator[None]:
         yield
 
 
-def recordings_while_frames_are_held(mesh: Any, held: Collection[int]) -> tuple[int, ...]:
+def count_recordings_with_held_frames(mesh: Any, held: Collection[int]) -> tuple[int, ...]:
     """Return how many of eight calls are recorded and replayed; frames are held in the calls ``held``."""
     torch.manual_seed(0)
-    step, arguments, _, _ = transformer(mesh, "adamw")
+    step, arguments, _, _ = make_transformer_step(mesh, "adamw")
     captured = capture(step, trusted=["sys"])  # of which who holds frames asks
     for i in range(8):
         args = arguments(i)
-        with frames_held() if i in held else nullcontext():
+        with hold_collective_frames() if i in held else nullcontext():
             captured(*args)
     return captured.cache_info()[2:4]
 
 
-def recordings_when_one_rank_differs(mesh: Any, here: bool) -> tuple[int, ...]:
-    """Return the same counts where one rank's second call makes an additional copy, which no guard can detect."""
-    w = weight(mesh, 6, 7, at=Shard(1))
+def count_recordings_with_differing_rank(mesh: Any, here: bool) -> tuple[int, ...]:
+    """Return how many calls are recorded and replayed if one rank's second call makes an additional copy, which no guard can
+    detect.
+    """
+    w = make_parameter(mesh, 6, 7, at=Shard(1))
     opt = torch.optim.SGD([w], lr=0.1)
 
     def step(x: Any) -> float:
@@ -103,14 +107,15 @@ def recordings_when_one_rank_differs(mesh: Any, here: bool) -> tuple[int, ...]:
     captured, usual = capture(step, trusted=["gc"]), gc.get_threshold()  # so that it is not refused
     for i in range(8):
         gc.set_threshold(*usual[:2], 77 if here and i == 1 else usual[2])
-        captured(randn(5, 6, on=mesh, at=last(mesh, Replicate())))
+        captured(randn(5, 6, on=mesh, at=shard_last_mesh_dim(mesh, Replicate())))
     gc.set_threshold(*usual)
     return captured.cache_info()[2:4]
 
 
-def transformer(mesh: Any, optimizer: str, *, clear: bool = True) -> Step:
+def make_transformer_step(mesh: Any, optimizer: str, *, clear: bool = True) -> Step:
+    """Return a training step of a transformer with the named optimizer, its arguments and its state."""
     block = Block(8, 2, mesh, p=0.1)
-    head = weight(mesh, 8, 11, at=Shard(1))
+    head = make_parameter(mesh, 8, 11, at=Shard(1))
     parameters = [*block.parameters(), head]
     opt = OPTIMIZERS[optimizer](parameters)
 
@@ -124,19 +129,19 @@ def transformer(mesh: Any, optimizer: str, *, clear: bool = True) -> Step:
         return loss, norm
 
     def arguments(i: int) -> Any:
-        labels = dt.distribute_tensor(torch.randint(0, 11, (2, 5)), mesh, last(mesh, Replicate()))
-        return randn(2, 5, 8, on=mesh, at=last(mesh, Replicate())), labels
+        labels = dt.distribute_tensor(torch.randint(0, 11, (2, 5)), mesh, shard_last_mesh_dim(mesh, Replicate()))
+        return randn(2, 5, 8, on=mesh, at=shard_last_mesh_dim(mesh, Replicate())), labels
 
     return step, arguments, parameters, [opt]
 
 
 for _name in OPTIMIZERS:
-    CASES[_name] = lambda mesh, name=_name: transformer(mesh, name)
+    CASES[_name] = lambda mesh, name=_name: make_transformer_step(mesh, name)
 
 
 @case
 def gradients_kept_and_cleared_at_the_start(mesh: Any) -> Step:
-    step, arguments, parameters, opts = transformer(mesh, "momentum", clear=False)
+    step, arguments, parameters, opts = make_transformer_step(mesh, "momentum", clear=False)
 
     def cleared_first(*args: Any) -> Any:
         for x in parameters:
@@ -148,7 +153,7 @@ def gradients_kept_and_cleared_at_the_start(mesh: Any) -> Step:
 
 @case
 def another_learning_rate_at_each_step(mesh: Any) -> Step:
-    step, arguments, parameters, opts = transformer(mesh, "adamw")
+    step, arguments, parameters, opts = make_transformer_step(mesh, "adamw")
 
     def scheduled(i: int) -> Any:
         opts[0].param_groups[0]["lr"] = 0.01 / (1 + i)
@@ -159,7 +164,7 @@ def another_learning_rate_at_each_step(mesh: Any) -> Step:
 
 @case
 def losses_as_floats(mesh: Any) -> Step:
-    w = weight(mesh, 6, 7, at=Shard(1))
+    w = make_parameter(mesh, 6, 7, at=Shard(1))
     opt = torch.optim.SGD([w], lr=0.05)
 
     def step(x: Any) -> Any:
@@ -170,12 +175,12 @@ def losses_as_floats(mesh: Any) -> Step:
         value = loss.item()
         return {"loss": value, "perplexity": math.exp(value), "half": [1 - value**2 / 2, -value]}
 
-    return step, (lambda i: (randn(5, 6, on=mesh, at=last(mesh, Replicate())),)), [w], [opt]
+    return step, (lambda i: (randn(5, 6, on=mesh, at=shard_last_mesh_dim(mesh, Replicate())),)), [w], [opt]
 
 
 @case
 def gradients_zeroed_in_place(mesh: Any) -> Step:
-    w, v = weight(mesh, 6, 8, at=Shard(1)), weight(mesh, 8, 6, at=Shard(0))
+    w, v = make_parameter(mesh, 6, 8, at=Shard(1)), make_parameter(mesh, 8, 6, at=Shard(0))
     opt = torch.optim.SGD([w, v], lr=0.05)
 
     def step(x: Any) -> Any:
@@ -185,12 +190,12 @@ def gradients_zeroed_in_place(mesh: Any) -> Step:
         opt.step()
         return loss.detach()
 
-    return step, (lambda i: (randn(5, 6, on=mesh, at=last(mesh, Replicate())),)), [w, v], [opt]
+    return step, (lambda i: (randn(5, 6, on=mesh, at=shard_last_mesh_dim(mesh, Replicate())),)), [w, v], [opt]
 
 
 @case
 def gradients_accumulated_over_two_batches(mesh: Any) -> Step:
-    w = weight(mesh, 6, 7, at=Shard(1))
+    w = make_parameter(mesh, 6, 7, at=Shard(1))
     opt = torch.optim.AdamW([w], lr=0.05, fused=True)
 
     def step(x: Any, y: Any) -> Any:
@@ -210,7 +215,7 @@ def gradients_accumulated_over_two_batches(mesh: Any) -> Step:
 @case
 def buffers_and_averages(mesh: Any) -> Step:
     norm = dt.distribute_module(torch.nn.BatchNorm1d(6), mesh)
-    w = weight(mesh, 6, 6, at=Shard(1))
+    w = make_parameter(mesh, 6, 6, at=Shard(1))
     average = [w.detach().clone()]
     opt = torch.optim.SGD([w, *norm.parameters()], lr=0.1, momentum=0.5)
 
@@ -228,8 +233,8 @@ def buffers_and_averages(mesh: Any) -> Step:
 
 @case
 def a_generator_against_a_discriminator(mesh: Any) -> Step:
-    makes = [weight(mesh, 4, 8, at=Shard(1)), weight(mesh, 8, 6, at=Shard(0))]
-    tells = [weight(mesh, 6, 8, at=Shard(1)), weight(mesh, 8, 1, at=Shard(0))]
+    makes = [make_parameter(mesh, 4, 8, at=Shard(1)), make_parameter(mesh, 8, 6, at=Shard(0))]
+    tells = [make_parameter(mesh, 6, 8, at=Shard(1)), make_parameter(mesh, 8, 1, at=Shard(0))]
     opts = [torch.optim.AdamW(tells, lr=0.02), torch.optim.SGD(makes, lr=0.1, momentum=0.9)]
 
     def told(x: Any) -> Any:
@@ -253,7 +258,7 @@ def a_generator_against_a_discriminator(mesh: Any) -> Step:
 
 @case
 def a_student_and_a_teacher_that_averages_it(mesh: Any) -> Step:
-    student = [weight(mesh, 6, 8, at=Shard(1)), weight(mesh, 8, 5, at=Shard(0))]
+    student = [make_parameter(mesh, 6, 8, at=Shard(1)), make_parameter(mesh, 8, 5, at=Shard(0))]
     teacher = [w.detach().clone() for w in student]
     opt = torch.optim.AdamW(student, lr=0.02, fused=True)
 
@@ -273,9 +278,9 @@ def a_student_and_a_teacher_that_averages_it(mesh: Any) -> Step:
 
 def main() -> list[str]:
     """Run every step on a 1-D and on a 2-D mesh of the processes; a copy made by one rank alone does not change the program."""
-    assert recordings_while_frames_are_held(mesh_of(4), {1} if dist.get_rank() == 2 else ()) == (3, 5)
+    assert count_recordings_with_held_frames(mesh_of(4), {1} if dist.get_rank() == 2 else ()) == (3, 5)
     for mesh in (mesh_of(4), mesh_of(2, 2)):
-        assert recordings_when_one_rank_differs(mesh, dist.get_rank() == 2) == (4, 4)
+        assert count_recordings_with_differing_rank(mesh, dist.get_rank() == 2) == (4, 4)
     for mesh in (mesh_of(4), mesh_of(2, 2)):
         for build in CASES.values():
             compare_steps(lambda build=build, mesh=mesh: build(mesh))

@@ -1,4 +1,4 @@
-"""Requirements of every communicator, as functions of a mesh that run in one process and on every rank of a gloo group.
+"""Communicator cases: requirements of every communicator, as functions of a mesh that run in one process and on every gloo rank.
 
 A case makes each member's data from its number, runs a collective and checks, at each member held here, against the same
 thing computed directly from the data of all members.
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from case_lists import Cases
+from case_lists import CaseList
 from torch import Tensor
 
 import dtensor as dt
@@ -29,13 +29,13 @@ Dims = tuple[int, ...]
 OPS = ("sum", "avg", "max", "min", "product")
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
-CASES = Cases()
+CASES = CaseList()
 case = CASES.case
 DTYPES = (*FLOATS, *INTEGERS, torch.bool, torch.complex64, torch.complex128, torch.complex32)
 
 
-def value(member: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, salt: int = 0) -> Tensor:
-    """Return random data of one member, the same in every process."""
+def make_member_values(member: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, salt: int = 0) -> Tensor:
+    """Return random values of one member of a mesh, equal in every process."""
     generator = torch.Generator().manual_seed(1000 * salt + member)
     if dtype.is_complex:
         return torch.randn(*shape, 2, generator=generator, dtype=torch.float64).to(torch.float32)[..., 0].to(dtype) * (1 + 2j)
@@ -44,15 +44,15 @@ def value(member: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float3
     return torch.randint(0, 2 if dtype is torch.bool else 120, shape, generator=generator).to(dtype)
 
 
-def same(got: Tensor, expected: Tensor) -> None:
-    """Assert equality bit for bit, with the same shape and dtype, row-major and without autograd history."""
+def assert_bitwise_equal(got: Tensor, expected: Tensor) -> None:
+    """Assert equal bits, shape and dtype, and that ``got`` is row-major and without autograd history."""
     assert (tuple(got.shape), got.dtype) == (tuple(expected.shape), expected.dtype)
     assert got.is_contiguous()
     assert not got.requires_grad
-    assert bits(got) == bits(expected)
+    assert view_as_bits(got) == view_as_bits(expected)
 
 
-def bits(x: Tensor) -> list[int]:
+def view_as_bits(x: Tensor) -> list[int]:
     x = x.detach().resolve_conj().resolve_neg().contiguous()
     return x.reshape(-1).view(torch.uint8).tolist()
 
@@ -63,7 +63,10 @@ _COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }  # fmt: skip
 
 
-def reduced(terms: list[Tensor], op: str) -> Tensor:
+def reduce_in_order(terms: list[Tensor], op: str) -> Tensor:
+    """Return the reference result of a reduction: the members' values combined in order, in the dtype that communicators compute
+    in.
+    """
     dtype = terms[0].dtype
     if dtype is torch.bool:
         stacked = torch.stack(terms)
@@ -88,8 +91,8 @@ def has_value(op: str, dtype: torch.dtype) -> bool:
     return not (dtype.is_complex and op in ("max", "min"))
 
 
-def every_dims(mesh: DeviceMesh) -> Iterator[Dims]:
-    """Return one, several and all mesh dims, in every order."""
+def list_mesh_dim_choices(mesh: DeviceMesh) -> Iterator[Dims]:
+    """Return choices of mesh dims to communicate over: one, several and all, in every order."""
     for count in range(1, mesh.ndim + 1):
         yield from itertools.permutations(range(mesh.ndim), count)
 
@@ -105,11 +108,13 @@ def all_reduce_folds_in_member_order(mesh: DeviceMesh, comm: Communicator, dims:
     for dtype, op in itertools.product(DTYPES, OPS):
         if not has_value(op, dtype):
             continue
-        x = comm.map(lambda member, dtype=dtype: value(member, (3, 2), dtype))
+        x = comm.map(lambda member, dtype=dtype: make_member_values(member, (3, 2), dtype))
         got = comm.all_reduce(x, dims, op).wait()
 
         def check(member: int, got: Tensor, dtype: torch.dtype = dtype, op: str = op) -> None:
-            same(got, reduced([value(m, (3, 2), dtype) for m in mesh.members_of(dims, member)], op))
+            assert_bitwise_equal(
+                got, reduce_in_order([make_member_values(m, (3, 2), dtype) for m in mesh.members_of(dims, member)], op)
+            )
 
         comm.map(check, got)
 
@@ -126,11 +131,13 @@ def all_reduce_of_any_shape(mesh: DeviceMesh, comm: Communicator, dims: Dims) ->
         (big, torch.int16, "product"),
         (big, torch.bool, "sum"),
     ]:
-        x = comm.map(lambda member, shape=shape, dtype=dtype: value(member, shape, dtype))
+        x = comm.map(lambda member, shape=shape, dtype=dtype: make_member_values(member, shape, dtype))
         got = comm.all_reduce(x, dims, op).wait()
 
         def check(member: int, got: Tensor, shape: Any = shape, dtype: torch.dtype = dtype, op: str = op) -> None:
-            same(got, reduced([value(m, shape, dtype) for m in mesh.members_of(dims, member)], op))
+            assert_bitwise_equal(
+                got, reduce_in_order([make_member_values(m, shape, dtype) for m in mesh.members_of(dims, member)], op)
+            )
 
         comm.map(check, got)
 
@@ -144,10 +151,10 @@ def monoids_fold_in_group_order(mesh: DeviceMesh, comm: Communicator, dims: Dims
     op = Monoid("last", _last_nonzero, torch.zeros_like, lambda x: x * 2)
 
     def term(member: int) -> Tensor:
-        return value(member, (4, 6), torch.int64) % 3
+        return make_member_values(member, (4, 6), torch.int64) % 3
 
     def check(member: int, got: Tensor) -> None:
-        same(got, functools.reduce(_last_nonzero, [term(m) for m in mesh.members_of(dims, member)]) * 2)
+        assert_bitwise_equal(got, functools.reduce(_last_nonzero, [term(m) for m in mesh.members_of(dims, member)]) * 2)
 
     comm.map(check, comm.all_reduce(comm.map(term), dims, op).wait())
 
@@ -159,11 +166,13 @@ def _ragged(member: int) -> tuple[int, int]:
 @case
 def all_gather_of_ragged_pieces(mesh: DeviceMesh, comm: Communicator, dims: Dims) -> None:
     for dtype in DTYPES:
-        got = comm.all_gather(comm.map(lambda member, dtype=dtype: value(member, _ragged(member), dtype)), dims, _ragged).wait()
+        got = comm.all_gather(
+            comm.map(lambda member, dtype=dtype: make_member_values(member, _ragged(member), dtype)), dims, _ragged
+        ).wait()
 
         def check(member: int, got: list[Tensor], dtype: torch.dtype = dtype) -> None:
             for piece, m in zip(got, mesh.members_of(dims, member), strict=True):
-                same(piece, value(m, _ragged(m), dtype))
+                assert_bitwise_equal(piece, make_member_values(m, _ragged(m), dtype))
 
         comm.map(check, got)
 
@@ -172,12 +181,12 @@ def all_gather_of_ragged_pieces(mesh: DeviceMesh, comm: Communicator, dims: Dims
 def all_gather_of_equal_pieces(mesh: DeviceMesh, comm: Communicator, dims: Dims) -> None:
     for shape in ((2, 3), (), (0, 3), (5,)):
         got = comm.all_gather(
-            comm.map(lambda member, shape=shape: value(member, shape)), dims, lambda _, shape=shape: shape
+            comm.map(lambda member, shape=shape: make_member_values(member, shape)), dims, lambda _, shape=shape: shape
         ).wait()
 
         def check(member: int, got: list[Tensor], shape: tuple[int, ...] = shape) -> None:
             for piece, m in zip(got, mesh.members_of(dims, member), strict=True):
-                same(piece, value(m, shape))
+                assert_bitwise_equal(piece, make_member_values(m, shape))
 
         comm.map(check, got)
 
@@ -193,11 +202,11 @@ def reduce_scatter_of_uneven_chunks(mesh: DeviceMesh, comm: Communicator, dims: 
         sizes = [(2, 2)] * n if even else shapes
 
         def chunks(member: int, sizes: Any = sizes, dtype: torch.dtype = dtype) -> list[Tensor]:
-            return [value(member, size, dtype, salt=k) for k, size in enumerate(sizes)]
+            return [make_member_values(member, size, dtype, salt=k) for k, size in enumerate(sizes)]
 
         def check(member: int, got: Tensor, chunks: Any = chunks, op: str = op) -> None:
             group, k = _at(mesh, dims, member)
-            same(got, reduced([chunks(m)[k] for m in group], op))
+            assert_bitwise_equal(got, reduce_in_order([chunks(m)[k] for m in group], op))
 
         comm.map(check, comm.reduce_scatter(comm.map(chunks), dims, op).wait())
 
@@ -210,7 +219,7 @@ def large_blocks_are_sent_as_separate_messages(mesh: DeviceMesh, comm: Communica
     sizes = [((1 << 16) + 3, 0, 5, 1 << 16)[k % 4] for k in range(size)]
 
     def piece(member: int) -> Tensor:
-        return value(member, (sizes[_at(mesh, dims, member)[1]],), torch.float64)
+        return make_member_values(member, (sizes[_at(mesh, dims, member)[1]],), torch.float64)
 
     sent = comm.map(piece)
     gathered = comm.all_gather(sent, dims, lambda member: (sizes[_at(mesh, dims, member)[1]],)).wait()
@@ -224,11 +233,11 @@ def large_blocks_are_sent_as_separate_messages(mesh: DeviceMesh, comm: Communica
     comm.map(check, gathered, sent)
 
     def chunks(member: int) -> list[Tensor]:
-        return [value(member, (n,), torch.float64, salt=k) for k, n in enumerate(sizes)]
+        return [make_member_values(member, (n,), torch.float64, salt=k) for k, n in enumerate(sizes)]
 
     def check_reduced(member: int, got: Tensor) -> None:
         k = _at(mesh, dims, member)[1]
-        assert torch.equal(got, reduced([chunks(other)[k] for other in mesh.members_of(dims, member)], "sum"))
+        assert torch.equal(got, reduce_in_order([chunks(other)[k] for other in mesh.members_of(dims, member)], "sum"))
 
     comm.map(check_reduced, comm.reduce_scatter(comm.map(chunks), dims, "sum").wait())
 
@@ -241,11 +250,11 @@ def all_to_all_of_ragged_chunks(mesh: DeviceMesh, comm: Communicator, dims: Dims
     for dtype in (torch.float32, torch.float16, torch.bool, torch.complex64, torch.int16):
 
         def chunks(member: int, dtype: torch.dtype = dtype) -> list[Tensor]:
-            return [value(member, shape_of(member, to), dtype, salt=to) for to in mesh.members_of(dims, member)]
+            return [make_member_values(member, shape_of(member, to), dtype, salt=to) for to in mesh.members_of(dims, member)]
 
         def check(member: int, got: list[Tensor], dtype: torch.dtype = dtype) -> None:
             for piece, m in zip(got, mesh.members_of(dims, member), strict=True):
-                same(piece, value(m, shape_of(m, member), dtype, salt=member))
+                assert_bitwise_equal(piece, make_member_values(m, shape_of(m, member), dtype, salt=member))
 
         comm.map(check, comm.all_to_all(comm.map(chunks), dims, shape_of).wait())
 
@@ -253,10 +262,10 @@ def all_to_all_of_ragged_chunks(mesh: DeviceMesh, comm: Communicator, dims: Dims
 @case
 def broadcast_from_each_position(mesh: DeviceMesh, comm: Communicator, dims: Dims) -> None:
     for source, dtype in itertools.product(range(comm.group_size(dims)), (torch.float32, torch.bool, torch.complex64)):
-        got = comm.broadcast(comm.map(lambda member, dtype=dtype: value(member, (2, 3), dtype)), dims, source).wait()
+        got = comm.broadcast(comm.map(lambda member, dtype=dtype: make_member_values(member, (2, 3), dtype)), dims, source).wait()
 
         def check(member: int, got: Tensor, source: int = source, dtype: torch.dtype = dtype) -> None:
-            same(got, value(mesh.members_of(dims, member)[source], (2, 3), dtype))
+            assert_bitwise_equal(got, make_member_values(mesh.members_of(dims, member)[source], (2, 3), dtype))
 
         comm.map(check, got)
 
@@ -264,13 +273,13 @@ def broadcast_from_each_position(mesh: DeviceMesh, comm: Communicator, dims: Dim
 @case
 def strides_conjugates_and_histories_do_not_matter(mesh: DeviceMesh, comm: Communicator, dims: Dims) -> None:
     def odd(member: int) -> list[Tensor]:
-        strided = value(member, (4, 6))[::2, 1::2].t()
+        strided = make_member_values(member, (4, 6))[::2, 1::2].t()
         return [
             strided,
-            value(member, (3, 2)).requires_grad_() * 2,
-            value(member, (3, 2), torch.complex64).conj(),
-            value(member, (3, 2), torch.complex64).conj().imag,  # a lazily negated view
-            value(member, (1, 1)).expand(3, 2),
+            make_member_values(member, (3, 2)).requires_grad_() * 2,
+            make_member_values(member, (3, 2), torch.complex64).conj(),
+            make_member_values(member, (3, 2), torch.complex64).conj().imag,  # a lazily negated view
+            make_member_values(member, (1, 1)).expand(3, 2),
         ]
 
     n = comm.group_size(dims)
@@ -286,11 +295,11 @@ def strides_conjugates_and_histories_do_not_matter(mesh: DeviceMesh, comm: Commu
 
         def check(member: int, results: list[Any], x: Tensor, i: int = i) -> None:
             terms = [odd(m)[i].detach() for m in mesh.members_of(dims, member)]
-            same(results[0], reduced(terms, "sum").contiguous())
-            same(results[2], reduced(terms, "sum").contiguous())
-            same(results[4], terms[-1])
+            assert_bitwise_equal(results[0], reduce_in_order(terms, "sum").contiguous())
+            assert_bitwise_equal(results[2], reduce_in_order(terms, "sum").contiguous())
+            assert_bitwise_equal(results[4], terms[-1])
             for got, term in zip([*results[1], *results[3]], [*terms, *terms], strict=True):
-                same(got, term)
+                assert_bitwise_equal(got, term)
 
         comm.map(check, results, x)
 
@@ -298,7 +307,7 @@ def strides_conjugates_and_histories_do_not_matter(mesh: DeviceMesh, comm: Commu
 @case
 def inputs_are_unchanged_and_never_aliased(mesh: DeviceMesh, comm: Communicator, dims: Dims) -> None:
     n = comm.group_size(dims)
-    x = comm.map(lambda member: value(member, (2, 3)))
+    x = comm.map(lambda member: make_member_values(member, (2, 3)))
     results = [
         comm.all_reduce(x, dims, "sum").wait(),
         comm.all_reduce(x, dims, Monoid("last", lambda a, b: b, torch.zeros_like)).wait(),
@@ -310,14 +319,14 @@ def inputs_are_unchanged_and_never_aliased(mesh: DeviceMesh, comm: Communicator,
     for result in results:
         comm.map(lambda member, y: y.fill_(member), result)  # into every rank's own memory
     for result in results:
-        comm.map(lambda member, y: same(y, torch.full((2, 3), float(member))), result)
-    comm.map(lambda member, y: same(y, value(member, (2, 3))), x)
+        comm.map(lambda member, y: assert_bitwise_equal(y, torch.full((2, 3), float(member))), result)
+    comm.map(lambda member, y: assert_bitwise_equal(y, make_member_values(member, (2, 3))), x)
 
 
 @case
 def several_collectives_in_flight(mesh: DeviceMesh, comm: Communicator, dims: Dims) -> None:
     n, big = comm.group_size(dims), (7, 5001)
-    x, y = comm.map(lambda member: value(member, (2, 3))), comm.map(lambda member: value(member, big))
+    x, y = comm.map(lambda member: make_member_values(member, (2, 3))), comm.map(lambda member: make_member_values(member, big))
     pending: list[Pending[Any]] = [
         comm.all_reduce(x, dims, "sum"),
         comm.all_gather(x, dims, lambda _: (2, 3)),
@@ -338,7 +347,7 @@ def several_collectives_in_flight(mesh: DeviceMesh, comm: Communicator, dims: Di
     def check(member: int, got: Any, want: Any) -> None:
         pairs = zip(got, want, strict=True) if isinstance(got, list) else [(got, want)]
         for a, b in pairs:
-            same(a, b)
+            assert_bitwise_equal(a, b)
 
     for under_way, want in reversed(list(zip(pending, expected, strict=True))):
         got = under_way.wait()
@@ -360,7 +369,7 @@ def _equal(a: Any, b: Any) -> None:
 @case
 def events_report_the_bytes_that_a_rank_receives(mesh: DeviceMesh, comm: Communicator, dims: Dims) -> None:
     n = comm.group_size(dims)
-    x = comm.map(lambda member: value(member, (2, 3)))
+    x = comm.map(lambda member: make_member_values(member, (2, 3)))
     seen: list[events.Event] = []
     with events.listening(seen.append):
         comm.all_reduce(x, dims, "sum").wait()
@@ -404,12 +413,12 @@ def invalid_calls_are_refused_by_every_communicator(mesh: DeviceMesh, comm: Comm
 
 def run_case(name: str, mesh: DeviceMesh) -> None:
     """Run one case for every choice of mesh dims."""
-    for dims in every_dims(mesh):
+    for dims in list_mesh_dim_choices(mesh):
         CASES[name](mesh, communicator_of(mesh), dims)
 
 
 # --- on process groups -----------------------------------------------------------------------------------------------------
-def meshes_of_four() -> dict[str, DeviceMesh]:
+def make_meshes_of_four() -> dict[str, DeviceMesh]:
     """Return meshes over a world of 4: of all ranks, reordered, of some ranks, and overlapping."""
     square = DeviceMesh("cpu", [[3, 1], [0, 2]], mesh_dim_names=("dp", "tp"))
     return {
@@ -426,27 +435,28 @@ def meshes_of_four() -> dict[str, DeviceMesh]:
 def main() -> list[str]:
     """Run every case on every mesh, on this rank of a world of 4; return the names of the cases."""
     ran = []
-    for label, mesh in meshes_of_four().items():
+    for label, mesh in make_meshes_of_four().items():
         comm = communicator_of(mesh)
         if mesh.current_member() is None:
-            _check_outside(mesh, comm)
+            _check_communicator_outside_mesh(mesh, comm)
         else:
             for name in CASES:
                 run_case(name, mesh)
-            assert timeout_of(comm.process_group((0,))) == timeout_of(dist.group.WORLD)
+            assert get_timeout(comm.process_group((0,))) == get_timeout(dist.group.WORLD)
         ran.append(label)
-    _given_groups()
-    _flattened_groups()
-    _native_collectives()
-    _groups_that_the_world_makes_together()
+    _check_user_groups()
+    _check_flattened_groups()
+    _check_native_collectives()
+    _check_groups_split_from_world()
     return ran
 
 
-def timeout_of(group: Any) -> Any:
+def get_timeout(group: Any) -> Any:
     return group._get_backend(torch.device("cpu")).options._timeout
 
 
-def _check_outside(mesh: DeviceMesh, comm: Communicator) -> None:
+def _check_communicator_outside_mesh(mesh: DeviceMesh, comm: Communicator) -> None:
+    """Check that a rank outside the mesh gets its inputs back from collectives, and an error for the process group."""
     x, dims = torch.ones(2), tuple(range(mesh.ndim))
     n = comm.group_size(dims)
     assert comm.all_reduce(x, dims, "sum").wait() is x
@@ -461,7 +471,7 @@ def _check_outside(mesh: DeviceMesh, comm: Communicator) -> None:
     raise AssertionError("a group for a rank outside the mesh")
 
 
-def _given_groups() -> None:
+def _check_user_groups() -> None:
     """Check that groups made by the user are used and returned."""
     rank = dist.get_rank()
     rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
@@ -473,7 +483,7 @@ def _given_groups() -> None:
     run_case("all_reduce_folds_in_member_order", mesh)
 
 
-def _flattened_groups() -> None:
+def _check_flattened_groups() -> None:
     """Check that a flattened dim is found by its name, also if torch flattened it."""
     rank = dist.get_rank()
     ours = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -498,49 +508,50 @@ def _flattened_groups() -> None:
         assert dt.distribute_tensor(torch.arange(7.0), accepted, [dt.Shard(0)]).full_tensor().tolist() == list(range(7))
 
 
-def _native_collectives() -> None:
+def _check_native_collectives() -> None:
     """Run NCCL's path, on which the backend itself reduces and gathers, for the calls that gloo supports."""
     ours = torch_backends._TRAITS["gloo"]
     torch_backends._TRAITS["gloo"] = torch_backends.BackendTraits(reduces=True, sends_lists=False)
     try:
         for mesh in (DeviceMesh("cpu", [2, 0, 3, 1]), DeviceMesh("cpu", [[3, 1], [0, 2]])):
             comm = communicator_of(mesh)
-            for dims in every_dims(mesh):
+            for dims in list_mesh_dim_choices(mesh):
                 all_gather_of_equal_pieces(mesh, comm, dims)
                 all_gather_of_ragged_pieces(mesh, comm, dims)
                 for dtype, op in itertools.product((torch.int64, torch.uint8, torch.bool, torch.int16), OPS):
                     if has_value(op, dtype):
-                        _reduces_natively(mesh, comm, dims, dtype, op)
-            _sums_complex(mesh, comm)
+                        _check_native_reduction(mesh, comm, dims, dtype, op)
+            _check_complex_sum(mesh, comm)
     finally:
         torch_backends._TRAITS["gloo"] = ours
 
 
-def _reduces_natively(mesh: DeviceMesh, comm: Communicator, dims: Dims, dtype: torch.dtype, op: str) -> None:
+def _check_native_reduction(mesh: DeviceMesh, comm: Communicator, dims: Dims, dtype: torch.dtype, op: str) -> None:
+    """Check all-reduce and reduce-scatter of one dtype and operation against the reference."""
     n = comm.group_size(dims)
 
     def chunks(member: int) -> list[Tensor]:
-        return [value(member, (2, 3), dtype, salt=k) for k in range(n)]
+        return [make_member_values(member, (2, 3), dtype, salt=k) for k in range(n)]
 
     def check(member: int, whole: Tensor, own: Tensor) -> None:
         group, k = _at(mesh, dims, member)
-        same(whole, reduced([chunks(m)[0] for m in group], op))
-        same(own, reduced([chunks(m)[k] for m in group], op))
+        assert_bitwise_equal(whole, reduce_in_order([chunks(m)[0] for m in group], op))
+        assert_bitwise_equal(own, reduce_in_order([chunks(m)[k] for m in group], op))
 
     whole = comm.all_reduce(comm.map(lambda member: chunks(member)[0]), dims, op).wait()
     own = comm.reduce_scatter(comm.map(chunks), dims, op).wait()
     comm.map(check, whole, own)
 
 
-def _sums_complex(mesh: DeviceMesh, comm: Communicator) -> None:
+def _check_complex_sum(mesh: DeviceMesh, comm: Communicator) -> None:
     dims = tuple(range(mesh.ndim))
     got = comm.all_reduce(torch.full((2,), 1 + 2j), dims, "sum").wait()
-    same(got, torch.full((2,), 4 + 8j))
-    same(comm.reduce_scatter([torch.full((2,), 1 + 2j)] * 4, dims, "avg").wait(), torch.full((2,), 1 + 2j))
+    assert_bitwise_equal(got, torch.full((2,), 4 + 8j))
+    assert_bitwise_equal(comm.reduce_scatter([torch.full((2,), 1 + 2j)] * 4, dims, "avg").wait(), torch.full((2,), 1 + 2j))
 
 
-def _groups_that_the_world_makes_together() -> None:
-    """Make groups as with NCCL, which splits them from the world's communicator."""
+def _check_groups_split_from_world() -> None:
+    """Run an all-gather on groups that are split from the world's communicator, as NCCL does; gloo is patched to do so."""
     splits = process_groups._splits_world
     process_groups._splits_world = lambda world: True
     try:

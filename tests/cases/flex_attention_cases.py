@@ -14,7 +14,18 @@ from typing import Any
 from unittest import mock
 
 import torch
-from case_lists import S0, S1, Cases, R, by_rank, equal, line, put, raises, square
+from case_lists import (
+    S0,
+    S1,
+    CaseList,
+    R,
+    assert_full_value,
+    assert_raises,
+    distribute_values,
+    get_line_mesh,
+    get_square_mesh,
+    make_per_rank,
+)
 from torch import nn
 from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
@@ -23,14 +34,14 @@ import dtensor as dt
 from dtensor import DTensor, Partial, Placement, Shard
 from dtensor.errors import ImplicitCommunicationError, MeshError, MixedTensorError
 
-CASES = Cases()
+CASES = CaseList()
 case = CASES.case
 S2, S3 = Shard(2), Shard(3)
 MaskMod = Callable[..., torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Sizes:
+class OperandSizes:
     """Sizes of the operands: batch, heads, key heads, queries, keys, head dims; and the batch size of keys, if another."""
 
     batch: int = 2
@@ -53,17 +64,17 @@ class Sizes:
 
 
 @dataclass
-class Program:
+class AttentionProgram:
     """A call of ``flex_attention``. ``score_mod`` and ``mask_mod`` are made of captured tensors, which may be distributed."""
 
-    sizes: Sizes = field(default_factory=Sizes)
+    sizes: OperandSizes = field(default_factory=OperandSizes)
     score_mod: Callable[[torch.Tensor], Any] = lambda bias: None
     mask_mod: MaskMod | None = None
     mask_sizes: tuple[int | None, int | None] = (None, None)
     rows_per_block: int = 4
 
     def run(self, operands: Sequence[torch.Tensor], bias: torch.Tensor) -> list[torch.Tensor]:
-        """Return output, log-sums, and the gradients of operands and of what the score function captures."""
+        """Run forward and backward; return output, log-sums, and the gradients of the operands and of the captured tensor."""
         block_mask = None
         if self.mask_mod is not None:
             lengths = self.sizes.queries, self.sizes.keys
@@ -92,14 +103,16 @@ class Program:
     def compare(
         self, mesh: dt.DeviceMesh, placements: Sequence[Sequence[Placement]], captured: Sequence[Placement] | None
     ) -> Any:
-        """Compare with one device. ``captured`` are the placements of the captured tensor, None for a plain one."""
+        """Assert results of distributed operands equal to one device's. ``captured``: placements of the captured tensor, None if
+        it is plain.
+        """
         operands, expected = self.sizes.operands(), self.expected
         distributed = [dt.distribute_tensor(x, mesh, own).requires_grad_() for x, own in zip(operands, placements, strict=True)]
         own_bias = self.bias() if captured is None else dt.distribute_tensor(self.bias(), mesh, captured)
         found = self.run(distributed, own_bias.requires_grad_())
         assert len(found) == len(expected)
         for one, other in zip(found, expected, strict=True):
-            equal(one, other) if isinstance(one, DTensor) else torch.testing.assert_close(one, other)
+            assert_full_value(one, other) if isinstance(one, DTensor) else torch.testing.assert_close(one, other)
         assert (found[0].shape, found[0].stride()) == (expected[0].shape, expected[0].stride())
         for x in (*distributed, own_bias):
             assert x.grad is None or not isinstance(x, DTensor) or x.grad.placements == x.placements
@@ -112,11 +125,11 @@ def attend(*args: Any, **options: Any) -> Any:
         return flex_attention(*args, **options)
 
 
-def biased(bias: torch.Tensor) -> Any:
+def make_bias_score_mod(bias: torch.Tensor) -> Any:
     return lambda score, b, h, i, j: score * (h + 1) + bias[h, j] * (b + 1) + (i - j)
 
 
-def causal(b: Any, h: Any, i: Any, j: Any) -> Any:
+def mask_causal(b: Any, h: Any, i: Any, j: Any) -> Any:
     return i >= j
 
 
@@ -127,72 +140,74 @@ def by_head(b: Any, h: Any, i: Any, j: Any) -> Any:
 # --- layouts ----------------------------------------------------------------------------------------------------------
 @case
 def every_layout_of_one_mesh_dim() -> None:
-    program = Program(score_mod=biased)
+    program = AttentionProgram(score_mod=make_bias_score_mod)
     for placement in (S0, S1, S2, S3, R):
         for captured in (None, [S0]):
-            out = program.compare(line(), [[placement]] * 3, captured)
+            out = program.compare(get_line_mesh(), [[placement]] * 3, captured)
             assert placement == S3 or out.placements == (placement,)
 
 
 @case
 def every_layout_of_two_mesh_dims() -> None:
-    program = Program(Sizes(batch=3, heads=6, key_heads=3), biased, by_head, (3, 6))
+    program = AttentionProgram(OperandSizes(batch=3, heads=6, key_heads=3), make_bias_score_mod, by_head, (3, 6))
     for placements in itertools.product((S0, S1, S2, R), repeat=2):
-        program.compare(square(), [placements] * 3, [S0, R])
+        program.compare(get_square_mesh(), [placements] * 3, [S0, R])
 
 
 @case
 def operands_of_different_layouts() -> None:
-    program = Program(Sizes(batch=3, heads=6, key_heads=2, queries=5, keys=9, dims=(8, 4)), biased, causal)
+    program = AttentionProgram(
+        OperandSizes(batch=3, heads=6, key_heads=2, queries=5, keys=9, dims=(8, 4)), make_bias_score_mod, mask_causal
+    )
     for placements in itertools.product((S0, S1, S2, R), repeat=2):
-        program.compare(square(), [placements, [R, S1], [S2, S3]], None)
+        program.compare(get_square_mesh(), [placements, [R, S1], [S2, S3]], None)
 
 
 @case
 def grouped_and_uneven_heads() -> None:
     for heads, key_heads in ((6, 3), (6, 1), (8, 2)):
-        program = Program(Sizes(heads=heads, key_heads=key_heads), biased)
+        program = AttentionProgram(OperandSizes(heads=heads, key_heads=key_heads), make_bias_score_mod)
         for placement in (S0, S1, S2):
-            program.compare(line(), [[placement]] * 3, None)
+            program.compare(get_line_mesh(), [[placement]] * 3, None)
 
 
 @case
 def ranks_without_elements() -> None:
-    for sizes in (Sizes(batch=1), Sizes(heads=1, key_heads=1), Sizes(queries=3)):
-        program = Program(sizes, biased, by_head, (sizes.batch, sizes.heads), rows_per_block=2)
+    for sizes in (OperandSizes(batch=1), OperandSizes(heads=1, key_heads=1), OperandSizes(queries=3)):
+        program = AttentionProgram(sizes, make_bias_score_mod, by_head, (sizes.batch, sizes.heads), rows_per_block=2)
         for placement in (S0, S1, S2):
-            program.compare(line(), [[placement]] * 3, [S1])
+            program.compare(get_line_mesh(), [[placement]] * 3, [S1])
 
 
 @case
 def keys_that_all_batch_entries_share() -> None:
-    program = Program(Sizes(batch=4, key_batch=1), biased, by_head, (4, None))
+    program = AttentionProgram(OperandSizes(batch=4, key_batch=1), make_bias_score_mod, by_head, (4, None))
     for placement in (S0, S1, S2, R):
-        program.compare(line(), [[placement], [R], [S1]], None)
+        program.compare(get_line_mesh(), [[placement], [R], [S1]], None)
 
 
 @case
 def blocks_of_all_sizes() -> None:
     for rows in (3, 4, 128):
         for mask_mod in (by_head, lambda b, h, i, j: i > j):
-            program = Program(mask_mod=mask_mod, mask_sizes=(2, 4), rows_per_block=rows)
+            program = AttentionProgram(mask_mod=mask_mod, mask_sizes=(2, 4), rows_per_block=rows)
             for placement in (S0, S1, S2):
-                program.compare(line(), [[placement]] * 3, None)
+                program.compare(get_line_mesh(), [[placement]] * 3, None)
 
 
 @case
 def queries_stay_sharded_where_blocks_allow() -> None:
     for queries, rows, stays in ((16, 4, True), (16, 2, True), (16, 128, True), (12, 2, False)):
-        program = Program(Sizes(queries=queries), mask_mod=causal, rows_per_block=rows)
-        assert (program.compare(line(), [[S2]] * 3, None).placements == (S2,)) is stays
+        program = AttentionProgram(OperandSizes(queries=queries), mask_mod=mask_causal, rows_per_block=rows)
+        assert (program.compare(get_line_mesh(), [[S2]] * 3, None).placements == (S2,)) is stays
 
 
 @case
 def partial_operands_are_reduced() -> None:
-    q, k, v = Sizes().operands()
-    terms = DTensor.from_local(by_rank(lambda rank: v * (rank + 1) / 10), line(), [Partial()], shape=v.shape)
-    equal(attend(put(q, S1), put(k, S1), terms), attend(q, k, v))
-    equal(attend(terms, put(k, S1), put(v, S1)), attend(v, k, v))
+    q, k, v = OperandSizes().operands()
+    terms = DTensor.from_local(make_per_rank(lambda rank: v * (rank + 1) / 10), get_line_mesh(), [Partial()], shape=v.shape)
+    assert_full_value(attend(distribute_values(q, S1), distribute_values(k, S1), terms), attend(q, k, v))
+    assert_full_value(attend(terms, distribute_values(k, S1), distribute_values(v, S1)), attend(v, k, v))
 
 
 # --- captured tensors -------------------------------------------------------------------------------------------------
@@ -211,22 +226,22 @@ def _add_slopes(slopes: Any, score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
 
 @case
 def tensors_of_modules_and_containers() -> None:
-    operands, slopes = Sizes().operands(), torch.arange(4.0, dtype=torch.float64)
-    module, own = _Slopes(slopes), _Slopes(put(slopes, S0))
+    operands, slopes = OperandSizes().operands(), torch.arange(4.0, dtype=torch.float64)
+    module, own = _Slopes(slopes), _Slopes(distribute_values(slopes, S0))
     for placement in (S0, S1, S2):
         for parameter in (module.slopes, own.slopes):
             parameter.grad = None
-        given = [put(x, placement) for x in operands]
+        given = [distribute_values(x, placement) for x in operands]
         attend(*operands, score_mod=module).square().sum().backward()
         attend(*given, score_mod=own).square().sum().backward()
-        equal(own.slopes.grad, module.slopes.grad)
-        in_container = functools.partial(_add_slopes, {"slopes": [put(slopes, S0)]})
-        equal(attend(*given, score_mod=in_container), attend(*operands, score_mod=module))
+        assert_full_value(own.slopes.grad, module.slopes.grad)
+        in_container = functools.partial(_add_slopes, {"slopes": [distribute_values(slopes, S0)]})
+        assert_full_value(attend(*given, score_mod=in_container), attend(*operands, score_mod=module))
 
 
 @case
 def masks_of_captured_tensors() -> None:
-    operands = Sizes().operands()
+    operands = OperandSizes().operands()
     documents = torch.tensor([[0] * 5 + [1] * 7, [0] * 2 + [1] * 9 + [2]])
 
     def same_document(own: torch.Tensor) -> MaskMod:
@@ -237,37 +252,39 @@ def masks_of_captured_tensors() -> None:
 
     expected = attend(*operands, block_mask=make_mask(documents))
     for placement in (S0, S1, S2, R):
-        given = [put(x, placement) for x in operands]
-        equal(attend(*given, block_mask=make_mask(documents)), expected)
-        own = put(documents, S0)
-        raises(MixedTensorError, "implicit_replication", lambda own=own: make_mask(own))
+        given = [distribute_values(x, placement) for x in operands]
+        assert_full_value(attend(*given, block_mask=make_mask(documents)), expected)
+        own = distribute_values(documents, S0)
+        assert_raises(MixedTensorError, "implicit_replication", lambda own=own: make_mask(own))
         with dt.implicit_replication():
             mask = make_mask(own)
-        equal(attend(*given, block_mask=mask), expected)
+        assert_full_value(attend(*given, block_mask=mask), expected)
 
 
 # --- errors and modes -------------------------------------------------------------------------------------------------
 @case
 def calls_that_are_refused() -> None:
-    q, k, v = Sizes().operands()
-    given = [put(x, S1) for x in (q, k, v)]
-    raises(MixedTensorError, "flex_attention mixes DTensors with plain", lambda: attend(given[0], k, v))
-    raises(MixedTensorError, "flex_attention mixes DTensors with plain", lambda: attend(q, *given[1:]))
-    raises(MeshError, "different meshes", lambda: attend(given[0], put(k, S1, R), given[2]))
-    raises(NotImplementedError, "backward on CPU", lambda: flex_attention(given[0].requires_grad_(), *given[1:]))
-    raises(ValueError, "same number of heads", lambda: attend(given[0], *(put(x[:, :2], S1) for x in (k, v))))
+    q, k, v = OperandSizes().operands()
+    given = [distribute_values(x, S1) for x in (q, k, v)]
+    assert_raises(MixedTensorError, "flex_attention mixes DTensors with plain", lambda: attend(given[0], k, v))
+    assert_raises(MixedTensorError, "flex_attention mixes DTensors with plain", lambda: attend(q, *given[1:]))
+    assert_raises(MeshError, "different meshes", lambda: attend(given[0], distribute_values(k, S1, R), given[2]))
+    assert_raises(NotImplementedError, "backward on CPU", lambda: flex_attention(given[0].requires_grad_(), *given[1:]))
+    assert_raises(
+        ValueError, "same number of heads", lambda: attend(given[0], *(distribute_values(x[:, :2], S1) for x in (k, v)))
+    )
     with dt.implicit_replication():
-        equal(attend(given[0], k, v), attend(q, k, v))
+        assert_full_value(attend(given[0], k, v), attend(q, k, v))
 
 
 @case
 def explicit_calls() -> None:
-    operands, slopes = Sizes().operands(), put(torch.arange(4.0, dtype=torch.float64), S0)
-    heads, rows = ([put(x, placement) for x in operands] for placement in (S1, S2))
+    operands, slopes = OperandSizes().operands(), distribute_values(torch.arange(4.0, dtype=torch.float64), S0)
+    heads, rows = ([distribute_values(x, placement) for x in operands] for placement in (S1, S2))
     with dt.explicit():
         attend(*heads)
-        raises(ImplicitCommunicationError, "flex_attention would communicate", lambda: attend(*rows))
-        raises(
+        assert_raises(ImplicitCommunicationError, "flex_attention would communicate", lambda: attend(*rows))
+        assert_raises(
             ImplicitCommunicationError,
             "gather a captured tensor",
             lambda: attend(*heads, score_mod=lambda score, b, h, i, j: score + slopes[h]),
@@ -276,10 +293,10 @@ def explicit_calls() -> None:
 
 @case
 def a_call_without_gradients_and_one_under_autocast() -> None:
-    operands = [x.float() for x in Sizes().operands()]
+    operands = [x.float() for x in OperandSizes().operands()]
     for mode in (torch.no_grad(), torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16)):
         with mode:
             expected = flex_attention(*operands)
-            found = flex_attention(*(put(x, S1) for x in operands))
+            found = flex_attention(*(distribute_values(x, S1) for x in operands))
         assert found.dtype is expected.dtype
-        equal(found, expected)
+        assert_full_value(found, expected)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from case_lists import Cases, equal, value
+from case_lists import CaseList, assert_full_value, make_values
 from torch import nn
 
 import dtensor as dt
@@ -22,7 +22,7 @@ from dtensor.parallel import (
 )
 
 R = Replicate()
-CASES = Cases()
+CASES = CaseList()
 case = CASES.case
 LISTED = [Shard(0), Shard(1)]
 FORMS = (
@@ -37,13 +37,13 @@ FORMS = (
 )
 
 
-def square() -> dt.DeviceMesh:
+def get_named_square_mesh() -> dt.DeviceMesh:
     return dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 
 
 @case
 def every_function_with_placements_takes_every_form() -> None:
-    mesh, x = square(), value(5, 8)
+    mesh, x = get_named_square_mesh(), make_values(5, 8)
     listed = dt.distribute_tensor(x, mesh, LISTED)
     replicated = dt.distribute_tensor(x, mesh)
     for form in FORMS:
@@ -62,21 +62,21 @@ def every_function_with_placements_takes_every_form() -> None:
         )
         for result in made:
             assert result.placements == tuple(LISTED), form
-            equal(result, x)
+            assert_full_value(result, x)
         assert dt.zeros(5, 8, device_mesh=mesh, placements=form).placements == tuple(LISTED)
         assert dt.Layout.of(mesh, form, (5, 8)) is dt.Layout.of(mesh, LISTED, (5, 8))
 
 
 @case
 def redistribute_by_name_leaves_the_other_mesh_dims_as_they_are() -> None:
-    mesh, x = square(), value(5, 8)
+    mesh, x = get_named_square_mesh(), make_values(5, 8)
     source = dt.distribute_tensor(x, mesh, LISTED)
     for form in ({"tp": R}, "tp=R"):
         with CommDebugMode() as comm:
             gathered = source.redistribute(form)
         assert gathered.placements == (Shard(0), R)
         assert comm.get_total_counts() == 1
-        equal(gathered, x)
+        assert_full_value(gathered, x)
         for other in dt.redistribute_many([source, gathered], form):
             assert other.placements == (Shard(0), R)
     assert source.redistribute({}).placements == tuple(LISTED)
@@ -90,45 +90,45 @@ def redistribute_by_name_leaves_the_other_mesh_dims_as_they_are() -> None:
 
 @case
 def redistribute_by_name_gathers_along_one_mesh_dim_alone_if_it_splits_innermost() -> None:
-    mesh, x = square(), value(10)
+    mesh, x = get_named_square_mesh(), make_values(10)
     uneven = dt.distribute_tensor(x, mesh, [Shard(0), Shard(0, sizes=(1, 2, 3, 4))])
     with CommDebugMode() as comm:
         gathered = uneven.redistribute({"tp": R})
     assert gathered.placements == (Shard(0, sizes=(3, 7)), R)
     assert comm.get_total_counts() == 1
-    equal(gathered, x)
+    assert_full_value(gathered, x)
     outer = uneven.redistribute({"dp": R})  # the blocks of tp are not adjacent
     assert outer.placements == (R, Shard(0))
-    equal(outer, x)
+    assert_full_value(outer, x)
     nested = dt.distribute_tensor(x, mesh, dt.partition(("tp", "dp")))
     assert nested.placements == (Shard(0, level=1), Shard(0, level=0))
     assert nested.redistribute({"dp": R}).placements == (R, Shard(0))
     assert nested.redistribute({"tp": nested.placements[1]}).placements == nested.placements
-    equal(nested.redistribute({"tp": R}), x)
+    assert_full_value(nested.redistribute({"tp": R}), x)
 
 
 @case
 def gradients_by_name_have_the_default_along_other_mesh_dims() -> None:
-    mesh = square()
-    x = dt.distribute_tensor(value(4, 6), mesh, "dp=S(0), tp=R").requires_grad_()
+    mesh = get_named_square_mesh()
+    x = dt.distribute_tensor(make_values(4, 6), mesh, "dp=S(0), tp=R").requires_grad_()
     x.to_local(grad_placements={"tp": Partial()}).sum().backward()
-    equal(x.grad, torch.full((4, 6), 2.0, dtype=torch.float64))
+    assert_full_value(x.grad, torch.full((4, 6), 2.0, dtype=torch.float64))
     x.grad = None
     x.full_tensor(grad_placements={"tp": Partial()}).sum().backward()
-    equal(x.grad, torch.full((4, 6), 2.0, dtype=torch.float64))
+    assert_full_value(x.grad, torch.full((4, 6), 2.0, dtype=torch.float64))
     for form in ("tp=P(sum)", "R, P(sum)", dt.partition(unreduced="tp")):
         x.grad = None
         x.full_tensor(grad_placements=form).sum().backward()
-        equal(x.grad, torch.full((4, 6), 2.0, dtype=torch.float64))
+        assert_full_value(x.grad, torch.full((4, 6), 2.0, dtype=torch.float64))
     x.grad = None
     x.redistribute({"dp": R}).sum().backward()
     assert x.grad.placements == (Shard(0), R)
-    equal(x.grad, torch.ones(4, 6, dtype=torch.float64))
+    assert_full_value(x.grad, torch.ones(4, 6, dtype=torch.float64))
 
 
 @case
 def local_map_needs_a_tuple_of_in_placements() -> None:
-    x = dt.distribute_tensor(value(4, 6), square(), LISTED)
+    x = dt.distribute_tensor(make_values(4, 6), get_named_square_mesh(), LISTED)
     for form in ({"dp": Shard(0)}, "dp=S(0)", dt.partition("dp")):
         with pytest.raises(PlacementError, match="takes a tuple with an entry for each argument"):
             dt.local_map(torch.sin, form, form)(x)
@@ -136,11 +136,11 @@ def local_map_needs_a_tuple_of_in_placements() -> None:
 
 @case
 def an_entered_mesh_takes_placements_as_first_argument() -> None:
-    mesh, x = square(), value(4, 6)
+    mesh, x = get_named_square_mesh(), make_values(4, 6)
     with mesh:
         for form in (LISTED, *FORMS):
             assert dt.distribute_tensor(x, form).placements == tuple(LISTED)
-            assert DTensor.from_local(value(2, 3), form).placements == tuple(LISTED)
+            assert DTensor.from_local(make_values(2, 3), form).placements == tuple(LISTED)
     for form in (LISTED, *FORMS):
         with pytest.raises(MeshError, match="no device mesh"):
             dt.distribute_tensor(x, form)
@@ -148,8 +148,8 @@ def an_entered_mesh_takes_placements_as_first_argument() -> None:
 
 @case
 def from_local_by_name_exchanges_uneven_sizes() -> None:
-    mesh = square()
-    source = dt.distribute_tensor(value(5, 3), mesh, "dp=S(0)")
+    mesh = get_named_square_mesh()
+    source = dt.distribute_tensor(make_values(5, 3), mesh, "dp=S(0)")
     for form in ({"dp": Shard(0)}, "dp=S(0)", dt.partition("dp")):
         again = DTensor.from_local(source.to_local(), mesh, form)
         assert again.layout is source.layout
@@ -158,7 +158,7 @@ def from_local_by_name_exchanges_uneven_sizes() -> None:
 
 @case
 def styles_take_every_form_of_one_placement() -> None:
-    mesh, x = square()["tp"], value(4, 8, dtype=torch.float32)
+    mesh, x = get_named_square_mesh()["tp"], make_values(4, 8, dtype=torch.float32)
     for to in ({"tp": Shard(0)}, "tp=S(0)", "S(0)", dt.partition("tp")):
         torch.manual_seed(0)
         plain = nn.Linear(8, 6)
@@ -183,7 +183,7 @@ def styles_take_every_form_of_one_placement() -> None:
 
 @case
 def fully_shard_takes_every_form_of_one_placement() -> None:
-    mesh = square()
+    mesh = get_named_square_mesh()
     for form in ({"dp": Shard(1)}, "dp=S(1)", "S(1)", dt.partition(None, "dp")):
         layer = fully_shard(nn.Linear(4, 6, bias=False), mesh=mesh["dp"], shard_placement_fn=lambda _, form=form: form)
         assert layer.weight.placements == (Shard(1),)
@@ -198,26 +198,28 @@ def fully_shard_takes_every_form_of_one_placement() -> None:
 
 @case
 def shard_model_takes_placements_by_name() -> None:
-    model = dt.shard_model(nn.Linear(4, 6), {"weight": dt.partition("dp", "tp"), "bias": {"tp": Shard(0)}}, mesh=square())
+    model = dt.shard_model(
+        nn.Linear(4, 6), {"weight": dt.partition("dp", "tp"), "bias": {"tp": Shard(0)}}, mesh=get_named_square_mesh()
+    )
     assert model.weight.placements == (Shard(0), Shard(1))
     assert model.bias.placements == (R, Shard(0))
 
 
 @case
 def captured_functions_redistribute_by_name() -> None:
-    mesh, x = square(), value(5, 8)
+    mesh, x = get_named_square_mesh(), make_values(5, 8)
     source = dt.distribute_tensor(x, mesh, LISTED)
     step = dt.capture(lambda a: (a * 2).redistribute({"tp": R}).redistribute("tp=S(0)").redistribute(dt.partition(None, "dp")))
     for _ in range(3):
         result = step(source)
         assert result.placements == (Shard(1), R)
-        equal(result, x * 2)
+        assert_full_value(result, x * 2)
 
 
 @case
 def all_ranks_raise_for_placements_that_do_not_fit() -> None:
-    mesh = square()
-    x = dt.distribute_tensor(value(4, 6), mesh, LISTED)
+    mesh = get_named_square_mesh()
+    x = dt.distribute_tensor(make_values(4, 6), mesh, LISTED)
     wrong = (
         ({"pp": R}, "the mesh has no mesh dim 'pp'; its mesh dims are 'dp', 'tp'"),
         ("pp=R", "the mesh has no mesh dim 'pp'; its mesh dims are 'dp', 'tp'"),
@@ -235,11 +237,11 @@ def all_ranks_raise_for_placements_that_do_not_fit() -> None:
     for form, message in wrong:
         for call in (
             lambda form=form: x.redistribute(form),
-            lambda form=form: dt.distribute_tensor(value(4, 6), mesh, form),
-            lambda form=form: DTensor.from_local(value(2, 3), mesh, form),
+            lambda form=form: dt.distribute_tensor(make_values(4, 6), mesh, form),
+            lambda form=form: DTensor.from_local(make_values(2, 3), mesh, form),
             lambda form=form: dt.zeros(4, 6, device_mesh=mesh, placements=form),
             lambda form=form: dt.redistribute_many([x], form),
         ):
             with pytest.raises(PlacementError, match=message):
                 call()
-    equal(x, value(4, 6))
+    assert_full_value(x, make_values(4, 6))

@@ -1,4 +1,4 @@
-"""Random numbers are independent of mesh and placements in both modes; cases for one process and for four."""
+"""Random cases: random numbers are independent of mesh and placements in both modes, in one process and on four."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from case_lists import S0, S1, Cases, R, equal, held, line, square
-from compare_with_one_device import whole
+from case_lists import S0, S1, CaseList, R, assert_full_value, get_line_mesh, get_square_mesh, local_tensors_by_rank
+from compare_with_one_device import full_value
 from pytorch_defect_cases import RAGGED
 from torch import nn
 from torch.nn import functional as F
@@ -19,24 +19,25 @@ import dtensor as dt
 from dtensor import DTensor, Partial, Shard
 from dtensor.errors import MeshError
 
-CASES = Cases()
+CASES = CaseList()
 case = CASES.case
 LAYOUTS: tuple[list[Any], ...] = ([S0], [S1], [R], [RAGGED], [S0, S1], [S0, S0], [Shard(0, level=1), Shard(0, level=0)])
 
 
-def distribute(x: torch.Tensor, placements: list[Any]) -> DTensor:
-    return dt.distribute_tensor(x, line() if len(placements) == 1 else square(), placements)
+def distribute_values(x: torch.Tensor, placements: list[Any]) -> DTensor:
+    return dt.distribute_tensor(x, get_line_mesh() if len(placements) == 1 else get_square_mesh(), placements)
 
 
-def as_on_one_device(draw: Callable[[torch.Tensor], Any], x: torch.Tensor, rounded: bool = False) -> None:
-    """Assert that ``draw`` gives the same bits on a plain tensor and under every layout (``rounded``: up to the order of sums),
-    and the same generator state after it."""
+def assert_same_draw_under_layouts(draw: Callable[[torch.Tensor], Any], x: torch.Tensor, rounded: bool = False) -> None:
+    """Assert that ``draw`` gives equal bits on a plain tensor and under every layout, or equal up to the order of sums if
+    ``rounded``.
+    """
     torch.manual_seed(3)
     expected, after = draw(x.clone()), torch.rand(2)
     for placements in LAYOUTS:
-        made = distribute(x, placements)
+        made = distribute_values(x, placements)
         torch.manual_seed(3)
-        got = whole(draw(made))
+        got = full_value(draw(made))
         assert torch.allclose(got, expected) if rounded else torch.equal(got, expected)
         assert torch.equal(torch.rand(2), after)
 
@@ -71,7 +72,7 @@ DRAWS: dict[str, Callable[[Any], Any]] = {
 }
 ROUNDED = ("gumbel_softmax", "orthogonal", "attention")
 for _name, _draw in DRAWS.items():
-    CASES[f"exact_{_name}"] = lambda draw=_draw, rounded=_name in ROUNDED: as_on_one_device(draw, X, rounded)
+    CASES[f"exact_{_name}"] = lambda draw=_draw, rounded=_name in ROUNDED: assert_same_draw_under_layouts(draw, X, rounded)
 
 
 @case
@@ -81,7 +82,7 @@ def a_permutation_of_rows() -> None:
     for placements in LAYOUTS:
         torch.manual_seed(1)
         where = [R] * len(placements)
-        equal(distribute(X, placements)[distribute(torch.randperm(5), where)], X[order])
+        assert_full_value(distribute_values(X, placements)[distribute_values(torch.randperm(5), where)], X[order])
 
 
 def in_both_modes(fn: Callable[[], None]) -> None:
@@ -100,7 +101,7 @@ def draws_are_the_same_under_every_layout() -> None:
         seen = []
         for placements in LAYOUTS:
             torch.manual_seed(5)
-            seen.append(whole(DRAWS[name](distribute(X, placements))))
+            seen.append(full_value(DRAWS[name](distribute_values(X, placements))))
         assert all(torch.equal(seen[0], other) for other in seen), name
 
 
@@ -110,37 +111,37 @@ def a_checkpointed_layer_drops_the_same() -> None:
         grads = []
         for recompute in (False, True):
             torch.manual_seed(2)
-            x = distribute(X, placements).requires_grad_()
+            x = distribute_values(X, placements).requires_grad_()
             layer = lambda x: F.dropout(x * x, 0.5)  # noqa: E731
             out = checkpoint(layer, x, use_reentrant=False) if recompute else layer(x)
             out.sum().backward()
-            grads.append(whole(x.grad))
+            grads.append(full_value(x.grad))
         assert torch.equal(*grads)
 
 
 @in_both_modes
 def states_are_saved_and_restored() -> None:
-    x = distribute(X, [S0])
+    x = distribute_values(X, [S0])
     torch.manual_seed(4)
     state = torch.get_rng_state()
-    first = whole(torch.rand_like(x))
-    second = whole(torch.rand_like(x))
+    first = full_value(torch.rand_like(x))
+    second = full_value(torch.rand_like(x))
     assert not torch.equal(first, second)
     torch.set_rng_state(state)
-    assert torch.equal(whole(torch.rand_like(x)), first)
+    assert torch.equal(full_value(torch.rand_like(x)), first)
     with torch.random.fork_rng():
         torch.manual_seed(99)
-        other = whole(torch.rand_like(x))
-    assert torch.equal(whole(torch.rand_like(x)), second)
+        other = full_value(torch.rand_like(x))
+    assert torch.equal(full_value(torch.rand_like(x)), second)
     assert not torch.equal(other, second)
 
 
 @in_both_modes
 def factories_of_partial_tensors() -> None:
     torch.manual_seed(6)
-    expected = whole(dt.randn(5, 6, device_mesh=line(), placements=[R]))
+    expected = full_value(dt.randn(5, 6, device_mesh=get_line_mesh(), placements=[R]))
     torch.manual_seed(6)
-    equal(dt.randn(5, 6, device_mesh=line(), placements=[Partial()]), expected)
+    assert_full_value(dt.randn(5, 6, device_mesh=get_line_mesh(), placements=[Partial()]), expected)
 
 
 @in_both_modes
@@ -151,7 +152,7 @@ def initialised_on_meta_first() -> None:
             module = nn.Sequential(nn.Linear(6, 5), nn.Embedding(7, 3))
         dt.distribute_module(
             module,
-            line(),
+            get_line_mesh(),
             lambda name, m, mesh, where=placements: (
                 [
                     m.register_parameter(key, nn.Parameter(dt.distribute_tensor(p, mesh, where if p.ndim > 1 else [S0])))
@@ -164,7 +165,7 @@ def initialised_on_meta_first() -> None:
         torch.manual_seed(0)
         for m in module:
             m.reset_parameters()
-        seen.append([whole(p) for p in module.parameters()])
+        seen.append([full_value(p) for p in module.parameters()])
     assert all(torch.equal(a, b) for other in seen[1:] for a, b in zip(seen[0], other, strict=True))
     if dt.random.RANDOM_MODE.mode == "exact":
         torch.manual_seed(0)
@@ -181,9 +182,9 @@ def ranks_seeded_differently_draw_alike() -> None:
         torch.manual_seed(dist.get_rank())
     for part, placements in ((mesh["tp"], [R]), (mesh, [R, R])):
         drawn = dt.rand(5, device_mesh=part, placements=placements)
-        for piece in held(drawn).values():
+        for piece in local_tensors_by_rank(drawn).values():
             mine = DTensor.from_local(piece, part, [Partial("max")] * part.ndim, shape=(5,))
-            assert torch.equal(whole(mine.redistribute(placements=placements)), whole(drawn))
+            assert torch.equal(full_value(mine.redistribute(placements=placements)), full_value(drawn))
 
 
 @case
@@ -198,4 +199,4 @@ def manual_seed_compares_seeds() -> None:
     torch.manual_seed(3)
     expected = torch.rand(4)
     torch.manual_seed(3)
-    equal(dt.rand(4, device_mesh=mesh, placements=[R, S0]), expected)
+    assert_full_value(dt.rand(4, device_mesh=mesh, placements=[R, S0]), expected)

@@ -7,8 +7,19 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from case_lists import S0, S1, Cases, R, by_rank, equal, everywhere, line, put, value
-from compare_with_one_device import whole
+from case_lists import (
+    S0,
+    S1,
+    CaseList,
+    R,
+    assert_full_value,
+    check_under_layouts,
+    distribute_values,
+    get_line_mesh,
+    make_per_rank,
+    make_values,
+)
+from compare_with_one_device import full_value
 from torch import nn
 from torch.nn import functional as F
 
@@ -18,26 +29,26 @@ from dtensor.debug import CommDebugMode
 from dtensor.testing import check
 
 S3 = Shard(3)
-CASES = Cases()
+CASES = CaseList()
 report = CASES.report
-X = value(5, 6) / 4
+X = make_values(5, 6) / 4
 
 
 def program(thread: int, name: str, fn: Callable[..., Any], *tensors: torch.Tensor, **options: Any) -> None:
-    CASES[f"{thread}_{name}"] = lambda: everywhere(fn, *tensors, **options)
+    CASES[f"{thread}_{name}"] = lambda: check_under_layouts(fn, *tensors, **options)
 
 
 # --- partial values ----------------------------------------------------------------------------------------------------
 @report(153603)
 def a_partial_result_times_different_numbers() -> None:
     for k in (1, 2, 3):
-        mean = put(torch.tensor([1.0, 2.0, 3.0]), S0).mean()
+        mean = distribute_values(torch.tensor([1.0, 2.0, 3.0]), S0).mean()
         assert (mean * k).item() == 2.0 * k
 
 
 @report(163193)
 def a_partial_sum_plus_a_number() -> None:
-    total = put(torch.arange(10.0).reshape(10, 1), S0).sum()
+    total = distribute_values(torch.arange(10.0).reshape(10, 1), S0).sum()
     for added in (10, 10.0, torch.tensor(10)):
         assert (total + added).item() == 55
         assert (added + total).item() == 55
@@ -46,59 +57,65 @@ def a_partial_sum_plus_a_number() -> None:
 
 @report(147910)
 def a_partial_norm_plus_a_number() -> None:
-    assert abs((put(X, S0).norm() + 1e-6).item() - (X.norm() + 1e-6).item()) < 1e-12
+    assert abs((distribute_values(X, S0).norm() + 1e-6).item() - (X.norm() + 1e-6).item()) < 1e-12
 
 
 @report(159856)
 def norms_of_partial_sums() -> None:
     for ord in (1, 2, 3, float("inf"), -float("inf"), 0):
-        check(lambda x, ord=ord: torch.linalg.vector_norm(x, ord), X, mesh=line(), placements=[[Partial()]])
-        check(lambda x, ord=ord: torch._foreach_norm([x, x * 2], ord), X, mesh=line(), placements=[[Partial()]], gradients=False)
+        check(lambda x, ord=ord: torch.linalg.vector_norm(x, ord), X, mesh=get_line_mesh(), placements=[[Partial()]])
+        check(
+            lambda x, ord=ord: torch._foreach_norm([x, x * 2], ord),
+            X,
+            mesh=get_line_mesh(),
+            placements=[[Partial()]],
+            gradients=False,
+        )
 
 
 @report(194033)
 def lists_of_norms_in_another_dtype() -> None:
     fn = lambda x: torch._foreach_norm([x], 2, dtype=torch.float64)  # noqa: E731
     for where in ([S0], [Partial()], [R]):
-        check(fn, X.float(), mesh=line(), placements=[where], gradients=False)
+        check(fn, X.float(), mesh=get_line_mesh(), placements=[where], gradients=False)
 
 
 @report(144054)
 def item_of_a_norm() -> None:
-    assert abs(put(torch.ones(8, 8), S0).norm().item() - 8) < 1e-6
+    assert abs(distribute_values(torch.ones(8, 8), S0).norm().item() - 8) < 1e-6
 
 
 @report(167595)
 def item_of_every_kind_of_partial() -> None:
-    terms = by_rank(lambda rank: torch.tensor(float(rank + 1)))
+    terms = make_per_rank(lambda rank: torch.tensor(float(rank + 1)))
     for op, total in (("sum", 10), ("avg", 2.5), ("max", 4), ("min", 1), ("product", 24)):
-        assert DTensor.from_local(terms, line(), [Partial(op)]).item() == total
+        assert DTensor.from_local(terms, get_line_mesh(), [Partial(op)]).item() == total
 
 
 @report(162460)
 def copies_between_partial_sums() -> None:
     for where in ([Partial()], [S0], [R]):
         for into in ([Partial()], [S1], [R]):
-            check(lambda x, y: x.clone().copy_(y), X, value(5, 6, seed=1), mesh=line(), placements=[into, where])
+            check(lambda x, y: x.clone().copy_(y), X, make_values(5, 6, seed=1), mesh=get_line_mesh(), placements=[into, where])
 
 
 @report(174799)
 def absolute_values_of_partial_sums() -> None:
     for fn in (torch.abs, torch.relu, torch.square, torch.sign, torch.exp):
-        check(fn, X, mesh=line(), placements=[[Partial()]])
-        check(fn, X, mesh=line(), placements=[[Partial("avg")]])
+        check(fn, X, mesh=get_line_mesh(), placements=[[Partial()]])
+        check(fn, X, mesh=get_line_mesh(), placements=[[Partial("avg")]])
 
 
 @report(174800)
 def extrema_of_partial_sums_and_maxima() -> None:
     for op in ("sum", "max", "min", "avg"):
-        check(lambda x: (x.max(1), x.amin(0), x.clamp(-0.5, 0.5)), X, mesh=line(), placements=[[Partial(op)]])
+        check(lambda x: (x.max(1), x.amin(0), x.clamp(-0.5, 0.5)), X, mesh=get_line_mesh(), placements=[[Partial(op)]])
 
 
 # --- positions of extrema -----------------------------------------------------------------------------------------------
 @report(173936)
 def positions_of_extrema_are_global() -> None:
-    x = put(torch.tensor([10.0, 5.0, 3.0, 8.0]), S0)
+    x = distribute_values(torch.tensor([10.0, 5.0, 3.0, 8.0]), S0)
     assert x.argmax().item() == 0
     assert x.argmin().item() == 2
 
@@ -112,13 +129,13 @@ program(185362, "gradients_of_cumulative_products", lambda x: (x.cumprod(0), x.c
 # --- views and writes ---------------------------------------------------------------------------------------------------
 @report(139735)
 def initialising_a_slice() -> None:
-    x = put(value(8, 8).double(), S0)
+    x = distribute_values(make_values(8, 8).double(), S0)
     with torch.no_grad():
         nn.init.zeros_(x[:2])
         nn.init.constant_(x[3], 5.0)
-    wanted = value(8, 8).double()
+    wanted = make_values(8, 8).double()
     wanted[:2], wanted[3] = 0, 5
-    equal(x, wanted)
+    assert_full_value(x, wanted)
 
 
 @report(147570)
@@ -128,14 +145,16 @@ def a_view_written_in_place() -> None:
         y.view(4, 2, 9).mul_(by.view(4, 1, 1))
         return y
 
-    everywhere(write, value(8, 9), torch.arange(4.0).double())
+    check_under_layouts(write, make_values(8, 9), torch.arange(4.0).double())
 
 
-program(179502, "a_view_that_needs_redistribution", lambda x: x.view(-1, 6), value(12, 8))
-program(143372, "a_view_where_one_rank_holds_nothing", lambda x: x.view(-1), value(6, 8))
-program(165600, "linear_of_three_dims", F.linear, value(3, 5, 6), value(7, 6, seed=1), value(7, seed=2))
-program(172102, "linear_with_a_sharded_sequence", F.linear, value(2, 8, 4), value(4, 4, seed=1), value(4, seed=2))
-program(179632, "a_split_of_a_flattened_dim", lambda x: x.view(6, 5, 4).view(3, 2, 20), value(2, 3, 5, 4))
+program(179502, "a_view_that_needs_redistribution", lambda x: x.view(-1, 6), make_values(12, 8))
+program(143372, "a_view_where_one_rank_holds_nothing", lambda x: x.view(-1), make_values(6, 8))
+program(165600, "linear_of_three_dims", F.linear, make_values(3, 5, 6), make_values(7, 6, seed=1), make_values(7, seed=2))
+program(
+    172102, "linear_with_a_sharded_sequence", F.linear, make_values(2, 8, 4), make_values(4, 4, seed=1), make_values(4, seed=2)
+)
+program(179632, "a_split_of_a_flattened_dim", lambda x: x.view(6, 5, 4).view(3, 2, 20), make_values(2, 3, 5, 4))
 program(147724, "select", lambda x: (x[0], x[-1], x.select(1, 3), x[:, 2]), X)
 program(162560, "unbind_along_any_dim", lambda x: [*x.unbind(0), *x.unbind(1)], X)
 program(137649, "iteration", lambda x: [row.sum() for row in x], X)
@@ -147,11 +166,11 @@ program(158112, "split_of_partial_and_sharded", lambda x: (*x.split(2, 0), *x.sp
 
 @report(167917)
 def detach_in_place() -> None:
-    x = put(X, S0).requires_grad_()
+    x = distribute_values(X, S0).requires_grad_()
     y = x * 2
     y.detach_()
     assert not y.requires_grad
-    equal(y, X * 2)
+    assert_full_value(y, X * 2)
 
 
 # --- indexing -----------------------------------------------------------------------------------------------------------
@@ -163,22 +182,35 @@ def index_put_of_sharded_values_into_sharded_rows() -> None:
     fn = lambda x, i, j, v: x.clone().index_put_((i, j), v)  # noqa: E731
     for at_x in ([S0], [S1], [R]):
         for at_v in ([S0], [R], [Partial()]):
-            check(fn, value(4, 4), ROW, COLUMN, value(4, seed=1), mesh=line(), placements=[at_x, [R], [R], at_v])
+            check(
+                fn,
+                make_values(4, 4),
+                ROW,
+                COLUMN,
+                make_values(4, seed=1),
+                mesh=get_line_mesh(),
+                placements=[at_x, [R], [R], at_v],
+            )
 
 
 @report(118461)
 def gradient_of_index_put() -> None:
     fn = lambda x, i, v: x.index_put((i,), v) * 2  # noqa: E731
     for where in ([S0], [S1]):
-        check(fn, X, torch.tensor([3, 0]), value(2, 6, seed=1), mesh=line(), placements=[where, [R], where])
+        check(fn, X, torch.tensor([3, 0]), make_values(2, 6, seed=1), mesh=get_line_mesh(), placements=[where, [R], where])
 
 
-program(177338, "index_copy", lambda x, i, s: x.index_copy(0, i, s), X, torch.tensor([4, 1]), value(2, 6, seed=1))
+program(177338, "index_copy", lambda x, i, s: x.index_copy(0, i, s), X, torch.tensor([4, 1]), make_values(2, 6, seed=1))
 program(
-    177414, "index_add_and_fill", lambda x, i, s: x.index_add(0, i, s).index_fill(1, i, 2.0), X, torch.tensor([4, 1]), value(2, 6)
+    177414,
+    "index_add_and_fill",
+    lambda x, i, s: x.index_add(0, i, s).index_fill(1, i, 2.0),
+    X,
+    torch.tensor([4, 1]),
+    make_values(2, 6),
 )
 program(177409, "take_and_put", lambda x, i: (x.take(i), x.put(i, x.flatten()[:3])), X, torch.tensor([29, 3, 7]))
-program(177350, "select_scatter", lambda x, v: (x.select_scatter(v, 0, 3), x.diagonal_scatter(v[:5])), X, value(6, seed=1))
+program(177350, "select_scatter", lambda x, v: (x.select_scatter(v, 0, 3), x.diagonal_scatter(v[:5])), X, make_values(6, seed=1))
 program(
     186149,
     "scatter_of_topk",
@@ -188,103 +220,135 @@ program(
 )
 program(152249, "gradient_of_a_norm_along_a_dim", lambda x: torch.norm(x, p=2, dim=0), X + 0.1)
 program(
-    152717, "masks_choose_rows", lambda x, m: (x[m], x.masked_select(m.unsqueeze(-1))), value(4, 8, 6), value(4, 8, seed=1) > 0
+    152717,
+    "masks_choose_rows",
+    lambda x, m: (x[m], x.masked_select(m.unsqueeze(-1))),
+    make_values(4, 8, 6),
+    make_values(4, 8, seed=1) > 0,
 )
 
 
 # --- contractions, convolutions, norms ----------------------------------------------------------------------------------
 @report(166598)
 def products_of_dims_cut_in_different_orders() -> None:
-    a, b = value(4, 4), value(4, 4, seed=1)
+    a, b = make_values(4, 4), make_values(4, 4, seed=1)
     for order in ([S0, S0], [Shard(0, level=1), Shard(0, level=0)]):
-        equal(put(a, S1, S1) @ put(b, *order), a @ b)
+        assert_full_value(distribute_values(a, S1, S1) @ distribute_values(b, *order), a @ b)
 
 
-program(117728, "addmm_of_no_elements", torch.addmm, value(4), torch.ones(12, 0).double(), torch.ones(0, 4).double())
+program(117728, "addmm_of_no_elements", torch.addmm, make_values(4), torch.ones(12, 0).double(), torch.ones(0, 4).double())
 
 
 @report(142190)
 def matmul_in_inference_mode() -> None:
-    x, a = put(value(5, 6), R), put(value(6, 7, seed=1), S0)
+    x, a = distribute_values(make_values(5, 6), R), distribute_values(make_values(6, 7, seed=1), S0)
     with torch.inference_mode():
-        equal(torch.ops.aten.matmul.default(x, a), value(5, 6) @ value(6, 7, seed=1))
+        assert_full_value(torch.ops.aten.matmul.default(x, a), make_values(5, 6) @ make_values(6, 7, seed=1))
 
 
 @report(176446)
 def a_batch_sharded_convolution_with_stride_and_padding() -> None:
     fn = lambda x, w: F.conv2d(x, w, stride=2, padding=3)  # noqa: E731
     with CommDebugMode() as comm:
-        check(fn, value(8, 3, 9, 9), value(4, 3, 7, 7, seed=1) / 9, mesh=line(), placements=[[S0], [R]], gradients=False)
+        check(
+            fn,
+            make_values(8, 3, 9, 9),
+            make_values(4, 3, 7, 7, seed=1) / 9,
+            mesh=get_line_mesh(),
+            placements=[[S0], [R]],
+            gradients=False,
+        )
     assert all(event.kind != "all_gather" or event.bytes < 4000 for event in comm.events)
-    check(fn, value(8, 3, 9, 9), value(4, 3, 7, 7, seed=1) / 9, mesh=line(), placements=[[S0], [R]])
+    check(fn, make_values(8, 3, 9, 9), make_values(4, 3, 7, 7, seed=1) / 9, mesh=get_line_mesh(), placements=[[S0], [R]])
 
 
 @report(191926)
 def the_gradient_of_an_image_sharded_by_columns() -> None:
     fn = lambda x, w, b: F.conv2d(x, w, b, stride=4)  # noqa: E731
-    check(fn, value(2, 3, 8, 16), value(8, 3, 4, 4, seed=1) / 9, value(8, seed=2), mesh=line(), placements=[[S3], [R], [R]])
+    check(
+        fn,
+        make_values(2, 3, 8, 16),
+        make_values(8, 3, 4, 4, seed=1) / 9,
+        make_values(8, seed=2),
+        mesh=get_line_mesh(),
+        placements=[[S3], [R], [R]],
+    )
 
 
 @report(142058)
 def a_first_convolution_whose_input_needs_no_gradient() -> None:
-    x = put(value(2, 3, 8, 8), R)
-    conv = dt.distribute_module(nn.Conv2d(3, 4, 3).double(), line())
+    x = distribute_values(make_values(2, 3, 8, 8), R)
+    conv = dt.distribute_module(nn.Conv2d(3, 4, 3).double(), get_line_mesh())
     conv(x).sum().backward()
     like = nn.Conv2d(3, 4, 3).double()
     for own, made in zip(like.parameters(), conv.parameters(), strict=True):
-        own.data = whole(made)
-    like(value(2, 3, 8, 8)).sum().backward()
+        own.data = full_value(made)
+    like(make_values(2, 3, 8, 8)).sum().backward()
     assert like.weight.grad is not None
-    equal(conv.weight.grad, like.weight.grad)
+    assert_full_value(conv.weight.grad, like.weight.grad)
 
 
 @report(159959)
 def double_backward_through_a_convolution() -> None:
-    x, w = put(value(4, 2, 6, 6), S0).requires_grad_(), put(value(3, 2, 3, 3, seed=1) / 9, R).requires_grad_()
-    p, q = value(4, 2, 6, 6).requires_grad_(), (value(3, 2, 3, 3, seed=1) / 9).requires_grad_()
+    x, w = (
+        distribute_values(make_values(4, 2, 6, 6), S0).requires_grad_(),
+        distribute_values(make_values(3, 2, 3, 3, seed=1) / 9, R).requires_grad_(),
+    )
+    p, q = make_values(4, 2, 6, 6).requires_grad_(), (make_values(3, 2, 3, 3, seed=1) / 9).requires_grad_()
     for image, weight in ((x, w), (p, q)):
         out = F.conv2d(image, weight).square().sum()
         (slope,) = torch.autograd.grad(out, image, create_graph=True)
         slope.square().sum().backward()
     assert q.grad is not None
-    equal(w.grad, q.grad)
+    assert_full_value(w.grad, q.grad)
 
 
-program(167090, "convolution_without_bias", lambda x, w: F.conv2d(x, w, None), value(4, 2, 6, 6), value(3, 2, 3, 3, seed=1) / 9)
-program(115250, "layer_norm_of_other_shapes", lambda x: (F.layer_norm(x, (3,)), F.layer_norm(x, (4, 3))), value(5, 4, 3) / 4)
+program(
+    167090,
+    "convolution_without_bias",
+    lambda x, w: F.conv2d(x, w, None),
+    make_values(4, 2, 6, 6),
+    make_values(3, 2, 3, 3, seed=1) / 9,
+)
+program(
+    115250, "layer_norm_of_other_shapes", lambda x: (F.layer_norm(x, (3,)), F.layer_norm(x, (4, 3))), make_values(5, 4, 3) / 4
+)
 
 
 @report(133499)
 def layer_norm_backward_without_some_gradients() -> None:
     for wanted in ((True, False, False), (False, True, False), (False, True, True), (True, False, True)):
         tensors = [
-            put(t, where).requires_grad_(w)
-            for t, where, w in zip((X, value(6), value(6, seed=1)), (S0, R, R), wanted, strict=True)
+            distribute_values(t, where).requires_grad_(w)
+            for t, where, w in zip((X, make_values(6), make_values(6, seed=1)), (S0, R, R), wanted, strict=True)
         ]
-        plain = [t.clone().requires_grad_(w) for t, w in zip((X, value(6), value(6, seed=1)), wanted, strict=True)]
+        plain = [t.clone().requires_grad_(w) for t, w in zip((X, make_values(6), make_values(6, seed=1)), wanted, strict=True)]
         for x, g, b in (tensors, plain):
             F.layer_norm(x, (6,), g, b).square().sum().backward()
         for own, like in zip(tensors, plain, strict=True):
             assert (own.grad is None) == (like.grad is None)
             if like.grad is not None:
-                equal(own.grad, like.grad)
+                assert_full_value(own.grad, like.grad)
 
 
 @report(174276)
 def layer_norm_over_a_sharded_dim_moves_little() -> None:
-    x = put(value(8, 64), S1)
-    g = put(torch.ones(64).double(), S0)
+    x = distribute_values(make_values(8, 64), S1)
+    g = distribute_values(torch.ones(64).double(), S0)
     with CommDebugMode() as comm:
         out = F.layer_norm(x, (64,), g)
     assert sum(comm.get_comm_bytes().values()) < 8 * 64 * 8 / 2
-    equal(out, F.layer_norm(value(8, 64), (64,)))
+    assert_full_value(out, F.layer_norm(make_values(8, 64), (64,)))
 
 
-program(158716, "rms_norm", lambda x, g: F.rms_norm(x, (6,), g), X, value(6, seed=1))
+program(158716, "rms_norm", lambda x, g: F.rms_norm(x, (6,), g), X, make_values(6, seed=1))
 program(163879, "logsumexp", lambda x: (x.logsumexp(0), x.logsumexp((0, 1)), x.logsumexp(1, keepdim=True)), X)
 program(162692, "mean_of_uneven_shards", lambda x: (x.mean(), x.mean(0), x.mean(1)), X)
 program(
-    176821, "pooling", lambda x: (F.avg_pool2d(x, 2), F.max_pool2d(x, 3, 2, 1), F.adaptive_avg_pool2d(x, 3)), value(5, 2, 6, 7)
+    176821,
+    "pooling",
+    lambda x: (F.avg_pool2d(x, 2), F.max_pool2d(x, 3, 2, 1), F.adaptive_avg_pool2d(x, 3)),
+    make_values(5, 2, 6, 7),
 )
 
 
@@ -294,12 +358,12 @@ def two_embeddings_of_other_sizes() -> None:
     def look(ids: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return F.embedding(ids, a).sum(-1) + F.embedding(ids, b).sum(-1)
 
-    check(look, torch.tensor([1, 2, 3]), value(8, 3), value(9, 4), mesh=line(), placements=[[R], [S0], [S0]])
+    check(look, torch.tensor([1, 2, 3]), make_values(8, 3), make_values(9, 4), mesh=get_line_mesh(), placements=[[R], [S0], [S0]])
 
 
 @report(131264)
 def two_embeddings_of_one_size_reduced_later() -> None:
-    ids, a, b = torch.tensor([1, 7, 3]), value(9, 3), value(9, 3, seed=1)
-    first, second = (F.embedding(put(ids, R), put(table, S0)) for table in (a, b))
-    equal(first, a[ids])
-    equal(second, b[ids])
+    ids, a, b = torch.tensor([1, 7, 3]), make_values(9, 3), make_values(9, 3, seed=1)
+    first, second = (F.embedding(distribute_values(ids, R), distribute_values(table, S0)) for table in (a, b))
+    assert_full_value(first, a[ids])
+    assert_full_value(second, b[ids])

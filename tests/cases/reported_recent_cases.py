@@ -6,25 +6,26 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from case_lists import S0, S1, Cases, R, equal, line, put, value
+from case_lists import S0, S1, CaseList, R, assert_full_value, distribute_values, get_line_mesh, make_values
 from torch import nn
 
 import dtensor as dt
 from dtensor import DTensor, Partial
 
-CASES = Cases()
+CASES = CaseList()
 report = CASES.report
-X = value(5, 6) / 4
+X = make_values(5, 6) / 4
 _LIBRARY = torch.library.Library("reported", "DEF")  # lives as long as its operators
 
 
 # --- plain and distributed parameters side by side ----------------------------------------------------------------------
-def _trained(make: Callable[[torch.Tensor], torch.Tensor], **options: Any) -> list[torch.Tensor]:
-    parameters = [nn.Parameter(make(value(5, 6).float())), nn.Parameter(value(7, seed=1).float())]
+def _train_layer(make: Callable[[torch.Tensor], torch.Tensor], **options: Any) -> list[torch.Tensor]:
+    """Train two parameters with AdamW and clipped gradients for two steps and return them; ``make`` distributes the first."""
+    parameters = [nn.Parameter(make(make_values(5, 6).float())), nn.Parameter(make_values(7, seed=1).float())]
     optimizer = torch.optim.AdamW(parameters, lr=0.1, **options)
     for seed in (2, 3):
         for p, wrap in zip(parameters, (make, torch.clone), strict=True):
-            p.grad = wrap(value(*p.shape, seed=seed).float())
+            p.grad = wrap(make_values(*p.shape, seed=seed).float())
         nn.utils.clip_grad_norm_(parameters, 0.5)
         optimizer.step()
     return [p.detach() for p in parameters]
@@ -33,8 +34,8 @@ def _trained(make: Callable[[torch.Tensor], torch.Tensor], **options: Any) -> li
 @report("transformers48208")
 def experts_are_distributed_and_the_rest_is_plain() -> None:
     for options in ({}, {"foreach": True}, {"fused": True}, {"foreach": False}):
-        wanted = _trained(torch.clone, **options)
-        own = _trained(lambda x: put(x, S0), **options)
+        wanted = _train_layer(torch.clone, **options)
+        own = _train_layer(lambda x: distribute_values(x, S0), **options)
         whole = own[0].full_tensor()
         for piece in whole.shards if isinstance(whole, dt.PerRank) else (whole,):
             assert torch.allclose(piece, wanted[0], atol=1e-6)
@@ -46,12 +47,12 @@ def experts_are_distributed_and_the_rest_is_plain() -> None:
 def a_running_loss_in_a_plain_tensor() -> None:
     running = torch.zeros(())
     for where in (S0, S1, R):
-        running += put(X, where).square().sum()
+        running += distribute_values(X, where).square().sum()
     assert torch.allclose(running.double(), 3 * X.square().sum())
 
 
 # --- users' operators ---------------------------------------------------------------------------------------------------
-def _define(signature: str, fn: Callable[..., Any]) -> Any:
+def _define_operator(signature: str, fn: Callable[..., Any]) -> Any:
     name = signature.split("(")[0]
     if not hasattr(torch.ops.reported, name):
         _LIBRARY.define(signature)
@@ -65,7 +66,7 @@ def an_operator_with_tensors_among_its_keywords() -> None:
     def run(x: Any, *, by: Any, bias: Any = None) -> Any:
         return x * by + (0 if bias is None else bias)
 
-    op = _define("scale(Tensor x, *, Tensor by, Tensor? bias=None) -> Tensor", run)
+    op = _define_operator("scale(Tensor x, *, Tensor by, Tensor? bias=None) -> Tensor", run)
 
     @dt.register_sharding(op)
     def table(x: Any, *, by: Any, bias: Any = None) -> Any:
@@ -73,9 +74,11 @@ def an_operator_with_tensors_among_its_keywords() -> None:
         return [([R], [R, R, *([] if bias is None else [R])]), ([S0], [S0, S0, *extra])]
 
     for where in (S0, S1, R):
-        equal(op(put(X, where), by=put(X, S0)), X * X)
-        equal(op(put(X, where), by=put(X, S0), bias=put(X, where)), X * X + X)
-    assert op(put(X, S0), by=put(X, S0)).placements == (S0,)
+        assert_full_value(op(distribute_values(X, where), by=distribute_values(X, S0)), X * X)
+        assert_full_value(
+            op(distribute_values(X, where), by=distribute_values(X, S0), bias=distribute_values(X, where)), X * X + X
+        )
+    assert op(distribute_values(X, S0), by=distribute_values(X, S0)).placements == (S0,)
 
 
 @report(167219)
@@ -84,7 +87,7 @@ def an_operator_that_writes_and_returns_nothing() -> None:
         if not y.is_meta:
             y.index_add_(0, index, x if scale is None else x * scale)
 
-    op = _define("add_rows(Tensor x, Tensor(a!) y, Tensor index, Tensor? scale=None) -> ()", run)
+    op = _define_operator("add_rows(Tensor x, Tensor(a!) y, Tensor index, Tensor? scale=None) -> ()", run)
 
     @dt.register_sharding(op)
     def table(x: Any, y: Any, index: Any, scale: Any = None) -> Any:
@@ -92,18 +95,22 @@ def an_operator_that_writes_and_returns_nothing() -> None:
 
     index = torch.tensor([0, 1, 2, 3, 0])
     for where in (S0, S1, R):
-        y = put(value(4, 6), where)
-        op(put(X, where), y, put(index, R))
-        op(put(X, where), y, put(index, R), put(torch.tensor([2.0]).double(), R))
-        equal(y, value(4, 6).index_add(0, index, X * 3))
+        y = distribute_values(make_values(4, 6), where)
+        op(distribute_values(X, where), y, distribute_values(index, R))
+        op(distribute_values(X, where), y, distribute_values(index, R), distribute_values(torch.tensor([2.0]).double(), R))
+        assert_full_value(y, make_values(4, 6).index_add(0, index, X * 3))
 
 
 @report(163692)
 def a_module_with_distributed_parameters_in_a_local_function() -> None:
-    layer = dt.distribute_module(nn.Linear(6, 4).double(), line())
-    x = put(X, S0)
+    layer = dt.distribute_module(nn.Linear(6, 4).double(), get_line_mesh())
+    x = distribute_values(X, S0)
     run = dt.local_map(
-        lambda module, x: module(x), [S0], in_placements=([R], [S0]), in_grad_placements=([Partial()], [S0]), device_mesh=line()
+        lambda module, x: module(x),
+        [S0],
+        in_placements=([R], [S0]),
+        in_grad_placements=([Partial()], [S0]),
+        device_mesh=get_line_mesh(),
     )
     run(layer, x).square().sum().backward()
     own = [p.grad for p in layer.parameters()]
@@ -113,7 +120,7 @@ def a_module_with_distributed_parameters_in_a_local_function() -> None:
         assert isinstance(p, DTensor)
         assert isinstance(p.grad, DTensor)
         whole = p.grad.full_tensor()
-        equal(grad, whole.shards[0] if isinstance(whole, dt.PerRank) else whole)
+        assert_full_value(grad, whole.shards[0] if isinstance(whole, dt.PerRank) else whole)
 
 
 # --- meshes -------------------------------------------------------------------------------------------------------------
@@ -124,5 +131,5 @@ def one_world_seen_as_two_meshes() -> None:
     sparse = world._unflatten(0, (1, 4), ("rest", "ep"))
     for mesh, where in ((dense, [S0, S1]), (dense["dp", "tp"].flatten(), [S0]), (sparse, [R, S1]), (sparse["ep"], [S0])):
         x = dt.distribute_tensor(X, mesh, where)
-        equal(x * 2, X * 2)
-        equal(x.redistribute(world, [S0]) if mesh.size() == 4 else x, X)
+        assert_full_value(x * 2, X * 2)
+        assert_full_value(x.redistribute(world, [S0]) if mesh.size() == 4 else x, X)

@@ -8,8 +8,20 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from case_lists import S0, S1, Cases, R, by_rank, equal, held, line, put, square, value
-from compare_with_one_device import whole
+from case_lists import (
+    S0,
+    S1,
+    CaseList,
+    R,
+    assert_full_value,
+    distribute_values,
+    get_line_mesh,
+    get_square_mesh,
+    local_tensors_by_rank,
+    make_per_rank,
+    make_values,
+)
+from compare_with_one_device import full_value
 from torch import nn
 from torch.nn import functional as F
 
@@ -19,121 +31,121 @@ from dtensor.debug import CommDebugMode
 from dtensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from dtensor.testing import check
 
-CASES = Cases()
+CASES = CaseList()
 report = CASES.report
 
 
 # --- uneven and nested shards -------------------------------------------------------------------------------------------
 @report(103306)
 def sharding_and_gathering_an_uneven_dim_gives_its_size_back() -> None:
-    x = value(5, 10)
-    moved = put(x, R).redistribute(placements=[S0]).redistribute(placements=[R])
-    assert all(piece.shape == (5, 10) for piece in held(moved).values())
-    equal(moved, x)
+    x = make_values(5, 10)
+    moved = distribute_values(x, R).redistribute(placements=[S0]).redistribute(placements=[R])
+    assert all(piece.shape == (5, 10) for piece in local_tensors_by_rank(moved).values())
+    assert_full_value(moved, x)
 
 
 @report(144109)
 def pieces_of_growing_size() -> None:
-    whole, sizes = value(2, 14), (2, 3, 4, 5)
-    local = by_rank(lambda rank: whole.split(sizes, 1)[rank].contiguous())
+    whole, sizes = make_values(2, 14), (2, 3, 4, 5)
+    local = make_per_rank(lambda rank: whole.split(sizes, 1)[rank].contiguous())
     for options in ({}, {"run_check": True}):
-        made = DTensor.from_local(local, line(), [S1], **options)
+        made = DTensor.from_local(local, get_line_mesh(), [S1], **options)
         assert made.shape == (2, 14)
         assert made.stride() == (14, 1)
-        equal(made, whole)
+        assert_full_value(made, whole)
 
 
 @report(110762)
 def from_local_of_an_uneven_last_piece() -> None:
-    whole = value(10, 2)
-    made = DTensor.from_local(by_rank(lambda rank: whole.split((3, 3, 3, 1))[rank]), line(), [S0])
+    whole = make_values(10, 2)
+    made = DTensor.from_local(make_per_rank(lambda rank: whole.split((3, 3, 3, 1))[rank]), get_line_mesh(), [S0])
     assert made.size() == (10, 2)
 
 
 @report(115310)
 def full_tensor_of_a_tensor_with_fewer_rows_than_ranks() -> None:
     for rows in (0, 1, 2, 3, 5):
-        equal(put(value(rows, 3), S0), value(rows, 3))
-        equal(put(value(rows, 3), S0, S0), value(rows, 3))
+        assert_full_value(distribute_values(make_values(rows, 3), S0), make_values(rows, 3))
+        assert_full_value(distribute_values(make_values(rows, 3), S0, S0), make_values(rows, 3))
 
 
 @report(161368)
 def offsets_of_two_dimensional_uneven_shards() -> None:
-    layout = put(torch.randn(2), S0, S0).layout
+    layout = distribute_values(torch.randn(2), S0, S0).layout
     blocks = [(layout.local_offset(c), layout.local_shape(c)) for c in layout.mesh.coordinates]
     assert blocks == [((0,), (1,)), ((1,), (0,)), ((1,), (1,)), ((2,), (0,))]
 
 
 @report(168134)
 def inner_first_nesting_of_five_elements() -> None:
-    x = put(torch.arange(5.0), Shard(0, level=1), Shard(0, level=0))
-    pieces = {rank: piece.tolist() for rank, piece in held(x).items()}
+    x = distribute_values(torch.arange(5.0), Shard(0, level=1), Shard(0, level=0))
+    pieces = {rank: piece.tolist() for rank, piece in local_tensors_by_rank(x).items()}
     expected = {0: [0.0, 1.0], 1: [3.0], 2: [2.0], 3: [4.0]}
     assert pieces == {rank: expected[rank] for rank in pieces}
-    equal(x, torch.arange(5.0))
+    assert_full_value(x, torch.arange(5.0))
 
 
 @report(163843)
 def inner_first_nesting_of_six_elements() -> None:
     x = torch.arange(6.0)
     for placements in ([S0, S0], [Shard(0, level=1), Shard(0, level=0)]):
-        made = put(x, *placements)
-        equal(made, x)
-        equal(made.redistribute(placements=[S0, S0]), x)
-        equal(made.redistribute(placements=[R, S0]) + made, x * 2)
+        made = distribute_values(x, *placements)
+        assert_full_value(made, x)
+        assert_full_value(made.redistribute(placements=[S0, S0]), x)
+        assert_full_value(made.redistribute(placements=[R, S0]) + made, x * 2)
 
 
 @report(129206)
 def full_tensor_of_a_weight_under_both_kinds_of_sharding() -> None:
     for shape in ((7, 6), (8, 8), (3, 5)):
-        w = put(value(*shape), Shard(0, level=1), Shard(0, level=0))
-        equal(w, value(*shape))
+        w = distribute_values(make_values(*shape), Shard(0, level=1), Shard(0, level=0))
+        assert_full_value(w, make_values(*shape))
 
 
 @report(118836)
 def strides_of_uneven_pieces() -> None:
-    for piece in held(put(value(3, 9), S1)).values():
+    for piece in local_tensors_by_rank(distribute_values(make_values(3, 9), S1)).values():
         assert piece.is_contiguous()
 
 
 @report(172812)
 def local_map_over_uneven_shards() -> None:
     doubled = dt.local_map(lambda x: x * 2, out_placements=[S0], in_placements=([S0],))
-    x = put(value(5, 3), S0)
+    x = distribute_values(make_values(5, 3), S0)
     assert doubled(x).shape == (5, 3)
-    equal(doubled(x), value(5, 3) * 2)
+    assert_full_value(doubled(x), make_values(5, 3) * 2)
 
 
 @report(103106)
 def files() -> None:
-    x = put(value(5, 6), S0, S1)
+    x = distribute_values(make_values(5, 6), S0, S1)
     file = io.BytesIO()
     torch.save(x, file)
     file.seek(0)
-    equal(torch.load(file, weights_only=False), value(5, 6))
+    assert_full_value(torch.load(file, weights_only=False), make_values(5, 6))
 
 
 # --- gradients ----------------------------------------------------------------------------------------------------------
 @report(172932)
 def to_local_and_from_local_keep_the_gradient_of_a_partial_sum() -> None:
-    x = put(torch.tensor([1.0, 2.0]), R).requires_grad_()
-    y = put(torch.tensor([1.0, 2.0]), R).requires_grad_()
+    x = distribute_values(torch.tensor([1.0, 2.0]), R).requires_grad_()
+    y = distribute_values(torch.tensor([1.0, 2.0]), R).requires_grad_()
     direct = x.redistribute(placements=[Partial()]) * 3
     there = y.redistribute(placements=[Partial()])
-    back = DTensor.from_local(there.to_local(), line(), [Partial()]) * 3
+    back = DTensor.from_local(there.to_local(), get_line_mesh(), [Partial()]) * 3
     for out in (direct, back):
         out.sum().backward()
-    equal(x.grad, torch.tensor([3.0, 3.0]))
-    equal(y.grad, torch.tensor([3.0, 3.0]))
+    assert_full_value(x.grad, torch.tensor([3.0, 3.0]))
+    assert_full_value(y.grad, torch.tensor([3.0, 3.0]))
 
 
 @report(175867)
 def from_local_with_a_stated_gradient_placement() -> None:
-    pieces = by_rank(lambda rank: torch.ones(2))
-    leaves = [piece.requires_grad_() for piece in held(pieces).values()]
+    pieces = make_per_rank(lambda rank: torch.ones(2))
+    leaves = [piece.requires_grad_() for piece in local_tensors_by_rank(pieces).values()]
     local = dt.per_rank(leaves) if len(leaves) > 1 else leaves[0]
-    made = DTensor.from_local(local, line(), [R], grad_placements=[Partial()])
-    weight = put(torch.arange(8.0).reshape(4, 2), S0)
+    made = DTensor.from_local(local, get_line_mesh(), [R], grad_placements=[Partial()])
+    weight = distribute_values(torch.arange(8.0).reshape(4, 2), S0)
     plain_total = (made * weight).sum().full_tensor()
     (plain_total.shards[0] if isinstance(plain_total, dt.PerRank) else plain_total).backward()
     grads = [leaf.grad for leaf in leaves]
@@ -144,9 +156,9 @@ def from_local_with_a_stated_gradient_placement() -> None:
 
 @report(107661)
 def the_gradient_of_a_sum_of_pieces() -> None:
-    x = put(torch.ones(8, 8), S0).requires_grad_()
+    x = distribute_values(torch.ones(8, 8), S0).requires_grad_()
     x.to_local().sum().backward()
-    equal(x.grad, torch.ones(8, 8))
+    assert_full_value(x.grad, torch.ones(8, 8))
 
 
 @report(173865)
@@ -155,8 +167,8 @@ def an_output_that_nobody_uses() -> None:
         first, _, third = x.split([2, 2, 1])
         return first.sum() + third.sum()
 
-    check(use, value(5, 6), mesh=line(), placements=[[S0]])
-    x = put(value(5, 6), S0).requires_grad_()
+    check(use, make_values(5, 6), mesh=get_line_mesh(), placements=[[S0]])
+    x = distribute_values(make_values(5, 6), S0).requires_grad_()
     largest, _ = x.max(0)
     del _
     largest.sum().backward()
@@ -169,18 +181,18 @@ def a_permuted_layer_norm_and_its_gradients() -> None:
         out = F.layer_norm(x.permute(0, 2, 1).contiguous(), (4,), y, z).permute(0, 2, 1)
         return torch.matmul(out, x).permute(0, 2, 1)
 
-    check(fn, value(4, 4, 4) / 4, value(4), value(4, seed=1), mesh=line(), placements=[[S1], [R], [R]])
+    check(fn, make_values(4, 4, 4) / 4, make_values(4), make_values(4, seed=1), mesh=get_line_mesh(), placements=[[S1], [R], [R]])
 
 
 @report(121474)
 def gradients_accumulate_in_the_parameters_layout() -> None:
-    w = put(value(4, 6) / 9, S0, S1).requires_grad_()
+    w = distribute_values(make_values(4, 6) / 9, S0, S1).requires_grad_()
     for seed in range(3):
-        (put(value(5, 6, seed=seed), S0, R) @ w.t()).sum().backward()
+        (distribute_values(make_values(5, 6, seed=seed), S0, R) @ w.t()).sum().backward()
         assert isinstance(w.grad, DTensor)
         assert w.grad.placements == w.placements
-    total = sum(value(5, 6, seed=seed).sum(0) for seed in range(3))
-    equal(w.grad, torch.as_tensor(total).expand(4, 6))
+    total = sum(make_values(5, 6, seed=seed).sum(0) for seed in range(3))
+    assert_full_value(w.grad, torch.as_tensor(total).expand(4, 6))
 
 
 # --- random numbers -----------------------------------------------------------------------------------------------------
@@ -190,8 +202,8 @@ def draws_depend_on_the_seed_alone() -> None:
     expected = torch.randn(6, 7)
     for placements in ([S0], [S1], [R], [S0, S1], [S0, S0], [R, S1]):
         torch.manual_seed(5)
-        mesh = line() if len(placements) == 1 else square()
-        equal(dt.randn(6, 7, device_mesh=mesh, placements=placements), expected)
+        mesh = get_line_mesh() if len(placements) == 1 else get_square_mesh()
+        assert_full_value(dt.randn(6, 7, device_mesh=mesh, placements=placements), expected)
 
 
 @report(146190)
@@ -201,17 +213,17 @@ def dropout_as_on_one_device_and_the_generator_moves_alike() -> None:
     x = torch.rand(10, 10)
     expected = [dropout(x).sum(), dropout(x).sum(), torch.rand(1)]
     torch.manual_seed(42)
-    y = put(torch.rand(10, 10), S0)
+    y = distribute_values(torch.rand(10, 10), S0)
     got = [dropout(y).sum(), dropout(y).sum(), torch.rand(1)]
-    assert all(torch.allclose(whole(own), want) for own, want in zip(got, expected, strict=True))
+    assert all(torch.allclose(full_value(own), want) for own, want in zip(got, expected, strict=True))
 
 
 @report(160482)
 def the_public_generator_is_the_one_that_moves() -> None:
     own = torch.Generator().manual_seed(1)
-    x = put(torch.zeros(5, 6), S0)
+    x = distribute_values(torch.zeros(5, 6), S0)
     x.uniform_(generator=own)
-    equal(x, torch.zeros(5, 6).uniform_(generator=torch.Generator().manual_seed(1)))
+    assert_full_value(x, torch.zeros(5, 6).uniform_(generator=torch.Generator().manual_seed(1)))
     torch.manual_seed(7)
     state = torch.get_rng_state()
     x.normal_()
@@ -221,82 +233,85 @@ def the_public_generator_is_the_one_that_moves() -> None:
 @report(180088)
 def truncated_normals_terminate() -> None:
     torch.manual_seed(0)
-    x = nn.init.trunc_normal_(put(torch.zeros(50, 4), S0), std=0.02, a=-0.01, b=0.01)
+    x = nn.init.trunc_normal_(distribute_values(torch.zeros(50, 4), S0), std=0.02, a=-0.01, b=0.01)
     torch.manual_seed(0)
-    equal(x, nn.init.trunc_normal_(torch.zeros(50, 4), std=0.02, a=-0.01, b=0.01))
+    assert_full_value(x, nn.init.trunc_normal_(torch.zeros(50, 4), std=0.02, a=-0.01, b=0.01))
 
 
 @report(141212)
 def normal_in_place_on_a_mesh_of_two_dims() -> None:
     torch.manual_seed(2)
-    x = put(torch.zeros(5, 6), S0, S0).normal_(1.0, 3.0)
+    x = distribute_values(torch.zeros(5, 6), S0, S0).normal_(1.0, 3.0)
     torch.manual_seed(2)
-    equal(x, torch.zeros(5, 6).normal_(1.0, 3.0))
+    assert_full_value(x, torch.zeros(5, 6).normal_(1.0, 3.0))
 
 
 # --- lists, clipping, optimizers ----------------------------------------------------------------------------------------
 @report(132016)
 def lists_times_a_tensor_of_one_number() -> None:
-    x = put(value(7, 3), S0)
+    x = distribute_values(make_values(7, 3), S0)
     for scale in (2.0, torch.tensor(2.0).double()):
-        equal(torch._foreach_mul([x], scale)[0], value(7, 3) * 2)
-        equal(torch._foreach_div([x], scale)[0], value(7, 3) / 2)
+        assert_full_value(torch._foreach_mul([x], scale)[0], make_values(7, 3) * 2)
+        assert_full_value(torch._foreach_div([x], scale)[0], make_values(7, 3) / 2)
         y = [x.clone()]
         torch._foreach_mul_(y, scale)
-        equal(y[0], value(7, 3) * 2)
+        assert_full_value(y[0], make_values(7, 3) * 2)
 
 
 @report(170367)
 def lists_are_redistributed_together() -> None:
-    xs = [put(value(5, 6, seed=k), S0) for k in range(6)]
-    ys = [put(value(5, 6, seed=k), S1) for k in range(6)]
+    xs = [distribute_values(make_values(5, 6, seed=k), S0) for k in range(6)]
+    ys = [distribute_values(make_values(5, 6, seed=k), S1) for k in range(6)]
     with CommDebugMode() as comm:
         out = torch._foreach_add(xs, ys)
     assert comm.get_total_counts() <= 1
-    equal(out[5], value(5, 6, seed=5) * 2)
+    assert_full_value(out[5], make_values(5, 6, seed=5) * 2)
 
 
 @report(180346)
 def clipping_over_two_meshes() -> None:
-    a, b = nn.Parameter(put(value(5, 6), S0)), nn.Parameter(put(value(4, 3), S0, S1))
-    a.grad, b.grad = put(value(5, 6, seed=1), S0), put(value(4, 3, seed=2), S0, S1)
-    norm = torch.cat([value(5, 6, seed=1).flatten(), value(4, 3, seed=2).flatten()]).norm()
+    a, b = nn.Parameter(distribute_values(make_values(5, 6), S0)), nn.Parameter(distribute_values(make_values(4, 3), S0, S1))
+    a.grad, b.grad = distribute_values(make_values(5, 6, seed=1), S0), distribute_values(make_values(4, 3, seed=2), S0, S1)
+    norm = torch.cat([make_values(5, 6, seed=1).flatten(), make_values(4, 3, seed=2).flatten()]).norm()
     total = nn.utils.clip_grad_norm_([a, b], 1.0)
     assert abs(float(total) - norm.item()) < 1e-9
-    equal(a.grad, value(5, 6, seed=1) / (norm + 1e-6))
-    equal(b.grad, value(4, 3, seed=2) / (norm + 1e-6))
+    assert_full_value(a.grad, make_values(5, 6, seed=1) / (norm + 1e-6))
+    assert_full_value(b.grad, make_values(4, 3, seed=2) / (norm + 1e-6))
 
 
 @report(120238)
 def clipping_one_by_one() -> None:
-    p = nn.Parameter(put(value(5, 6), S0))
-    p.grad = put(value(5, 6, seed=1), S0)
+    p = nn.Parameter(distribute_values(make_values(5, 6), S0))
+    p.grad = distribute_values(make_values(5, 6, seed=1), S0)
     nn.utils.clip_grad_norm_([p], 1.0, foreach=False)
-    equal(p.grad, value(5, 6, seed=1) / (value(5, 6, seed=1).norm() + 1e-6))
+    assert_full_value(p.grad, make_values(5, 6, seed=1) / (make_values(5, 6, seed=1).norm() + 1e-6))
 
 
-def _trained(make: Callable[[torch.Tensor], torch.Tensor], **options: Any) -> list[torch.Tensor]:
-    parameters = [nn.Parameter(make(value(5, 6).float())), nn.Parameter(make(value(7, 2, seed=1).float()))]
+def _train_layer(make: Callable[[torch.Tensor], torch.Tensor], **options: Any) -> list[torch.Tensor]:
+    """Train two parameters with AdamW for three steps and return their full values; ``make`` distributes them."""
+    parameters = [nn.Parameter(make(make_values(5, 6).float())), nn.Parameter(make(make_values(7, 2, seed=1).float()))]
     optimizer = torch.optim.AdamW(parameters, **options)
     for seed in range(3):
         for p in parameters:
-            p.grad = make(value(*p.shape, seed=seed + 2).float())
+            p.grad = make(make_values(*p.shape, seed=seed + 2).float())
         optimizer.step()
-    return [whole(p) for p in parameters]
+    return [full_value(p) for p in parameters]
 
 
 @report(126670)
 def fused_steps_with_a_tensor_as_step_size() -> None:
     for lr in (0.1, torch.tensor(0.1)):
-        wanted = _trained(torch.clone, lr=lr, fused=True)
-        for own, like in zip(_trained(lambda x: put(x, S0), lr=lr, fused=True), wanted, strict=True):
+        wanted = _train_layer(torch.clone, lr=lr, fused=True)
+        for own, like in zip(_train_layer(lambda x: distribute_values(x, S0), lr=lr, fused=True), wanted, strict=True):
             assert torch.allclose(own, like, atol=1e-5)
 
 
 @report(124633)
 def fused_steps_on_cpu() -> None:
-    wanted = _trained(torch.clone, lr=0.1, fused=True, amsgrad=True)
-    for own, like in zip(_trained(lambda x: put(x, S0, S1), lr=0.1, fused=True, amsgrad=True), wanted, strict=True):
+    wanted = _train_layer(torch.clone, lr=0.1, fused=True, amsgrad=True)
+    for own, like in zip(
+        _train_layer(lambda x: distribute_values(x, S0, S1), lr=0.1, fused=True, amsgrad=True), wanted, strict=True
+    ):
         assert torch.allclose(own, like, atol=1e-5)
 
 
@@ -316,11 +331,11 @@ class Perceptron(nn.Module):
 def a_perceptron_cut_by_columns_then_rows() -> None:
     torch.manual_seed(0)
     model = Perceptron().double()
-    x = value(3, 5, 6) / 4
+    x = make_values(3, 5, 6) / 4
     wanted = model(x)
-    cut = parallelize_module(copy.deepcopy(model), line(), {"proj_in": ColwiseParallel(), "proj_out": RowwiseParallel()})
-    out = cut(by_rank(lambda rank: x))
-    for piece in held(out).values():
+    cut = parallelize_module(copy.deepcopy(model), get_line_mesh(), {"proj_in": ColwiseParallel(), "proj_out": RowwiseParallel()})
+    out = cut(make_per_rank(lambda rank: x))
+    for piece in local_tensors_by_rank(out).values():
         assert torch.allclose(piece, wanted)
 
 
@@ -328,8 +343,8 @@ def a_perceptron_cut_by_columns_then_rows() -> None:
 def distribute_module_replicates_remaining_parameters() -> None:
     torch.manual_seed(0)
     model = nn.Linear(8, 8)
-    made = dt.distribute_module(copy.deepcopy(model), line())
-    equal(made(put(torch.ones(8, 8), S0)), model(torch.ones(8, 8)).detach())
+    made = dt.distribute_module(copy.deepcopy(model), get_line_mesh())
+    assert_full_value(made(distribute_values(torch.ones(8, 8), S0)), model(torch.ones(8, 8)).detach())
 
 
 @report(160697)
@@ -338,23 +353,23 @@ def an_embedding_and_a_linear_share_their_weight() -> None:
         return F.linear(F.embedding(ids, w), w)
 
     for where in ([S0], [S1], [R]):
-        check(tied, torch.tensor([[1, 3], [0, 6]]), value(7, 3) / 9, mesh=line(), placements=[[R], where])
+        check(tied, torch.tensor([[1, 3], [0, 6]]), make_values(7, 3) / 9, mesh=get_line_mesh(), placements=[[R], where])
 
 
 @report(120333)
 def attention_over_sharded_heads_moves_nothing() -> None:
-    q = value(2, 4, 5, 8) / 9
-    x = put(q, S1)
+    q = make_values(2, 4, 5, 8) / 9
+    x = distribute_values(q, S1)
     with CommDebugMode() as comm:
         out = F.scaled_dot_product_attention(x, x, x, is_causal=True)
     assert not comm.get_total_counts()
-    equal(out, F.scaled_dot_product_attention(q, q, q, is_causal=True))
+    assert_full_value(out, F.scaled_dot_product_attention(q, q, q, is_causal=True))
 
 
 @report(167106)
 def a_product_of_shards_gathers_no_more_than_it_needs() -> None:
-    x, w = put(value(8, 16), S0), put(value(16, 4, seed=1), R)
+    x, w = distribute_values(make_values(8, 16), S0), distribute_values(make_values(16, 4, seed=1), R)
     with CommDebugMode() as comm:
         out = (x @ w).relu().sum(1)
     assert not comm.get_total_counts()
-    equal(out, (value(8, 16) @ value(16, 4, seed=1)).relu().sum(1))
+    assert_full_value(out, (make_values(8, 16) @ make_values(16, 4, seed=1)).relu().sum(1))

@@ -9,8 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from case_lists import Cases
-from checkpoint_cases import blank, layouts_of, line, network, on_first_rank, placed, same, sharded, square, value
+from case_lists import CaseList
+from checkpoint_cases import (
+    assert_same_values,
+    distribute_values,
+    distribute_zeros_like,
+    list_layouts,
+    make_line_mesh,
+    make_network,
+    make_square_mesh,
+    make_values,
+    run_on_first_rank,
+    shard_parameters,
+)
 from torch import nn
 
 import dtensor as dt
@@ -20,46 +31,48 @@ from dtensor.errors import CheckpointError
 
 OFFICIAL = importlib.util.find_spec("safetensors") is not None
 R = Replicate()
-CASES = Cases()
+CASES = CaseList()
 case = CASES.case
 
 
 @case
 def sharded_models_load_under_any_layout(folder: Path) -> None:
-    x = value(7, 5)
-    layouts = layouts_of(x)
+    x = make_values(7, 5)
+    layouts = list_layouts(x)
     save_safetensors(
-        {"x": {str(i): placed(x, mesh, *p) for i, (mesh, p) in enumerate(layouts)}, "plain": x}, folder, max_shard_size=300
+        {"x": {str(i): distribute_values(x, mesh, *p) for i, (mesh, p) in enumerate(layouts)}, "plain": x},
+        folder,
+        max_shard_size=300,
     )
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     assert index["weight_map"]["x.0"] == "model-00001-of-00006.safetensors"
     assert index["metadata"]["total_size"] == 11 * x.nbytes
     for mesh, placements in layouts[:-1]:
-        state: dict[str, Any] = {f"x.{i}": blank(x, mesh, *placements) for i in range(9)}
+        state: dict[str, Any] = {f"x.{i}": distribute_zeros_like(x, mesh, *placements) for i in range(9)}
         assert load(state, folder, strict=False).unexpected_keys == ["x.9", "plain"]
         for tensor in state.values():
-            same(tensor, x)
+            assert_same_values(tensor, x)
     state = {"x.9": torch.zeros(7, 5), "plain": torch.zeros(7, 5)}
     load(state, folder, strict=False)
     torch.testing.assert_close(state["x.9"], x)
-    same(state["plain"], x)
+    assert_same_values(state["plain"], x)
 
 
 @case
 def every_dtype_and_shape(folder: Path) -> None:
-    mesh, wide = line(), value(70, 300)
+    mesh, wide = make_line_mesh(), make_values(70, 300)
     plain = {
-        "bf16": value(9, 3).bfloat16(),
-        "f8": value(9, 3).to(torch.float8_e4m3fn),
-        "bool": value(9, 3) > 0,
-        "i64": value(9, 3).mul(9).long(),
+        "bf16": make_values(9, 3).bfloat16(),
+        "f8": make_values(9, 3).to(torch.float8_e4m3fn),
+        "bool": make_values(9, 3) > 0,
+        "i64": make_values(9, 3).mul(9).long(),
         "0d": torch.tensor(2.5),
         "none": torch.zeros(0, 3),
         "wide": wide,
-        "t": value(6, 4).t(),
+        "t": make_values(6, 4).t(),
     }
     layouts: dict[str, dt.Placement] = {"0d": R, "wide": Shard(1, sizes=(1, 290, 0, 9))}
-    save_safetensors({name: placed(x, mesh, layouts.get(name, Shard(0))) for name, x in plain.items()}, folder)
+    save_safetensors({name: distribute_values(x, mesh, layouts.get(name, Shard(0))) for name, x in plain.items()}, folder)
     assert {name: entry.shape for name, entry in read_tensors(folder).items()} == {n: tuple(x.shape) for n, x in plain.items()}
     state = {name: torch.zeros(x.shape, dtype=x.dtype) for name, x in plain.items()}
     load(state, folder / "model.safetensors")
@@ -80,15 +93,22 @@ def files_of_the_official_library_are_read_partially(folder: Path) -> None:
         pytest.skip("the safetensors package is not installed: pip install dtensor[safetensors]")
     from safetensors.torch import save_file
 
-    x, v = value(64, 96), value(40)
-    on_first_rank(lambda: save_file({"x": x, "v": v.bfloat16()}, folder / "model.safetensors"))
-    for mesh, placements in ((line(), (Shard(0),)), (line(), (Shard(1),)), (square(), (R, Shard(1)))):
-        state = {"x": blank(x, mesh, *placements), "v": blank(v.bfloat16(), mesh, *(R for _ in placements))}
+    x, v = make_values(64, 96), make_values(40)
+    run_on_first_rank(lambda: save_file({"x": x, "v": v.bfloat16()}, folder / "model.safetensors"))
+    for mesh, placements in (
+        (make_line_mesh(), (Shard(0),)),
+        (make_line_mesh(), (Shard(1),)),
+        (make_square_mesh(), (R, Shard(1))),
+    ):
+        state = {
+            "x": distribute_zeros_like(x, mesh, *placements),
+            "v": distribute_zeros_like(v.bfloat16(), mesh, *(R for _ in placements)),
+        }
         read = load(state, folder).bytes_read
         here = state["x"].to_local()
         assert read == (x.nbytes if isinstance(here, dt.PerRank) else here.nbytes) + v.nbytes // 2
-        same(state["x"], x)
-        same(state["v"], v.bfloat16())
+        assert_same_values(state["x"], x)
+        assert_same_values(state["v"], v.bfloat16())
 
 
 class Tied(nn.Module):
@@ -104,12 +124,12 @@ class Tied(nn.Module):
 
 @case
 def modules_and_tied_parameters(folder: Path) -> None:
-    model = sharded(network(), square(), R, Shard(0))
+    model = shard_parameters(make_network(), make_square_mesh(), R, Shard(0))
     save_safetensors(model, folder / "a")
-    other = sharded(network("meta"), line(), Shard(1))
+    other = shard_parameters(make_network("meta"), make_line_mesh(), Shard(1))
     load(other, folder / "a")
-    for p, q in zip(other.parameters(), network().parameters(), strict=True):
-        same(p.detach(), q.detach())
+    for p, q in zip(other.parameters(), make_network().parameters(), strict=True):
+        assert_same_values(p.detach(), q.detach())
     torch.manual_seed(1)
     tied = Tied()
     spec = dt.sharding_spec.single_split(0, [0, 1, 2, 3])
@@ -119,13 +139,13 @@ def modules_and_tied_parameters(folder: Path) -> None:
     blank_model = dt.shard_model(Tied("meta"), spec, materialize=False)
     load(blank_model, folder / "b")
     assert blank_model.head.weight is blank_model.embed.weight
-    same(blank_model.head.weight.detach(), tied.embed.weight.detach())
+    assert_same_values(blank_model.head.weight.detach(), tied.embed.weight.detach())
 
 
 @case
 def errors_are_reported_and_change_nothing(folder: Path) -> None:
-    x, mesh = value(6, 4), line()
-    save_safetensors({"a": placed(x, mesh, Shard(0))}, folder / "m")
+    x, mesh = make_values(6, 4), make_line_mesh()
+    save_safetensors({"a": distribute_values(x, mesh, Shard(0))}, folder / "m")
     for state, place, words in [
         ({"a": x}, "m", "has a model already"),
         ({"a": x.to(torch.complex128)}, "new", "complex128, which safetensors files do not have"),
@@ -135,7 +155,7 @@ def errors_are_reported_and_change_nothing(folder: Path) -> None:
             save_safetensors(state, folder / place)
     file = folder / "m" / "model.safetensors"
     content = file.read_bytes()
-    on_first_rank(lambda: None)  # all have read it
+    run_on_first_rank(lambda: None)  # all have read it
     for damaged, words in [
         (content[:-5], "truncated"),
         (content[:4], "truncated"),
@@ -144,20 +164,20 @@ def errors_are_reported_and_change_nothing(folder: Path) -> None:
         (content.replace(b'"dtensor.digests":"{', b'"dtensor.digests":"[', 1), "damaged"),
         (content.replace(b'"shape":[6,4]', b'"shape":[4,6]', 1), "does not match its checksum"),
     ]:
-        on_first_rank(lambda damaged=damaged: file.write_bytes(damaged))
-        target = blank(x, mesh, Shard(1))
+        run_on_first_rank(lambda damaged=damaged: file.write_bytes(damaged))
+        target = distribute_zeros_like(x, mesh, Shard(1))
         with pytest.raises(CheckpointError, match=words):
             load({"a": target}, folder / "m")
-        same(target, torch.zeros(6, 4))
-    on_first_rank(lambda: file.write_bytes(content))
+        assert_same_values(target, torch.zeros(6, 4))
+    run_on_first_rank(lambda: file.write_bytes(content))
     with pytest.raises(CheckpointError, match="float64 here and float32"):
-        load({"a": blank(x.double(), mesh, Shard(0))}, folder / "m")
-    on_first_rank(lambda: (folder / "i").mkdir())
+        load({"a": distribute_zeros_like(x.double(), mesh, Shard(0))}, folder / "m")
+    run_on_first_rank(lambda: (folder / "i").mkdir())
     for index in ('{"weight_map": {"a": "../m/model.safetensors"}}', '{"weight_map": {"b": "gone.safetensors"}}', "{}"):
-        on_first_rank(lambda index=index: (folder / "i" / "model.safetensors.index.json").write_text(index))
+        run_on_first_rank(lambda index=index: (folder / "i" / "model.safetensors.index.json").write_text(index))
         with pytest.raises(CheckpointError, match=r"outside of its folder|missing|damaged"):
-            load({"a": blank(x, mesh, Shard(0))}, folder / "i")
-    save_safetensors({"p": placed(x, square(), Partial(), Shard(1))}, folder / "p")
+            load({"a": distribute_zeros_like(x, mesh, Shard(0))}, folder / "i")
+    save_safetensors({"p": distribute_values(x, make_square_mesh(), Partial(), Shard(1))}, folder / "p")
     state = {"p": torch.zeros(6, 4)}
     load(state, folder / "p")
     torch.testing.assert_close(state["p"], x)

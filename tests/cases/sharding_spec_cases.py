@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from case_lists import Cases
+from case_lists import CaseList
 from torch import nn
 
 import dtensor as dt
@@ -18,23 +18,23 @@ from dtensor import Replicate, Shard
 from dtensor.errors import DTensorError, MeshError, PlacementError, UnsupportedOperationError
 from dtensor.sharding_spec.composite import composite, from_data, mesh, single_split, spec_of, whole
 
-CASES = Cases()
+CASES = CaseList()
 case = CASES.case
 
 
-def value(*shape: int) -> torch.Tensor:
+def make_values(*shape: int) -> torch.Tensor:
     return torch.arange(1.0, 1.0 + torch.Size(shape).numel()).reshape(shape)
 
 
-def held(x: Any) -> dict[int, torch.Tensor]:
-    """Return the local tensor of each rank in this process."""
+def local_tensors_by_rank(x: Any) -> dict[int, torch.Tensor]:
+    """Return the local tensors of a DTensor by rank of its mesh, for the ranks of this process."""
     local = x.to_local()
     if isinstance(local, dt.PerRank):
         return dict(zip(x.device_mesh.ranks, local.shards, strict=True))
     return {dist.get_rank(): local} if dist.get_rank() in x.device_mesh.ranks else {}
 
 
-def same(x: Any, expected: torch.Tensor) -> None:
+def assert_same_values(x: Any, expected: torch.Tensor) -> None:
     found = x.full_tensor()
     if not dist.is_initialized() or dist.get_rank() in x.device_mesh.ranks:
         for piece in found.shards if isinstance(found, dt.PerRank) else (found,):
@@ -44,13 +44,13 @@ def same(x: Any, expected: torch.Tensor) -> None:
 @case
 def single_splits_even_and_uneven(folder: Path) -> None:
     places = [f"rank:{k}/cpu" for k in range(4)]
-    x = dt.sharded_tensor.shard_tensor(value(6, 2), single_split(0, places))
-    for rank, piece in held(x).items():
-        assert torch.equal(piece, value(6, 2)[min(6, 2 * rank) : 2 * rank + 2])
-    y = dt.sharded_tensor.shard_tensor(value(6, 2), single_split(-2, [1, 0, 2, 3], [3, 1, 0, 2]))
+    x = dt.sharded_tensor.shard_tensor(make_values(6, 2), single_split(0, places))
+    for rank, piece in local_tensors_by_rank(x).items():
+        assert torch.equal(piece, make_values(6, 2)[min(6, 2 * rank) : 2 * rank + 2])
+    y = dt.sharded_tensor.shard_tensor(make_values(6, 2), single_split(-2, [1, 0, 2, 3], [3, 1, 0, 2]))
     starts = {1: (0, 3), 0: (3, 4), 2: (4, 4), 3: (4, 6)}
-    for rank, piece in held(y).items():
-        assert torch.equal(piece, value(6, 2)[slice(*starts[rank])])
+    for rank, piece in local_tensors_by_rank(y).items():
+        assert torch.equal(piece, make_values(6, 2)[slice(*starts[rank])])
     shards = y.sharding_metadata().shards
     assert [(s.sizes, s.offsets, s.rank) for s in shards] == [
         ((3, 2), (0, 0), 1),
@@ -58,47 +58,47 @@ def single_splits_even_and_uneven(folder: Path) -> None:
         ((0, 2), (4, 0), 2),
         ((2, 2), (4, 0), 3),
     ]
-    same(y * 2, value(6, 2) * 2)
+    assert_same_values(y * 2, make_values(6, 2) * 2)
 
 
 @case
 def the_grid_of_blocks_of_the_document(folder: Path) -> None:
     spec = mesh([["rank:0", "rank:1"], ["rank:2", "rank:3"]])
-    x = dt.sharded_tensor.shard_tensor(value(4, 8), spec)
-    for rank, piece in held(x).items():
-        assert torch.equal(piece, value(4, 8)[rank // 2 * 2 :][:2, rank % 2 * 4 :][:, :4])
+    x = dt.sharded_tensor.shard_tensor(make_values(4, 8), spec)
+    for rank, piece in local_tensors_by_rank(x).items():
+        assert torch.equal(piece, make_values(4, 8)[rank // 2 * 2 :][:2, rank % 2 * 4 :][:, :4])
     if dist.is_initialized():
         return
     places = [[f"rank:{r}/cuda:{4 * r + c}" for c in range(4)] for r in range(2)]
-    x = dt.sharded_tensor.shard_tensor(value(4, 8), mesh(places))
-    for k, piece in held(x).items():
-        assert torch.equal(piece, value(4, 8)[k // 4 * 2 :][:2, k % 4 * 2 :][:, :2])
+    x = dt.sharded_tensor.shard_tensor(make_values(4, 8), mesh(places))
+    for k, piece in local_tensors_by_rank(x).items():
+        assert torch.equal(piece, make_values(4, 8)[k // 4 * 2 :][:2, k % 4 * 2 :][:, :2])
     assert x.sharding_metadata().shards[5].place == "rank:1/cuda:5"
     assert x.sharding_metadata().shards[5].offsets == (2, 2)
 
 
 @case
 def devices_that_hold_several_blocks(folder: Path) -> None:
-    x = dt.sharded_tensor.shard_tensor(value(5, 4), mesh([[0, 0, 1], [0, 0, 1]], [None, [1, 1, 2]]))
+    x = dt.sharded_tensor.shard_tensor(make_values(5, 4), mesh([[0, 0, 1], [0, 0, 1]], [None, [1, 1, 2]]))
     assert x.placements == (Shard(1),)
     assert len(x.sharding_metadata().shards) == 6
-    same(x.sin(), value(5, 4).sin())
-    y = dt.sharded_tensor.shard_tensor(value(7, 2), single_split(0, [0, 1, 0, 1]))
+    assert_same_values(x.sin(), make_values(5, 4).sin())
+    y = dt.sharded_tensor.shard_tensor(make_values(7, 2), single_split(0, [0, 1, 0, 1]))
     for rank, blocks in y.local_shards().items():
         if rank in (0, 1):
-            assert [b.tolist() for b in blocks] == [b.tolist() for b in value(7, 2).chunk(4)[rank::2]]
+            assert [b.tolist() for b in blocks] == [b.tolist() for b in make_values(7, 2).chunk(4)[rank::2]]
     here = dist.get_rank() if dist.is_initialized() else 0
-    assert [b.tolist() for b in y.local_shard()] == [b.tolist() for b in value(7, 2).chunk(4)[here::2] if here in (0, 1)]
-    same(torch.exp(y), value(7, 2).exp())
-    same(y * 2.0, value(7, 2) * 2)
+    assert [b.tolist() for b in y.local_shard()] == [b.tolist() for b in make_values(7, 2).chunk(4)[here::2] if here in (0, 1)]
+    assert_same_values(torch.exp(y), make_values(7, 2).exp())
+    assert_same_values(y * 2.0, make_values(7, 2) * 2)
     with pytest.raises(UnsupportedOperationError, match="reshard"):
         y.add_(1)
     for changing in (lambda: torch.ops.aten.add_.Tensor(y, 1), lambda: torch.exp(y, out=y), lambda: torch._foreach_neg_([y])):
         with pytest.raises(UnsupportedOperationError, match="reshard"):
             changing()
-    same(y.reshard(single_split(1, [2, 3])), value(7, 2))
+    assert_same_values(y.reshard(single_split(1, [2, 3])), make_values(7, 2))
     z = dt.sharded_tensor.zeros(7, 2, sharding_spec=mesh([[0], [1], [0]]))
-    same(z, torch.zeros(7, 2))
+    assert_same_values(z, torch.zeros(7, 2))
 
 
 @case
@@ -109,14 +109,14 @@ def factories_and_resharding(folder: Path) -> None:
     torch.manual_seed(5)
     x = dt.sharded_tensor.randn(7, 4, sharding_spec=spec, requires_grad=True)
     assert x.requires_grad
-    same(x.detach(), expected)
+    assert_same_values(x.detach(), expected)
     y = x.detach().reshard(other)
     assert y.device_mesh.ranks == (1, 2, 3)
-    same(y, expected)
-    same(y.reshard(whole("rank:0|rank:3")), expected)
+    assert_same_values(y, expected)
+    assert_same_values(y.reshard(whole("rank:0|rank:3")), expected)
     for made, plain in [("zeros", torch.zeros), ("ones", torch.ones)]:
-        same(getattr(dt.sharded_tensor, made)((3, 2), sharding_spec=spec), plain(3, 2))
-    same(dt.sharded_tensor.full((3, 2), 4.5, sharding_spec=spec), torch.full((3, 2), 4.5))
+        assert_same_values(getattr(dt.sharded_tensor, made)((3, 2), sharding_spec=spec), plain(3, 2))
+    assert_same_values(dt.sharded_tensor.full((3, 2), 4.5, sharding_spec=spec), torch.full((3, 2), 4.5))
     assert dt.sharded_tensor.empty(3, 2, sharding_spec=spec, dtype=torch.int8).dtype == torch.int8
 
 
@@ -195,8 +195,8 @@ class Named(nn.Module):
         return self.inner(pair)
 
 
-def compare(spec: Any, make: Callable[[], nn.Module] = Net, meta: bool = False, **options: Any) -> nn.Module:
-    """Assert that the sharded model has the loss and the gradients of the plain one."""
+def compare_with_plain_model(spec: Any, make: Callable[[], nn.Module] = Net, meta: bool = False, **options: Any) -> nn.Module:
+    """Assert that the model sharded by ``spec`` has the loss and the gradients of the plain model, and return it."""
     torch.manual_seed(0)
     plain = make()
     torch.manual_seed(0)
@@ -204,35 +204,37 @@ def compare(spec: Any, make: Callable[[], nn.Module] = Net, meta: bool = False, 
         model = make()
     torch.manual_seed(0)
     dt.shard_model(model, spec, **options)
-    x = value(3, 20) / 60
+    x = make_values(3, 20) / 60
     torch.manual_seed(1)
     loss = model(x).square().mean()
     torch.manual_seed(1)
     expected = plain(x).square().mean()
     loss.backward()
     expected.backward()
-    same(loss, expected)
+    assert_same_values(loss, expected)
     for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert p.grad is not None, name
         assert q.grad is not None
-        same(p, q.detach())
-        same(p.grad, q.grad)
+        assert_same_values(p, q.detach())
+        assert_same_values(p.grad, q.grad)
     return model
 
 
 @case
 def submodules_on_different_devices(folder: Path) -> None:
-    model = compare(composite(net1="rank:0", net2="rank:1", net3="rank:0"))
+    model = compare_with_plain_model(composite(net1="rank:0", net2="rank:1", net3="rank:0"))
     assert model.net2.weight.device_mesh.ranks == (1,)
     two = composite(weight=single_split(0, [0, 1]))
-    model = compare(composite(net1=two, net2=two, net3=single_split(0, [2, 3])))
+    model = compare_with_plain_model(composite(net1=two, net2=two, net3=single_split(0, [2, 3])))
     assert model.net3.bias.placements == (Shard(0),)
-    compare({"0": "rank:0", "2": single_split(1, [1, 2, 3])}, lambda: nn.Sequential(nn.Linear(20, 7), nn.ReLU(), nn.Linear(7, 2)))
+    compare_with_plain_model(
+        {"0": "rank:0", "2": single_split(1, [1, 2, 3])}, lambda: nn.Sequential(nn.Linear(20, 7), nn.ReLU(), nn.Linear(7, 2))
+    )
 
 
 @case
 def a_model_on_meta_is_made_shard_by_shard(folder: Path) -> None:
-    model = compare(single_split(0, [0, 1, 2, 3]), meta=True)
+    model = compare_with_plain_model(single_split(0, [0, 1, 2, 3]), meta=True)
     assert all(p.placements == (Shard(0),) for p in model.parameters())
     with torch.device("meta"):
         left = Net()
@@ -240,7 +242,7 @@ def a_model_on_meta_is_made_shard_by_shard(folder: Path) -> None:
     assert left.net1.weight.is_meta
     dt.checkpoint.save({"m": model}, folder)
     dt.checkpoint.load({"m": left}, folder)
-    same(left.net1.weight, model.net1.weight.detach().full_tensor())
+    assert_same_values(left.net1.weight, model.net1.weight.detach().full_tensor())
 
 
 class Dropping(Net):
@@ -254,10 +256,10 @@ class Dropping(Net):
 
 @case
 def random_numbers_are_those_of_one_device_wherever_submodules_live(folder: Path) -> None:
-    compare(composite(net1="rank:3", net2=single_split(0, [0, 1]), net3="rank:2"), Dropping, meta=True)
+    compare_with_plain_model(composite(net1="rank:3", net2=single_split(0, [0, 1]), net3="rank:2"), Dropping, meta=True)
 
 
-class Own(nn.Module):
+class OwnTensorsModule(nn.Module):
     """A module with tensors and children, all set by its constructor; the buffer is registered again."""
 
     def __init__(self) -> None:
@@ -280,7 +282,7 @@ class Nested(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.two = Own(), nn.Sequential(Own(), nn.Linear(20, 20))
+        self.one, self.two = OwnTensorsModule(), nn.Sequential(OwnTensorsModule(), nn.Linear(20, 20))
         self.attention = nn.MultiheadAttention(20, 2)
         self.bias = nn.Parameter(torch.empty(20))
         self.reset_parameters()
@@ -297,11 +299,11 @@ class Nested(nn.Module):
 def models_made_from_meta_have_the_values_of_one_device(folder: Path) -> None:
     spec = single_split(0, [0, 1, 2, 3])
     for model in (
-        compare(spec, Nested, meta=True),
-        compare(composite(one="rank:2", two=spec, attention=spec), Nested, meta=True),
+        compare_with_plain_model(spec, Nested, meta=True),
+        compare_with_plain_model(composite(one="rank:2", two=spec, attention=spec), Nested, meta=True),
     ):
         assert isinstance(model.one.scale, dt.DTensor)
-        same(model.one.scale, torch.full((6,), 0.5))
+        assert_same_values(model.one.scale, torch.full((6,), 0.5))
 
 
 @case
@@ -340,14 +342,14 @@ def uninitialised_parameters_are_refused_before_any_change(folder: Path) -> None
     dt.shard_model(model, spec, init_fn=ones)
     assert asked == ["Embedding", "Linear"]
     assert model.head.weight is model.embed.weight
-    same(model.head.weight.detach(), torch.ones(4, 4))
+    assert_same_values(model.head.weight.detach(), torch.ones(4, 4))
 
 
 @case
 def plans_of_placements_or_styles(folder: Path) -> None:
     grid = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    compare({"net*.weight": [Replicate(), Shard(0)], "net1.bias": [Shard(0), Replicate()]}, mesh=grid)
-    compare(composite({"*.weight": single_split(0, [0, 1, 2, 3])}, net1=mesh([[0, 1], [2, 3]])))
+    compare_with_plain_model({"net*.weight": [Replicate(), Shard(0)], "net1.bias": [Shard(0), Replicate()]}, mesh=grid)
+    compare_with_plain_model(composite({"*.weight": single_split(0, [0, 1, 2, 3])}, net1=mesh([[0, 1], [2, 3]])))
     with pytest.raises(PlacementError, match=r"\['net4'\] match no parameter of Net"):
         dt.shard_model(Net(), composite(net4="rank:0"))
 
@@ -370,7 +372,7 @@ def a_state_dict_is_collected_on_one_rank(folder: Path) -> None:
 @case
 def named_tuples_pass_through_modules(folder: Path) -> None:
     model = dt.shard_model(Named(), composite({"inner.one": "rank:0", "inner.two": "rank:1"}))
-    pair = model(Pair(value(3, 20), value(3, 20)))
+    pair = model(Pair(make_values(3, 20), make_values(3, 20)))
     assert type(pair) is Pair
     assert all(len(x.device_mesh.ranks) == 2 for x in pair)
     state = dt.collect_state_dict({"pair": pair})
@@ -390,7 +392,7 @@ def a_state_saved_under_one_spec_loads_under_another(folder: Path) -> None:
     one_device = Net()
     dt.checkpoint.load(one_device, folder)
     for (name, p), q in zip(plain.state_dict().items(), one_device.parameters(), strict=True):
-        same(state[name], p)
+        assert_same_values(state[name], p)
         assert torch.equal(q, p)
 
 
@@ -409,4 +411,4 @@ def state_dicts_are_uniform_under_tensor_and_data_parallelism(folder: Path) -> N
     found = sharded.state_dict()
     dt.checkpoint.load(found, folder)
     for name, x in plain.state_dict().items():
-        same(found[name], x)
+        assert_same_values(found[name], x)

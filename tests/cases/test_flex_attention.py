@@ -5,22 +5,25 @@ from __future__ import annotations
 import flex_attention_cases
 import pytest
 import torch
-from case_lists import here_and_on_four, put
-from flex_attention_cases import S1, S2, Sizes, attend, causal
+from case_lists import distribute_values, make_case_tests
+from flex_attention_cases import S1, S2, OperandSizes, attend, mask_causal
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import dtensor as dt
 
-test_case_in_one_process, test_all_cases_on_four_processes = here_and_on_four(
+test_case_in_one_process, test_all_cases_on_four_processes = make_case_tests(
     flex_attention_cases, slow=("operands_of_different_layouts", "blocks_of_all_sizes")
 )
 
 
 @pytest.mark.parametrize("placement", [S1, S2])
 def test_captured_programs_replay_the_call(placement: dt.Placement) -> None:
-    operands = Sizes().operands()
-    bias, mask = torch.ones(4, dtype=torch.float64), create_block_mask(causal, None, None, 12, 12, device="cpu", BLOCK_SIZE=4)
-    own_bias = put(bias, dt.Shard(0)).requires_grad_()
+    operands = OperandSizes().operands()
+    bias, mask = (
+        torch.ones(4, dtype=torch.float64),
+        create_block_mask(mask_causal, None, None, 12, 12, device="cpu", BLOCK_SIZE=4),
+    )
+    own_bias = distribute_values(bias, dt.Shard(0)).requires_grad_()
 
     def step(*given: torch.Tensor) -> torch.Tensor:
         loss = attend(*given, score_mod=lambda score, b, h, i, j: score + own_bias[h] * j, block_mask=mask).square().sum()
@@ -35,7 +38,7 @@ def test_captured_programs_replay_the_call(placement: dt.Placement) -> None:
         expected = attend(*plain, score_mod=score_mod, block_mask=mask).square().sum()
         expected.backward()
         own_bias.grad = None
-        torch.testing.assert_close(captured(*(put(x, placement) for x in plain)).full_tensor(), expected)
+        torch.testing.assert_close(captured(*(distribute_values(x, placement) for x in plain)).full_tensor(), expected)
         assert own_bias.grad is not None
         torch.testing.assert_close(own_bias.grad.full_tensor(), plain_bias.grad)
     assert captured.cache_info().recorded == 1
@@ -43,11 +46,13 @@ def test_captured_programs_replay_the_call(placement: dt.Placement) -> None:
 
 @pytest.mark.filterwarnings("ignore:torch.compile needs one process per rank")
 def test_compiled_calls_with_all_ranks_in_this_process_run_without_the_compiler() -> None:
-    operands = [x.float() for x in Sizes().operands()]
-    slopes = put(torch.arange(4.0), dt.Shard(0))
+    operands = [x.float() for x in OperandSizes().operands()]
+    slopes = distribute_values(torch.arange(4.0), dt.Shard(0))
 
     def call(*given: torch.Tensor, own: torch.Tensor = slopes) -> torch.Tensor:
         return flex_attention(*given, score_mod=lambda score, b, h, i, j: score + own[h] * j)
 
     compiled = torch.compile(call, backend="aot_eager")
-    torch.testing.assert_close(compiled(*(put(x, S1) for x in operands)).full_tensor(), call(*operands, own=torch.arange(4.0)))
+    torch.testing.assert_close(
+        compiled(*(distribute_values(x, S1) for x in operands)).full_tensor(), call(*operands, own=torch.arange(4.0))
+    )

@@ -7,7 +7,7 @@ from typing import Any
 import placement_form_cases
 import pytest
 import torch
-from case_lists import here_and_on_four
+from case_lists import make_case_tests
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,7 +18,7 @@ from dtensor.placement import REDUCE_OPS, parse_placement
 from dtensor.testing import strategies
 
 R = Replicate()
-test_case_in_one_process, test_all_cases_on_four_processes = here_and_on_four(placement_form_cases)
+test_case_in_one_process, test_all_cases_on_four_processes = make_case_tests(placement_form_cases)
 
 PLACEMENTS = [
     *(Shard(dim, sizes, level) for dim in (0, 11) for sizes in (None, (3,), (3, 0, 2)) for level in (None, 0, 2)),
@@ -179,7 +179,7 @@ def test_mesh_without_names_is_addressed_by_number_as_it_prints() -> None:
             Layout.of(mesh, form, (4, 4))
     for form in ({0: R}, "0=R, 1=R"):
         with pytest.raises(PlacementError, match="its mesh dims are 'dp', 'tp'"):
-            Layout.of(placement_form_cases.square(), form, (4, 4))
+            Layout.of(placement_form_cases.get_named_square_mesh(), form, (4, 4))
 
 
 @pytest.mark.parametrize(
@@ -192,11 +192,11 @@ def test_mesh_without_names_is_addressed_by_number_as_it_prints() -> None:
 )
 def test_other_text_is_not_a_layout(text: str, message: str) -> None:
     with pytest.raises(LayoutError, match=message):
-        Layout.parse(text, placement_form_cases.square())
+        Layout.parse(text, placement_form_cases.get_named_square_mesh())
 
 
 def test_equal_forms_share_one_layout_and_requests_are_cached() -> None:
-    mesh = placement_form_cases.square()
+    mesh = placement_form_cases.get_named_square_mesh()
     x = dt.zeros(4, 6, device_mesh=mesh, placements="dp=S(0), tp=S(1)")
     for form in ("dp=S(0), tp=S(1)", partition("dp", "tp"), {"dp": Shard(0), "tp": Shard(1)}):
         assert x.redistribute(form).layout is x.layout
@@ -206,7 +206,7 @@ def test_equal_forms_share_one_layout_and_requests_are_cached() -> None:
 
 
 def test_layouts_with_other_strides_print_them() -> None:
-    mesh = placement_form_cases.square()
+    mesh = placement_form_cases.get_named_square_mesh()
     layout = Layout.of(mesh, "dp=S(0)", (4, 6), (1, 4))
     assert str(layout) == "float32[4, 6] on (dp=S(0), tp=R), stride=(1, 4)"
     assert str(layout.replace(stride=(6, 1))) == "float32[4, 6] on (dp=S(0), tp=R)"

@@ -11,13 +11,13 @@ import process_cases
 import pytest
 import torch
 import torch.distributed as dist
-from case_lists import here_and_on_four
+from case_lists import make_case_tests
 from gloo_processes import RankFailed, run_gloo
 
 import dtensor as dt
 
 # --- the same cases here and there -------------------------------------------------------------------------------------
-test_case_in_one_process, test_all_cases_on_four_processes = here_and_on_four(process_cases, gather=True)
+test_case_in_one_process, test_all_cases_on_four_processes = make_case_tests(process_cases, gather=True)
 
 
 # --- the spawner returns what ranks return, and turns whatever goes wrong on one of them into an error here ------------
@@ -72,7 +72,7 @@ def test_run_gloo_ends_a_hang_with_every_stack() -> None:
 
 
 def _pieces_of_others() -> list[list[Any]]:
-    """Return, by placements and by the rank whose pickle is read, the value or the message of the error."""
+    """Return, by placements and by the rank that pickled a DTensor, the first local size that is read or the error message."""
     mesh, value = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), torch.arange(8.0)
     rows = []
     for placements in (

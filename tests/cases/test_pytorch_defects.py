@@ -10,8 +10,8 @@ import reported_operator_cases
 import reported_recent_cases
 import reported_tensor_cases
 import torch_feature_cases
-from case_lists import on_four
-from fast_part import some
+from case_lists import run_cases_on_four_processes
+from slow_case_marks import keep_every_nth_fast
 
 MODULES = (pytorch_defect_cases, torch_feature_cases, reported_operator_cases, reported_recent_cases, reported_tensor_cases)
 ON_PROCESSES = tuple(module for module in MODULES if module is not torch_feature_cases)  # programs of torch's, not of ranks
@@ -19,7 +19,7 @@ ALL = {name: fn for module in MODULES for name, fn in module.CASES.items()}
 
 
 @pytest.mark.filterwarnings("ignore::dtensor.errors.GatherWarning")
-@pytest.mark.parametrize("name", some(list(ALL)))
+@pytest.mark.parametrize("name", keep_every_nth_fast(list(ALL)))
 def test_case_is_right_in_one_process(name: str) -> None:
     ALL[name]()
 
@@ -27,4 +27,4 @@ def test_case_is_right_in_one_process(name: str) -> None:
 @pytest.mark.gloo
 @pytest.mark.parametrize("module", ON_PROCESSES, ids=lambda module: module.__name__)
 def test_all_cases_are_right_on_four_processes(module: ModuleType) -> None:
-    on_four(module)
+    run_cases_on_four_processes(module)

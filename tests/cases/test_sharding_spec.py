@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 import sharding_spec_cases
-from case_lists import here_and_on_four
+from case_lists import make_case_tests
 
-test_case_in_one_process, test_all_cases_on_four_processes = here_and_on_four(sharding_spec_cases, folders=True)
+test_case_in_one_process, test_all_cases_on_four_processes = make_case_tests(sharding_spec_cases, folders=True)

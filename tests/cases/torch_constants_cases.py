@@ -10,7 +10,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from case_lists import S0, S1, Cases, R, equal, line, put, raises, square, value
+from case_lists import (
+    S0,
+    S1,
+    CaseList,
+    R,
+    assert_full_value,
+    assert_raises,
+    distribute_values,
+    get_line_mesh,
+    get_square_mesh,
+    make_values,
+)
 from torch import nn
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.utils import parametrizations
@@ -22,7 +33,7 @@ from dtensor.dispatch.plain_tensor_args import CONSTANT_MAKERS
 from dtensor.errors import MixedTensorError
 from dtensor.testing import check
 
-CASES = Cases()
+CASES = CaseList()
 case = CASES.case
 
 
@@ -31,14 +42,14 @@ def attention(*args: Any, **options: Any) -> nn.MultiheadAttention:
     return nn.MultiheadAttention(8, 2, *args, add_zero_attn=True, batch_first=True, dtype=torch.float64, **options)
 
 
-def orthogonal(rows: int, columns: int, orthogonal_map: str, use_trivialization: bool = True) -> nn.Module:
+def make_orthogonal_linear(rows: int, columns: int, orthogonal_map: str, use_trivialization: bool = True) -> nn.Module:
     torch.manual_seed(0)
     layer = nn.Linear(columns, rows, dtype=torch.float64)
     return parametrizations.orthogonal(layer, "weight", orthogonal_map, use_trivialization=use_trivialization)
 
 
 def check_module(module: nn.Module, x: torch.Tensor, placements: Any, mesh: dt.DeviceMesh) -> None:
-    """Check the results and the gradients of a module, its parameters and buffers under ``placements[1]``."""
+    """Check results and gradients of a module with its parameters and buffers under the placements against one device."""
     state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
     def run(x: torch.Tensor, state: dict[str, torch.Tensor]) -> Any:
@@ -62,43 +73,45 @@ def every_declared_function_is_one_of_torch() -> None:
 def attention_with_zeros_added_to_keys_is_right() -> None:
     for options in ({}, {"add_bias_kv": True}):
         for given in ([S0, R], [S1, S0], [R, Partial()]):
-            check_module(attention(**options), value(5, 6, 8), [given, [R, R]], square())
+            check_module(attention(**options), make_values(5, 6, 8), [given, [R, R]], get_square_mesh())
 
 
 @case
 def attention_with_zeros_accepts_distributed_masks_and_refuses_plain_ones() -> None:
-    module, x, mask = attention(), value(5, 6, 8), value(6, 6) > 0
+    module, x, mask = attention(), make_values(5, 6, 8), make_values(6, 6) > 0
     mask.fill_diagonal_(False)
     expected = module(x, x, x, attn_mask=mask, need_weights=False)[0]
     for name, parameter in list(module.named_parameters()):
         owner, _, own = name.rpartition(".")
-        setattr(module.get_submodule(owner), own, nn.Parameter(put(parameter.detach(), R)))
-    x = put(x, S0)
-    equal(module(x, x, x, attn_mask=put(mask, S0), need_weights=False)[0], expected)
-    raises(MixedTensorError, "implicit_replication", lambda: module(x, x, x, attn_mask=mask, need_weights=False))
+        setattr(module.get_submodule(owner), own, nn.Parameter(distribute_values(parameter.detach(), R)))
+    x = distribute_values(x, S0)
+    assert_full_value(module(x, x, x, attn_mask=distribute_values(mask, S0), need_weights=False)[0], expected)
+    assert_raises(MixedTensorError, "implicit_replication", lambda: module(x, x, x, attn_mask=mask, need_weights=False))
 
 
 @case
 def the_cayley_map_is_right() -> None:
     for rows, columns in ((6, 6), (7, 5), (5, 7)):
         for trivial in (True, False):
-            check_module(orthogonal(rows, columns, "cayley", trivial), value(3, columns), [[S0], [S1]], line())
+            check_module(
+                make_orthogonal_linear(rows, columns, "cayley", trivial), make_values(3, columns), [[S0], [S1]], get_line_mesh()
+            )
 
 
 @case
 def a_plain_buffer_of_a_parametrization_is_refused() -> None:
-    module = orthogonal(6, 6, "cayley")
+    module = make_orthogonal_linear(6, 6, "cayley")
     original = module.parametrizations.weight  # type: ignore[union-attr, operator]
-    original.original = nn.Parameter(put(original.original.detach(), S0))
-    raises(MixedTensorError, "implicit_replication", lambda: module.weight)
+    original.original = nn.Parameter(distribute_values(original.original.detach(), S0))
+    assert_raises(MixedTensorError, "implicit_replication", lambda: module.weight)
 
 
 @case
 def an_orthogonal_base_is_completed_randomly_as_on_one_device() -> None:
     for orthogonal_map in ("cayley", "householder", "matrix_exp"):
-        weight = value(7, 5, seed=3)
+        weight = make_values(7, 5, seed=3)
         layers = [nn.Linear(5, 7, dtype=torch.float64) for _ in range(2)]
-        for layer, own in zip(layers, (weight, put(weight, S0)), strict=True):
+        for layer, own in zip(layers, (weight, distribute_values(weight, S0)), strict=True):
             layer.weight = nn.Parameter(own)
             torch.manual_seed(1)
             parametrizations.orthogonal(layer, "weight", orthogonal_map)
@@ -108,19 +121,21 @@ def an_orthogonal_base_is_completed_randomly_as_on_one_device() -> None:
 
 @case
 def a_causal_bias_of_two_lengths_is_right() -> None:
-    query, key = value(2, 3, 4, 8) / 9, value(2, 3, 6, 8, seed=1) / 9
+    query, key = make_values(2, 3, 4, 8) / 9, make_values(2, 3, 6, 8, seed=1) / 9
     for given in ([S0, R], [S1, S0], [dt.Shard(2), R]):
         check(
             lambda q, k: F.scaled_dot_product_attention(q, k, k, causal_lower_right(4, 6)),
             query,
             key,
-            mesh=square(),
+            mesh=get_square_mesh(),
             placements=[given, given],
         )
-    raises(
+    assert_raises(
         MixedTensorError,
         "implicit_replication",
-        lambda: F.scaled_dot_product_attention(put(query, S0), put(key, S0), key, causal_lower_right(4, 6)),
+        lambda: F.scaled_dot_product_attention(
+            distribute_values(query, S0), distribute_values(key, S0), key, causal_lower_right(4, 6)
+        ),
     )
 
 
@@ -129,15 +144,23 @@ def masked_statistics_without_a_mask_are_right() -> None:
     for function in (torch.masked.mean, torch.masked.var, torch.masked.std):
         for options in ({}, {"dim": 1}, {"dim": 0, "keepdim": True}):
             for given in ([S0], [S1], [Partial()]):
-                check(lambda x, f=function, o=options: f(x, **o), value(5, 6), mesh=line(), placements=[given])
-        raises(MixedTensorError, "implicit_replication", lambda f=function: f(put(value(5, 6), S0), mask=value(5, 6) > 0))
+                check(lambda x, f=function, o=options: f(x, **o), make_values(5, 6), mesh=get_line_mesh(), placements=[given])
+        assert_raises(
+            MixedTensorError,
+            "implicit_replication",
+            lambda f=function: f(distribute_values(make_values(5, 6), S0), mask=make_values(5, 6) > 0),
+        )
 
 
 @case
 def unpad_sequence_accepts_distributed_lengths() -> None:
-    x, lengths = value(4, 6, 3), torch.tensor([6, 1, 3, 2])
-    for got, expected in zip(unpad_sequence(put(x, S0), put(lengths, R), True), unpad_sequence(x, lengths, True), strict=True):
-        equal(got, expected)
+    x, lengths = make_values(4, 6, 3), torch.tensor([6, 1, 3, 2])
+    for got, expected in zip(
+        unpad_sequence(distribute_values(x, S0), distribute_values(lengths, R), True),
+        unpad_sequence(x, lengths, True),
+        strict=True,
+    ):
+        assert_full_value(got, expected)
 
 
 @case
@@ -145,10 +168,10 @@ def a_causal_mask_is_recognized() -> None:
     torch.manual_seed(0)
     module = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True, dtype=torch.float64), 1)
     mask = nn.Transformer.generate_square_subsequent_mask(6, dtype=torch.float64)
-    x = value(5, 6, 8)
+    x = make_values(5, 6, 8)
     expected = module(x, mask)
-    dt.distribute_module(module, line())
-    equal(module(put(x, S0), put(mask, R)), expected)
+    dt.distribute_module(module, get_line_mesh())
+    assert_full_value(module(distribute_values(x, S0), distribute_values(mask, R)), expected)
 
 
 @case
@@ -156,36 +179,44 @@ def low_rank_approximations_are_those_of_one_device() -> None:
     for given in ([S0, R], [S1, S0], [R, Partial()]):
         for shape in ((6, 7), (7, 6), (2, 6, 5)):
             for function in (torch.svd_lowrank, torch.pca_lowrank):
-                check(lambda x, f=function: f(x, q=3)[1], value(*shape), mesh=square(), placements=[given])
-    mean = value(6, 7, seed=1)
-    check(lambda x, m: torch.svd_lowrank(x, 3, M=m)[1], value(6, 7), mean, mesh=square(), placements=[[S0, R], [R, S1]])
+                check(lambda x, f=function: f(x, q=3)[1], make_values(*shape), mesh=get_square_mesh(), placements=[given])
+    mean = make_values(6, 7, seed=1)
+    check(
+        lambda x, m: torch.svd_lowrank(x, 3, M=m)[1],
+        make_values(6, 7),
+        mean,
+        mesh=get_square_mesh(),
+        placements=[[S0, R], [R, S1]],
+    )
 
 
 @case
 def draws_that_differ_between_ranks_are_refused_on_all_of_them() -> None:
-    x = put(value(6, 7), S0)
+    x = distribute_values(make_values(6, 7), S0)
     torch.manual_seed(0)
-    equal(torch.svd_lowrank(x, 3)[1] * 0, torch.zeros(3, dtype=torch.float64))
+    assert_full_value(torch.svd_lowrank(x, 3)[1] * 0, torch.zeros(3, dtype=torch.float64))
     if dist.is_initialized():
         torch.manual_seed(dist.get_rank() % 2)
-        raises(MixedTensorError, r"get_approximate_basis.*differs between ranks.*manual_seed", lambda: torch.svd_lowrank(x, 3))
+        assert_raises(
+            MixedTensorError, r"get_approximate_basis.*differs between ranks.*manual_seed", lambda: torch.svd_lowrank(x, 3)
+        )
         torch.manual_seed(0)
 
 
 @case
 def plain_constants_of_the_user_are_still_refused() -> None:
-    x = put(value(5, 6), S0)
-    raises(MixedTensorError, "implicit_replication", lambda: x / torch.full((5, 1), 6))
+    x = distribute_values(make_values(5, 6), S0)
+    assert_raises(MixedTensorError, "implicit_replication", lambda: x / torch.full((5, 1), 6))
     torch.masked.mean(x, 1, keepdim=True)
-    raises(MixedTensorError, "implicit_replication", lambda: x.sum(1, keepdim=True) / torch.full((5, 1), 6))
-    raises(MixedTensorError, "implicit_replication", lambda: torch.cat([x, torch.zeros(5, 1, dtype=torch.float64)], 1))
+    assert_raises(MixedTensorError, "implicit_replication", lambda: x.sum(1, keepdim=True) / torch.full((5, 1), 6))
+    assert_raises(MixedTensorError, "implicit_replication", lambda: torch.cat([x, torch.zeros(5, 1, dtype=torch.float64)], 1))
 
 
 @case
 def replays_draw_new_random_numbers() -> None:
     captured = dt.capture(lambda x: torch.svd_lowrank(x, 2, niter=0)[1])
-    x, found = value(6, 7), []
-    for run, given in ((captured, put(x, S0)), (lambda x: torch.svd_lowrank(x, 2, niter=0)[1], x)):
+    x, found = make_values(6, 7), []
+    for run, given in ((captured, distribute_values(x, S0)), (lambda x: torch.svd_lowrank(x, 2, niter=0)[1], x)):
         torch.manual_seed(4)
         found.append([run(given) for _ in range(3)])
     for got, expected in zip(*found, strict=True):
@@ -195,15 +226,15 @@ def replays_draw_new_random_numbers() -> None:
 
 @case
 def constants_are_right_under_transforms() -> None:
-    module, x = attention(), value(5, 6, 8) / 9
+    module, x = attention(), make_values(5, 6, 8) / 9
     state = {name: parameter.detach() for name, parameter in module.named_parameters()}
 
     def loss(state: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
         return torch.func.functional_call(module, state, (x, x, x))[0].square().sum()
 
     expected = torch.func.grad(loss)(state, x)
-    placed = {name: put(parameter, R) for name, parameter in state.items()}
-    for name, got in torch.func.grad(loss)(placed, put(x, S0)).items():
+    placed = {name: distribute_values(parameter, R) for name, parameter in state.items()}
+    for name, got in torch.func.grad(loss)(placed, distribute_values(x, S0)).items():
         assert torch.allclose(got.full_tensor(), expected[name])
 
 
@@ -212,8 +243,8 @@ def compiled_functions_are_right_in_one_process_and_raise_with_a_remedy_on_proce
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         run = torch.compile(lambda x: torch.masked.var(x, 1) * 2, backend="aot_eager")
-        x = put(value(5, 6), S0)
+        x = distribute_values(make_values(5, 6), S0)
         if dist.is_initialized():  # the traced program holds no call of the function, only its operators
-            raises(RuntimeError, "implicit_replication", lambda: run(x))
+            assert_raises(RuntimeError, "implicit_replication", lambda: run(x))
         else:
-            equal(run(x), torch.masked.var(value(5, 6), 1) * 2)
+            assert_full_value(run(x), torch.masked.var(make_values(5, 6), 1) * 2)

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from case_lists import Cases, everywhere, value
+from case_lists import CaseList, check_under_layouts, make_values
 from torch import nn
 from torch.autograd import forward_ad
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import offload_wrapper
@@ -22,21 +22,21 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_selective_checkpoint_contexts
 
-CASES = Cases()
-A, B, C = value(5, 6) / 8, value(6, 7, seed=1) / 8, value(6, seed=2) / 8
+CASES = CaseList()
+A, B, C = make_values(5, 6) / 8, make_values(6, 7, seed=1) / 8, make_values(6, seed=2) / 8
 
 
 def program(*tensors: torch.Tensor) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Add a case that runs the program on these tensors under all layouts."""
 
     def add(fn: Callable[..., Any]) -> Callable[..., Any]:
-        CASES[fn.__name__] = partial(everywhere, fn, *tensors, cloned=True, gradients=False)
+        CASES[fn.__name__] = partial(check_under_layouts, fn, *tensors, cloned=True, gradients=False)
         return fn
 
     return add
 
 
-def leaf(x: torch.Tensor) -> torch.Tensor:
+def make_leaf(x: torch.Tensor) -> torch.Tensor:
     return x.detach().requires_grad_()
 
 
@@ -68,14 +68,14 @@ def forward_mode(x: Any) -> Any:
 
 @program(A)
 def second_derivatives(x: Any) -> Any:
-    x = leaf(x)
+    x = make_leaf(x)
     (first,) = torch.autograd.grad((x.sin() * x.sum()).sum(), x, create_graph=True)
     return torch.autograd.grad(first.square().sum(), x)
 
 
 @program(A)
 def unused_gradients(x: Any) -> Any:
-    x, other = leaf(x), leaf(x)
+    x, other = make_leaf(x), make_leaf(x)
     return torch.autograd.grad((x * 2).sum(), [x, other], allow_unused=True, materialize_grads=True)
 
 
@@ -113,7 +113,7 @@ class Tripled(torch.autograd.Function):
 
 @program(A)
 def functions(x: Any) -> Any:
-    x = leaf(x)
+    x = make_leaf(x)
     y, total = Exponential.apply(x)
     tripled = Tripled.apply(x * 1)
     (y + tripled).sum().backward()
@@ -122,7 +122,7 @@ def functions(x: Any) -> Any:
 
 @program(A)
 def hooks(x: Any) -> Any:
-    x, seen, module = leaf(x), [], nn.Identity()
+    x, seen, module = make_leaf(x), [], nn.Identity()
     x.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.sum().item()))
     module.register_forward_hook(lambda m, given, made: made * 2)
     module.register_full_backward_hook(lambda m, given, made: (given[0] * 5,))
@@ -136,7 +136,7 @@ def hooks(x: Any) -> Any:
 
 @program(A)
 def saved_tensors_on_the_host(x: Any) -> Any:
-    x = leaf(x)
+    x = make_leaf(x)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t * 1, lambda t: t):
         y = (x.exp() * x).sum()
     with torch.autograd.graph.save_on_cpu():
@@ -155,7 +155,7 @@ def checkpoints(x: Any) -> Any:
     contexts = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
     found = []
     for options in ({"use_reentrant": True}, {"use_reentrant": False}, {"use_reentrant": False, "context_fn": contexts}):
-        x = leaf(x)
+        x = make_leaf(x)
         checkpoint(layer, x, **options).sum().backward()
         found.append(x.grad)
     checkpoint_sequential([torch.sin, torch.exp, torch.tanh], 2, x, use_reentrant=False).sum().backward()
@@ -169,7 +169,7 @@ def copies(x: Any) -> Any:
     torch.save({"x": x, "p": nn.Parameter(x)}, f)
     f.seek(0)
     loaded = torch.load(f, weights_only=False)
-    deep, shallow, pickled = copy.deepcopy(leaf(x)), copy.copy(x), pickle.loads(pickle.dumps(x))
+    deep, shallow, pickled = copy.deepcopy(make_leaf(x)), copy.copy(x), pickle.loads(pickle.dumps(x))
     return deep, deep.requires_grad, shallow, pickled, loaded["x"], loaded["p"], isinstance(loaded["p"], nn.Parameter)
 
 
@@ -177,12 +177,12 @@ def copies(x: Any) -> Any:
 def strings_and_python_numbers(x: Any) -> Any:
     first = x[0, 0].item()
     numbers = len(x), [row.sum().item() for row in x], x.tolist(), bool((x > 100).any()), int(x[0, 0] * 8), first in x
-    words = f"{x.sum().item():.3f}", f"{x.sum():.3f}", type(repr(x)), type(str(leaf(x) * 2))
+    words = f"{x.sum().item():.3f}", f"{x.sum():.3f}", type(repr(x)), type(str(make_leaf(x) * 2))
     facts = x.t().stride(), x.t().is_contiguous(), x.nbytes, x.nelement(), x.type(torch.float32).dtype, x.is_leaf, x.device.type
     return numbers, words, facts
 
 
-@program(value(1))
+@program(make_values(1))
 def conversions_of_a_scalar(x: Any) -> Any:
     x = x.sum()
     return x.item(), float(x), int(x), bool(x), x.tolist(), round(x.item()), -x, abs(x), x.reshape(1), x.expand(3), x.view(1, 1)
@@ -211,7 +211,7 @@ def autocast(x: Any) -> Any:
         return y.dtype, F.softmax(y, -1).dtype, F.mse_loss(y, y * 0).dtype
 
 
-class Log(TorchDispatchMode):
+class LogOperators(TorchDispatchMode):
     """Logs the operators that run."""
 
     def __init__(self) -> None:
@@ -223,7 +223,7 @@ class Log(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class Passed(TorchFunctionMode):
+class PassThroughMode(TorchFunctionMode):
     """A function mode that passes calls unchanged."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -232,7 +232,7 @@ class Passed(TorchFunctionMode):
 
 @program(A)
 def users_modes(x: Any) -> Any:
-    with Log() as log, Passed():
+    with LogOperators() as log, PassThroughMode():
         y = torch.sin(x) * 2
     return y, log.names[:2]
 
@@ -268,7 +268,7 @@ def writes_by_index(x: Any) -> Any:
 
 @program(A)
 def gradients_of_writes_through_views(x: Any) -> Any:
-    x = leaf(x)
+    x = make_leaf(x)
     y = x * 1
     y[1:3] = 0
     y[:, 2].mul_(3)

@@ -8,7 +8,18 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from case_lists import S0, Cases, R, by_rank, held, line, put, raises, square, value
+from case_lists import (
+    S0,
+    CaseList,
+    R,
+    assert_raises,
+    distribute_values,
+    get_line_mesh,
+    get_square_mesh,
+    local_tensors_by_rank,
+    make_per_rank,
+    make_values,
+)
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
@@ -28,57 +39,57 @@ from dtensor.parallel import (
     replicate,
 )
 
-CASES = Cases()
+CASES = CaseList()
 
 
-def net() -> Any:
+def make_network() -> Any:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 6), nn.Linear(6, 5, bias=False)).double()
 
 
 @functools.cache
-def named_square() -> dt.DeviceMesh:
+def get_named_square_mesh() -> dt.DeviceMesh:
     return dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 
 
-def _tensor_parallel() -> Any:
-    mesh = named_square()
-    parallelize_module(model := net(), mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+def _make_tensor_parallel_network() -> Any:
+    mesh = get_named_square_mesh()
+    parallelize_module(model := make_network(), mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
     return fully_shard(model, mesh=mesh["dp"])
 
 
 WAYS: dict[str, Callable[[], Any]] = {
-    "fully_shard": lambda: fully_shard(net(), mesh=line()),
-    "offloaded": lambda: fully_shard(net(), mesh=line(), offload_policy=CPUOffloadPolicy()),
-    "copied and sharded": lambda: fully_shard(net(), mesh=square()),
-    "tensor parallel": _tensor_parallel,
-    "replicate": lambda: replicate(net(), line()),
+    "fully_shard": lambda: fully_shard(make_network(), mesh=get_line_mesh()),
+    "offloaded": lambda: fully_shard(make_network(), mesh=get_line_mesh(), offload_policy=CPUOffloadPolicy()),
+    "copied and sharded": lambda: fully_shard(make_network(), mesh=get_square_mesh()),
+    "tensor parallel": _make_tensor_parallel_network,
+    "replicate": lambda: replicate(make_network(), get_line_mesh()),
 }
 
 
-def _part(rank: int) -> torch.Tensor:
-    """Return a rank's batch: ranks 0 and 1 share one, as do 2 and 3, since they may be tensor-parallel."""
-    return value(2, 3, seed=rank // 2) / 4
+def _make_rank_batch(rank: int) -> torch.Tensor:
+    """Return a rank's batch. Ranks 0 and 1 share one, as do 2 and 3, since they may be tensor-parallel."""
+    return make_values(2, 3, seed=rank // 2) / 4
 
 
-def batch() -> torch.Tensor:
-    return by_rank(_part)
+def make_batch() -> torch.Tensor:
+    return make_per_rank(_make_rank_batch)
 
 
-def same_as(alone: Any, model: Any) -> None:
-    """Assert that outputs, gradients and values of ``model`` are those of ``alone``, trained on the mean of the losses."""
+def assert_same_step(alone: Any, model: Any) -> None:
+    """Assert that a step of ``model`` gives the gradients and values of ``alone``, which has the mean of all ranks' losses."""
     for x in (model, alone):
         x.zero_grad()
-    model(batch()).square().mean().backward()
-    torch.stack([alone(_part(rank)).square().mean() for rank in range(4)]).mean().backward()
+    model(make_batch()).square().mean().backward()
+    torch.stack([alone(_make_rank_batch(rank)).square().mean() for rank in range(4)]).mean().backward()
     for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
         assert isinstance(ours, DTensor)
         for x, y in ((ours.detach(), theirs.detach()), (ours.grad, theirs.grad)):
-            for piece in _pieces(cast(DTensor, x).full_tensor()):
+            for piece in _list_local_tensors(cast(DTensor, x).full_tensor()):
                 torch.testing.assert_close(piece, y)
 
 
-def _pieces(x: Any) -> Any:
+def _list_local_tensors(x: Any) -> Any:
     return x.shards if isinstance(x, dt.PerRank) else (x,)
 
 
@@ -87,34 +98,34 @@ def _pieces(x: Any) -> Any:
 def assigned_data_with_other_placements_is_used_in_the_next_pass() -> None:
     for name, make in WAYS.items():
         for ran in (False, True):
-            model, alone = make(), net()
+            model, alone = make(), make_network()
             if ran:
-                model(batch())
+                model(make_batch())
             where = [p.placements for p in model.parameters()]
             for p in model.parameters():
                 p.data = (p.data * 2).redistribute(placements=[R] * p.device_mesh.ndim)
             for p in alone.parameters():
                 p.data = p.data * 2
-            same_as(alone, model)
+            assert_same_step(alone, model)
             assert [p.placements for p in model.parameters()] == where, name
 
 
 @CASES.case
 def parameters_of_a_vector() -> None:
     for make in WAYS.values():
-        model, alone = make(), net()
-        model(batch())
+        model, alone = make(), make_network()
+        model(make_batch())
         for each in (model, alone):
             vector_to_parameters(parameters_to_vector(each.parameters()) * 2, each.parameters())
-        same_as(alone, model)
+        assert_same_step(alone, model)
 
 
 @CASES.case
 def replacing_a_parameter_by_one_of_another_layout() -> None:
-    model, alone = fully_shard(net(), mesh=line()), net()
-    model[1].weight = nn.Parameter(put(value(5, 6) / 8, R))
-    alone[1].weight = nn.Parameter(value(5, 6) / 8)
-    same_as(alone, model)
+    model, alone = fully_shard(make_network(), mesh=get_line_mesh()), make_network()
+    model[1].weight = nn.Parameter(distribute_values(make_values(5, 6) / 8, R))
+    alone[1].weight = nn.Parameter(make_values(5, 6) / 8)
+    assert_same_step(alone, model)
     assert model[1].weight.placements == (S0,)
 
 
@@ -129,24 +140,26 @@ def replacing_a_parameter_by_another_shape_or_mesh_is_refused() -> None:
     for assign in (with_data, with_parameter):
         for ran in (False, True):
             for x, told in (
-                (put(value(7, 6), S0), r"float64\[7, 6\].*gathers one of float64\[5, 6\]"),
-                (put(value(5, 6), S0, R), "Mesh"),
+                (distribute_values(make_values(7, 6), S0), r"float64\[7, 6\].*gathers one of float64\[5, 6\]"),
+                (distribute_values(make_values(5, 6), S0, R), "Mesh"),
             ):
-                model = fully_shard(net(), mesh=line())
+                model = fully_shard(make_network(), mesh=get_line_mesh())
                 if ran:
-                    model(batch())
+                    model(make_batch())
                 assign(model, x)
-                raises(MeshError, f"'weight' of Linear was replaced by.*{told}", functools.partial(model, batch()))
+                assert_raises(MeshError, f"'weight' of Linear was replaced by.*{told}", functools.partial(model, make_batch()))
 
 
 @CASES.case
 def a_tied_weight_replaced_in_one_place_is_refused() -> None:
     model: Any = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)).double()
     model[1].weight = model[0].weight
-    fully_shard(model, mesh=line())
-    model(batch())
-    model[1].weight = nn.Parameter(put(value(3, 3), S0))
-    raises(MeshError, "'weight' of Linear was replaced, but parameter 'weight' of Linear was not", lambda: model(batch()))
+    fully_shard(model, mesh=get_line_mesh())
+    model(make_batch())
+    model[1].weight = nn.Parameter(distribute_values(make_values(3, 3), S0))
+    assert_raises(
+        MeshError, "'weight' of Linear was replaced, but parameter 'weight' of Linear was not", lambda: model(make_batch())
+    )
 
 
 # --- attributes ------------------------------------------------------------------------------------------------------------
@@ -156,13 +169,14 @@ def _shard_weight(name: str, module: nn.Module, mesh: dt.DeviceMesh) -> None:
 
 
 DISTRIBUTED: dict[str, Callable[[Any], Any]] = {
-    "fully_shard": lambda m: fully_shard(m, mesh=line()),
-    "replicate": lambda m: replicate(m, line()),
-    "distribute_module": lambda m: dt.distribute_module(m, line()),
-    "a partition function": lambda m: dt.distribute_module(m, line(), _shard_weight),
-    "parallelize_module": lambda m: parallelize_module(m, line(), {"0": ColwiseParallel(), "1": RowwiseParallel()}),
+    "fully_shard": lambda m: fully_shard(m, mesh=get_line_mesh()),
+    "replicate": lambda m: replicate(m, get_line_mesh()),
+    "distribute_module": lambda m: dt.distribute_module(m, get_line_mesh()),
+    "a partition function": lambda m: dt.distribute_module(m, get_line_mesh(), _shard_weight),
+    "parallelize_module": lambda m: parallelize_module(m, get_line_mesh(), {"0": ColwiseParallel(), "1": RowwiseParallel()}),
     "tensor and data parallel": lambda m: fully_shard(
-        parallelize_module(m, named_square()["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()}), mesh=named_square()["dp"]
+        parallelize_module(m, get_named_square_mesh()["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()}),
+        mesh=get_named_square_mesh()["dp"],
     ),
 }
 
@@ -170,7 +184,7 @@ DISTRIBUTED: dict[str, Callable[[Any], Any]] = {
 @CASES.case
 def attributes_of_parameters_are_kept() -> None:
     for name, distribute in DISTRIBUTED.items():
-        model: Any = net().bfloat16()
+        model: Any = make_network().bfloat16()
         for at, p in enumerate(model.parameters()):
             p.no_decay, p.grad_dtype = at, torch.float32
         distribute(model)
@@ -178,7 +192,9 @@ def attributes_of_parameters_are_kept() -> None:
         assert all(isinstance(p, DTensor) for p in model.parameters())
         for _ in range(2):
             model(
-                put(value(4, 3).bfloat16(), R) if "module" in name or "function" in name else batch().bfloat16()
+                distribute_values(make_values(4, 3).bfloat16(), R)
+                if "module" in name or "function" in name
+                else make_batch().bfloat16()
             ).sum().backward()
         assert all(p.grad.dtype is torch.float32 for p in model.parameters()), name
 
@@ -186,10 +202,10 @@ def attributes_of_parameters_are_kept() -> None:
 @CASES.case
 def gradients_in_a_dtype_that_is_set_later() -> None:
     for distribute in (DISTRIBUTED["fully_shard"], DISTRIBUTED["replicate"]):
-        model, alone = distribute(net()), net()
+        model, alone = distribute(make_network()), make_network()
         for each in (model, alone):
             each[0].weight.grad_dtype = torch.float32
-        same_as(alone, model)
+        assert_same_step(alone, model)
         assert model[0].weight.grad.dtype is torch.float32
 
 
@@ -208,18 +224,18 @@ def writes_to_unsharded_parameters_are_kept() -> None:
 
     def infer(model: Any) -> None:
         with torch.no_grad():
-            model(batch())
+            model(make_batch())
 
     for make in WAYS.values():
-        for then in (reshard, infer, nn.Module.state_dict, lambda model: model(batch())):
-            model, alone = make(), net()
-            model(batch()).sum().backward()
+        for then in (reshard, infer, nn.Module.state_dict, lambda model: model(make_batch())):
+            model, alone = make(), make_network()
+            model(make_batch()).sum().backward()
             model.unshard()
             for each in (model, alone):
                 _write_to_parameters(each)
             then(model)
-            same_as(alone, model)
-            same_as(alone, model)
+            assert_same_step(alone, model)
+            assert_same_step(alone, model)
 
 
 @CASES.case
@@ -228,7 +244,7 @@ def unsharded_parameters_without_writes_are_unchanged() -> None:
         model = make()
         before = [p._version for p in model.parameters()]
         model.unshard()
-        out = model(batch())
+        out = model(make_batch())
         model.reshard()
         out.sum().backward()
         assert [p._version for p in model.parameters()] == before
@@ -236,35 +252,39 @@ def unsharded_parameters_without_writes_are_unchanged() -> None:
 
 @CASES.case
 def writes_to_unsharded_parameters_of_another_dtype_are_lost() -> None:
-    model = fully_shard(net(), mesh=line(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32))
+    model = fully_shard(make_network(), mesh=get_line_mesh(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32))
     model.unshard()
     with torch.no_grad():
         model[0].weight.zero_()
-    raises(DTensorError, "'weight' of Linear was written to while it was unsharded.*cannot keep", model.reshard)
+    assert_raises(DTensorError, "'weight' of Linear was written to while it was unsharded.*cannot keep", model.reshard)
     model.reshard()
     assert all(isinstance(p, DTensor) for p in model.parameters())
-    model(batch())
+    model(make_batch())
 
 
 @CASES.case
 def parameters_written_to_between_forward_and_backward_are_refused() -> None:
-    model = fully_shard(net(), mesh=line())
-    loss = model(batch()).sum()
+    model = fully_shard(make_network(), mesh=get_line_mesh())
+    loss = model(make_batch()).sum()
     model.unshard()
     with torch.no_grad():
         model[0].weight.mul_(2)
-    raises(DTensorError, "written to in between", loss.backward)
+    assert_raises(DTensorError, "written to in between", loss.backward)
 
 
 @CASES.case
 def replacing_a_parameter_by_another_shape_is_refused_under_transforms() -> None:
-    model = fully_shard(nn.Linear(3, 5, bias=False).double(), mesh=line())
+    model = fully_shard(nn.Linear(3, 5, bias=False).double(), mesh=get_line_mesh())
 
     def loss(w: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = torch.func.functional_call(model, {"weight": w}, (batch(),))
+        out: torch.Tensor = torch.func.functional_call(model, {"weight": w}, (make_batch(),))
         return out.square().sum()
 
-    raises(MeshError, r"'weight' of FSDPLinear was replaced by", lambda: torch.func.grad(loss)(put(value(7, 3), S0)))
+    assert_raises(
+        MeshError,
+        r"'weight' of FSDPLinear was replaced by",
+        lambda: torch.func.grad(loss)(distribute_values(make_values(7, 3), S0)),
+    )
 
 
 # --- optimizers that step in backward -----------------------------------------------------------------------------------------
@@ -294,18 +314,19 @@ def an_optimizer_in_backward_steps_after_all_chunks() -> None:
             distribute(model)
             for each in (model, alone):
                 for p in each.parameters():
-                    _step_in_backward(p, calls)
+                    _register_step_in_backward(p, calls)
             for _ in range(3):
                 calls.clear()
-                model.loss(batch(), **options).backward()
+                model.loss(make_batch(), **options).backward()
                 assert len(calls) == 4
-                torch.stack([alone.loss(_part(rank)) for rank in range(4)]).mean().backward()
+                torch.stack([alone.loss(_make_rank_batch(rank)) for rank in range(4)]).mean().backward()
             for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
-                for piece in _pieces(cast(DTensor, ours).full_tensor()):
+                for piece in _list_local_tensors(cast(DTensor, ours).full_tensor()):
                     torch.testing.assert_close(piece, theirs)
 
 
-def _step_in_backward(p: nn.Parameter, calls: list[Any]) -> None:
+def _register_step_in_backward(p: nn.Parameter, calls: list[Any]) -> None:
+    """Register a hook that runs an SGD step on a parameter in the backward pass, and records its calls."""
     optimizer = torch.optim.SGD([p], lr=0.01, momentum=0.9)
 
     def step(own: torch.Tensor) -> None:
@@ -324,11 +345,11 @@ def hooks_of_parameters_see_the_sum_over_all_calls() -> None:
         for each in (model, alone):
             for p in each.parameters():
                 p.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
-        out = sum(model(batch()).square().sum() for _ in range(2))
+        out = sum(model(make_batch()).square().sum() for _ in range(2))
         out.backward()
-        torch.stack([sum(alone(_part(rank)).square().sum() for _ in range(2)) for rank in range(4)]).mean().backward()
+        torch.stack([sum(alone(_make_rank_batch(rank)).square().sum() for _ in range(2)) for rank in range(4)]).mean().backward()
         for ours, theirs in zip(model.hidden.parameters(), alone.hidden.parameters(), strict=True):
-            for piece in _pieces(cast(Any, ours.grad).full_tensor()):
+            for piece in _list_local_tensors(cast(Any, ours.grad).full_tensor()):
                 torch.testing.assert_close(piece, theirs.grad)
 
 
@@ -338,12 +359,12 @@ def gradients_are_reduced_after_a_backward_without_some_calls() -> None:
         model, alone, calls = Chunked(), Chunked(), list[Any]()
         distribute(model)
         model.hidden.weight.register_post_accumulate_grad_hook(lambda p, calls=calls: calls.append(p))
-        losses = [model(batch()).square().sum() for _ in range(3)]
-        theirs = [torch.stack([alone(_part(rank)).square().sum() for rank in range(4)]).mean() for _ in range(3)]
+        losses = [model(make_batch()).square().sum() for _ in range(3)]
+        theirs = [torch.stack([alone(_make_rank_batch(rank)).square().sum() for rank in range(4)]).mean() for _ in range(3)]
         for at in (0, 2):
             losses[at].backward()
             theirs[at].backward()
-            for piece in _pieces(cast(Any, model.hidden.weight.grad).full_tensor()):
+            for piece in _list_local_tensors(cast(Any, model.hidden.weight.grad).full_tensor()):
                 torch.testing.assert_close(piece, alone.hidden.weight.grad)
         assert len(calls) == 2
 
@@ -369,9 +390,11 @@ def a_model_on_some_of_the_ranks() -> None:
             materialize(model)
             if outside:
                 assert all(not p.to_local().numel() for p in model.parameters())
-                raises(UnitError, "a rank that is not in this mesh.*ranks.*0, 2", functools.partial(model, value(4, 3).float()))
+                assert_raises(
+                    UnitError, "a rank that is not in this mesh.*ranks.*0, 2", functools.partial(model, make_values(4, 3).float())
+                )
             else:
-                model(value(4, 3).float()).sum().backward()
+                model(make_values(4, 3).float()).sum().backward()
                 assert all(p.grad.layout is p.layout for p in model.parameters())
 
 
@@ -382,10 +405,10 @@ def values_of_the_first_rank_are_used_where_others_have_meta_tensors() -> None:
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     first = dist.get_rank() == 0
     ways: tuple[Callable[[Any], Any], ...] = (
-        lambda m: fully_shard(m, mesh=line()),
-        lambda m: fully_shard(m, mesh=square()),
-        lambda m: fully_shard(m, mesh=line(), offload_policy=CPUOffloadPolicy()),
-        lambda m: replicate(m, line()),
+        lambda m: fully_shard(m, mesh=get_line_mesh()),
+        lambda m: fully_shard(m, mesh=get_square_mesh()),
+        lambda m: fully_shard(m, mesh=get_line_mesh(), offload_policy=CPUOffloadPolicy()),
+        lambda m: replicate(m, get_line_mesh()),
     )
     for way in ways:
         for empty in (False, True):
@@ -394,44 +417,44 @@ def values_of_the_first_rank_are_used_where_others_have_meta_tensors() -> None:
             way(model[0])
             way(model)
             for name, x in model.state_dict().items():
-                for piece in _pieces(x.full_tensor()):
+                for piece in _list_local_tensors(x.full_tensor()):
                     torch.testing.assert_close(piece, _normalized().state_dict()[name])
             if empty and not first:
                 model.to_empty(device="cpu")
             set_model_state_dict(model, dict(full) if first else {}, options=options)
             for name, x in model.state_dict().items():
-                for piece in _pieces(x.full_tensor()):
+                for piece in _list_local_tensors(x.full_tensor()):
                     torch.testing.assert_close(piece, full[name])
-            model(value(4, 3).float()).sum().backward()
+            model(make_values(4, 3).float()).sum().backward()
 
 
 @CASES.on_processes
 def meta_tensors_on_the_first_rank_give_no_values() -> None:
     with torch.device("meta" if dist.get_rank() == 0 else "cpu"):
         model = _normalized()
-    fully_shard(model, mesh=line())
+    fully_shard(model, mesh=get_line_mesh())
     assert all(x.is_meta for x in (*model.parameters(), *model.buffers()))
-    raises(DTensorError, "still on the meta device", lambda: model(value(4, 3).float()))
+    assert_raises(DTensorError, "still on the meta device", lambda: model(make_values(4, 3).float()))
 
 
 @CASES.case
 def buffers_start_with_the_values_of_the_first_rank() -> None:
     for distribute in (DISTRIBUTED["fully_shard"], DISTRIBUTED["replicate"]):
         model: Any = nn.BatchNorm1d(3)
-        model.running_mean = by_rank(lambda rank: torch.full((3,), float(rank + 1)))
-        model.register_buffer("mask", by_rank(lambda rank: torch.tensor([rank == 0, False])))
+        model.running_mean = make_per_rank(lambda rank: torch.full((3,), float(rank + 1)))
+        model.register_buffer("mask", make_per_rank(lambda rank: torch.tensor([rank == 0, False])))
         distribute(model)
         for x, wanted in ((model.running_mean, torch.ones(3)), (model.mask, torch.tensor([True, False]))):
-            for piece in _pieces(x.to_local()):
+            for piece in _list_local_tensors(x.to_local()):
                 torch.testing.assert_close(piece, wanted)
 
 
 # --- buffers that are written with plain values -------------------------------------------------------------------------------
-def _table(model: Any, table: torch.Tensor) -> None:
+def _write_to_table(model: Any, table: torch.Tensor) -> None:
     model.running_mean[...] = table
 
 
-def _rows(model: Any, table: torch.Tensor) -> None:
+def _write_rows_to_table(model: Any, table: torch.Tensor) -> None:
     model.running_mean[1:] = table[1:]
     model.running_mean[:1].copy_(table[:1])
 
@@ -447,45 +470,52 @@ def _load(model: Any, table: torch.Tensor) -> None:
 @CASES.case
 def a_plain_value_written_to_a_buffer_is_kept_on_all_ranks() -> None:
     for distribute in (DISTRIBUTED["fully_shard"], DISTRIBUTED["replicate"]):
-        for write in (_table, _rows, _write_through_data, _load):
+        for write in (_write_to_table, _write_rows_to_table, _write_through_data, _load):
             for ran in (False, True):
                 model: Any = distribute(nn.BatchNorm1d(3))
                 if ran:
-                    model(batch().float())
+                    model(make_batch().float())
                 write(model, torch.tensor([1.0, 2.0, 3.0]))
-                for piece in _pieces(model.running_mean.full_tensor()):
+                for piece in _list_local_tensors(model.running_mean.full_tensor()):
                     torch.testing.assert_close(piece, torch.tensor([1.0, 2.0, 3.0]))
                 model.eval()
-                model(batch().float())
+                model(make_batch().float())
 
 
 @CASES.case
 def a_plain_value_that_differs_between_ranks_is_refused() -> None:
-    model: Any = fully_shard(nn.BatchNorm1d(3), mesh=line())
+    model: Any = fully_shard(nn.BatchNorm1d(3), mesh=get_line_mesh())
     model.running_mean.copy_(torch.arange(3.0))
-    different = by_rank(lambda rank: torch.arange(3.0) + rank)
-    raises(
+    different = make_per_rank(lambda rank: torch.arange(3.0) + rank)
+    assert_raises(
         MixedTensorError,
         "differs between|would write a PerRank tensor",
         lambda: model.running_mean.__setitem__(slice(None), different),
     )
     for name in ("running_mean", "weight"):
         x = getattr(model, name).detach()
-        raises(
+        assert_raises(
             MixedTensorError,
             "differs between|would write a PerRank tensor",
             functools.partial(x.copy_, different),
         )
-    for piece in _pieces(model.running_mean.full_tensor()):
+    for piece in _list_local_tensors(model.running_mean.full_tensor()):
         torch.testing.assert_close(piece, torch.arange(3.0))
 
 
 # --- the arguments of PyTorch's replicate --------------------------------------------------------------------------------------
 @CASES.case
 def replicate_accepts_device_mesh() -> None:
-    model, alone = replicate(net(), device_mesh=line(), bucket_cap_mb=25, gradient_as_bucket_view=True), net()
-    same_as(alone, model)
-    raises(ArgumentError, "one of mesh=, device_mesh= and process_group=", lambda: replicate(net(), line(), device_mesh=line()))
+    model, alone = (
+        replicate(make_network(), device_mesh=get_line_mesh(), bucket_cap_mb=25, gradient_as_bucket_view=True),
+        make_network(),
+    )
+    assert_same_step(alone, model)
+    assert_raises(
+        ArgumentError,
+        "one of mesh=, device_mesh= and process_group=",
+        lambda: replicate(make_network(), get_line_mesh(), device_mesh=get_line_mesh()),
+    )
 
 
 # --- gathered parameters as forward sees them ----------------------------------------------------------------------------------
@@ -512,13 +542,15 @@ def _scaled() -> Any:
 def gathered_parameters_are_instances_of_parameter() -> None:
     for name in ("fully_shard", "replicate"):
         model, alone = DISTRIBUTED[name](_scaled()), _scaled()
-        same_as(alone, model)
+        assert_same_step(alone, model)
         with torch.no_grad():
-            out = model(batch())
-        torch.testing.assert_close(_pieces(out)[0], alone(_part(dist.get_rank() if dist.is_initialized() else 0)))
-        whole = dt.distribute_tensor(value(8, 3), line(), [S0])
-        for piece in _pieces(model(whole).full_tensor()):
-            torch.testing.assert_close(piece, alone(value(8, 3)))
+            out = model(make_batch())
+        torch.testing.assert_close(
+            _list_local_tensors(out)[0], alone(_make_rank_batch(dist.get_rank() if dist.is_initialized() else 0))
+        )
+        whole = dt.distribute_tensor(make_values(8, 3), get_line_mesh(), [S0])
+        for piece in _list_local_tensors(model(whole).full_tensor()):
+            torch.testing.assert_close(piece, alone(make_values(8, 3)))
 
 
 @CASES.case
@@ -530,9 +562,9 @@ def results_of_gathered_parameters_are_not_parameters() -> None:
         assert all(isinstance(p, nn.Parameter) for p in module.parameters())
         module.alias = scale.view_as(scale)
 
-    model = fully_shard(_scaled(), mesh=line())
+    model = fully_shard(_scaled(), mesh=get_line_mesh())
     model.look = look
-    model(batch()).sum().backward()
+    model(make_batch()).sum().backward()
     assert [*model.state_dict()] == ["scale", "linear.weight", "linear.bias"]
 
 
@@ -542,9 +574,9 @@ def gathered_parameters_are_not_registered_again() -> None:
         module.alias = module.scale
 
     for look in (register, lambda module: nn.ParameterList([module.scale])):  # a list would cut the gradient off
-        model: Any = fully_shard(_scaled(), mesh=line())
+        model: Any = fully_shard(_scaled(), mesh=get_line_mesh())
         model.look = look
-        raises(ValueError, "Cannot assign non-leaf Tensor to parameter", functools.partial(model, batch()))
+        assert_raises(ValueError, "Cannot assign non-leaf Tensor to parameter", functools.partial(model, make_batch()))
 
 
 @CASES.case
@@ -556,18 +588,18 @@ def gathered_parameters_are_not_registered_without_gradients() -> None:
         module.register_buffer("alias", module.scale.detach()[1:])
 
     for look in (as_parameter, as_buffer):
-        model: Any = fully_shard(_scaled(), mesh=line())
+        model: Any = fully_shard(_scaled(), mesh=get_line_mesh())
         model.look = look
         with torch.no_grad():
-            raises(
+            assert_raises(
                 UnitError,
                 r"'alias' in its forward.*'scale' of FSDPScaled.*self.alias = self.scale.clone\(\)",
-                functools.partial(model, batch()),
+                functools.partial(model, make_batch()),
             )
             model.look = lambda module: None
             del model.alias
-            model(batch())
-        same_as(_scaled(), model)
+            model(make_batch())
+        assert_same_step(_scaled(), model)
 
 
 VIEWS: dict[str, Callable[[Any], Any]] = {
@@ -583,35 +615,35 @@ def gathered_parameters_kept_without_gradients_stay_readable() -> None:
     """Check that it keeps the values of that forward. ``replicate`` gathers nothing and returns the parameter itself."""
     for way, make in WAYS.items():
         for view in VIEWS.values():
-            model, alone, kept = make(), net(), list[Any]()
+            model, alone, kept = make(), make_network(), list[Any]()
             hook = model[0].register_forward_pre_hook(lambda module, _, view=view, kept=kept: kept.append(view(module.weight)))
             for _ in range(2):
                 with torch.no_grad():
-                    model(batch())
+                    model(make_batch())
                     for each in (model, alone):
                         each[0].weight.add_(1)
             hook.remove()
-            same_as(alone, model)
+            assert_same_step(alone, model)
             for step, x in enumerate(kept):
-                wanted = view(net()[0].weight.detach()) + (2 if way == "replicate" else step)
+                wanted = view(make_network()[0].weight.detach()) + (2 if way == "replicate" else step)
                 whole = x.full_tensor() if isinstance(x, DTensor) else x
-                for piece in held(whole).values():
+                for piece in local_tensors_by_rank(whole).values():
                     torch.testing.assert_close(piece, wanted)
 
 
 @CASES.case
 def unsharded_parameters_kept_without_gradients_stay_readable() -> None:
-    model = fully_shard(net(), mesh=line())
+    model = fully_shard(make_network(), mesh=get_line_mesh())
     with torch.no_grad():
         model.unshard()
         kept = model[0].weight
         model.reshard()
-        for piece in held(kept * 1).values():
-            torch.testing.assert_close(piece, net()[0].weight.detach())
-    same_as(net(), model)
+        for piece in local_tensors_by_rank(kept * 1).values():
+            torch.testing.assert_close(piece, make_network()[0].weight.detach())
+    assert_same_step(make_network(), model)
 
 
-class Calls(nn.Module):
+class CallsOtherUnit(nn.Module):
     """A module that calls another unit with its own gathered parameter."""
 
     def __init__(self) -> None:
@@ -625,8 +657,8 @@ class Calls(nn.Module):
 @CASES.case
 def a_units_gathered_parameter_does_not_replace_that_of_another() -> None:
     for distribute in (DISTRIBUTED["fully_shard"], DISTRIBUTED["replicate"]):
-        model = Calls().double()
+        model = CallsOtherUnit().double()
         distribute(model.inner)
         distribute(model)
-        x = dt.distribute_tensor(value(8, 3), line(), [S0])
-        raises(DTensorError, "functional_call cannot replace it", functools.partial(model, x))
+        x = dt.distribute_tensor(make_values(8, 3), get_line_mesh(), [S0])
+        assert_raises(DTensorError, "functional_call cannot replace it", functools.partial(model, x))

@@ -9,7 +9,7 @@ import checkpoint_cases
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from case_lists import here_and_on_four
+from case_lists import make_case_tests
 from gloo_processes import run_gloo
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,7 +21,7 @@ from dtensor.errors import CheckpointError
 from dtensor.layout.layout import Layout
 from dtensor.testing import strategies
 
-test_case_in_one_process, test_all_cases_on_four_processes = here_and_on_four(checkpoint_cases, folders=True)
+test_case_in_one_process, test_all_cases_on_four_processes = make_case_tests(checkpoint_cases, folders=True)
 
 
 @settings(max_examples=40)
@@ -43,7 +43,7 @@ def test_checkpoint_of_random_layout_loads_into_another_random_layout(
 
 def _save_on(mesh_shape: tuple[int, ...], placements: list[dt.Placement], folder: str) -> None:
     mesh = dt.init_device_mesh("cpu", mesh_shape)
-    save({"x": dt.distribute_tensor(checkpoint_cases.value(13, 6), mesh, placements), "n": mesh_shape}, folder)
+    save({"x": dt.distribute_tensor(checkpoint_cases.make_values(13, 6), mesh, placements), "n": mesh_shape}, folder)
 
 
 def _save_and_load_submeshes(path: str) -> None:
@@ -80,7 +80,7 @@ def test_checkpoint_of_two_processes_loads_on_eight_in_process_ranks(tmp_path: P
         x = dt.zeros(13, 6, device_mesh=dt.init_device_mesh("cpu", shape), placements=placements)
         state = {"x": x, "n": None}
         load(state, tmp_path)
-        checkpoint_cases.same(x, checkpoint_cases.value(13, 6))
+        checkpoint_cases.assert_same_values(x, checkpoint_cases.make_values(13, 6))
         assert state["n"] == (2,)
 
 
@@ -97,13 +97,13 @@ VIEWS: list[tuple[tuple[int, ...], dt.Placement, View, bool]] = [
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize(("shape", "cut", "seen", "known"), VIEWS)
 def test_lazy_views_load_and_save(tmp_path: Path, shape: tuple[int, ...], cut: dt.Placement, seen: View, known: bool) -> None:
-    value = checkpoint_cases.value(4, 6)
+    value = checkpoint_cases.make_values(4, 6)
     plain = torch.zeros(shape, dtype=value.dtype)
     seen(plain).copy_(value)
     base = dt.zeros(*shape, dtype=value.dtype, device_mesh=dt.init_device_mesh("cpu", (3,)), placements=[cut])
     save({"x": value}, tmp_path / "ours")
     load({"x": seen(base)}, tmp_path / "ours")
-    checkpoint_cases.same(base, plain)
+    checkpoint_cases.assert_same_values(base, plain)
     save({"x": seen(base)}, tmp_path / "again")
     back = torch.zeros_like(value)
     load({"x": back}, tmp_path / "again")
@@ -112,7 +112,7 @@ def test_lazy_views_load_and_save(tmp_path: Path, shape: tuple[int, ...], cut: d
     dcp.save({"x": value}, checkpoint_id=tmp_path / "torchs", no_dist=True)
     if known:
         dcp.load({"x": seen(base)}, checkpoint_id=tmp_path / "torchs", no_dist=True)
-        checkpoint_cases.same(base, plain)
+        checkpoint_cases.assert_same_values(base, plain)
         return
     with pytest.raises(dcp.CheckpointException, match=r"dtensor\.checkpoint\.load"):
         dcp.load({"x": seen(base)}, checkpoint_id=tmp_path / "torchs", no_dist=True)
@@ -125,7 +125,7 @@ def _each_rank_writes(folder: str) -> None:
     model = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 5), nn.BatchNorm1d(5))
     dt.parallel.parallelize_module(model, mesh["tp"], {"0": dt.parallel.ColwiseParallel(), "2": dt.parallel.RowwiseParallel()})
     dt.parallel.fully_shard(model, mesh=mesh["dp"])
-    x = dt.distribute_tensor(checkpoint_cases.value(7, 5), mesh, [dt.Shard(0), dt.Replicate()])
+    x = dt.distribute_tensor(checkpoint_cases.make_values(7, 5), mesh, [dt.Shard(0), dt.Replicate()])
     partial = dt.DTensor.from_local(torch.ones(3), mesh, [dt.Partial(), dt.Replicate()])
     rank = torch.distributed.get_rank()
     torch.save({"model": model.state_dict(), "list": [x], "step": 7}, Path(folder) / f"rank_{rank}.pt")
@@ -144,7 +144,7 @@ def test_merge_rank_files_joins_the_files_of_all_ranks(tmp_path: Path) -> None:
     for name, x in expected.items():
         assert type(state["model"][name]) is torch.Tensor
         assert torch.equal(state["model"][name], x), name
-    assert torch.equal(state["list"][0], checkpoint_cases.value(7, 5))
+    assert torch.equal(state["list"][0], checkpoint_cases.make_values(7, 5))
     with pytest.raises(CheckpointError, match=r"at \(0, 0\) is in none of the files: add the file of one of the ranks \[0\]"):
         merge_rank_files([files[0], *files[2:]])
     with pytest.raises(CheckpointError, match="'x' is partial"):

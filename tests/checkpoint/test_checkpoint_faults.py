@@ -14,22 +14,22 @@ from dtensor.checkpoint import save
 @pytest.mark.gloo
 @pytest.mark.parametrize(("what", "seed"), [("save", 0), ("load", 0)])
 def test_checkpoint_survives_a_killed_rank(what: str, seed: int, tmp_path: Path) -> None:
-    save(checkpoint_faults.state_of(1), tmp_path)
-    checkpoint_faults.kill_while(what, seed, tmp_path)
+    save(checkpoint_faults.make_state(1), tmp_path)
+    checkpoint_faults.kill_rank_during(what, seed, tmp_path)
 
 
 @pytest.mark.gloo
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["save", "load"])
 def test_checkpoint_survives_ranks_killed_at_random_points(what: str, tmp_path: Path) -> None:
-    save(checkpoint_faults.state_of(1), tmp_path)
+    save(checkpoint_faults.make_state(1), tmp_path)
     for seed in range(1, 21):
-        checkpoint_faults.kill_while(what, seed, tmp_path)
+        checkpoint_faults.kill_rank_during(what, seed, tmp_path)
 
 
 @pytest.mark.gloo
 def test_full_disk_raises_on_all_ranks(tmp_path: Path) -> None:
-    told = run_gloo(checkpoint_faults.full_disk, 4, str(tmp_path / "c"))
+    told = run_gloo(checkpoint_faults.save_on_full_disk, 4, str(tmp_path / "c"))
     assert told == [told[0]] * 4
     assert [("rank 2" in words, "rank 0" in words) for words in told[0][:2]] == [(True, False), (False, True)]
     assert len(told[0]) == 3
@@ -41,14 +41,14 @@ def test_read_only_folder_raises_on_all_ranks(tmp_path: Path) -> None:
     for parent in list(tmp_path.parents)[:3]:  # the third one under pytest-xdist
         if parent.name.startswith(("pytest-", "popen-")):
             parent.chmod(0o755)
-    told = run_gloo(checkpoint_faults.read_only, 4, str(tmp_path / "c"))
+    told = run_gloo(checkpoint_faults.save_to_unwritable_folders, 4, str(tmp_path / "c"))
     assert told == [told[0]] * 4
     assert [any(said in words for said in ("Permission denied", "Not a directory")) for words in told[0]] == [True] * 3
 
 
 @pytest.mark.gloo
 def test_concurrent_saves_to_one_folder_do_not_mix(tmp_path: Path) -> None:
-    outcomes = run_gloo(checkpoint_faults.rivals, 4, str(tmp_path / "c"), 2.0)
+    outcomes = run_gloo(checkpoint_faults.save_concurrently, 4, str(tmp_path / "c"), 2.0)
     assert outcomes[0] == outcomes[1]
     assert outcomes[2] == outcomes[3]
     assert all(saved and loaded for saved, _, loaded in outcomes)

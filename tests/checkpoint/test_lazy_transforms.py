@@ -32,7 +32,7 @@ TRANSFORMS: dict[str, Transform] = {
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_transformed_tensors_load_with_minimal_reads(name: str, tmp_path: Path) -> None:
     made, mesh = TRANSFORMS[name], dt.init_device_mesh("cpu", (3,))
-    x, y = checkpoint_cases.value(4, 6), checkpoint_cases.value(4, 6) + 100
+    x, y = checkpoint_cases.make_values(4, 6), checkpoint_cases.make_values(4, 6) + 100
     save({"x": dt.distribute_tensor(x, mesh, [dt.Shard(1)]) if name != "in another shape" else x, "y": y}, tmp_path / "ours")
     save_safetensors({"x": x, "y": y}, tmp_path / "other")
     expected = made(x, y)
@@ -40,12 +40,12 @@ def test_transformed_tensors_load_with_minimal_reads(name: str, tmp_path: Path) 
         for dim in range(expected.ndim):
             into = dt.zeros(*expected.shape, dtype=x.dtype, device_mesh=mesh, placements=[dt.Shard(dim)])
             read = load({"made": into}, tmp_path / folder, arrange=lambda stored: {"made": made(stored["x"], stored["y"])})
-            checkpoint_cases.same(into, expected)
+            checkpoint_cases.assert_same_values(into, expected)
             assert read.bytes_read == expected.nbytes
 
 
 def test_renamed_tensors_keep_their_checksums(tmp_path: Path) -> None:
-    x = checkpoint_cases.value(4, 6)
+    x = checkpoint_cases.make_values(4, 6)
     save({"x": x}, tmp_path)
     (file,) = [each for each in tmp_path.iterdir() if each.name.startswith("__0_") and not each.stem.endswith("v")]
     data = bytearray(file.read_bytes())
@@ -67,7 +67,7 @@ REFUSED: dict[str, tuple[Transform, str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_transforms_that_need_values_raise(name: str, tmp_path: Path) -> None:
     made, said = REFUSED[name]
-    x = checkpoint_cases.value(4, 6)
+    x = checkpoint_cases.make_values(4, 6)
     save({"x": x, "y": x}, tmp_path)
     with pytest.raises(CheckpointError, match=said):
         load({"x": torch.zeros_like(x)}, tmp_path, arrange=lambda stored: {"x": made(stored["x"], stored["y"])})

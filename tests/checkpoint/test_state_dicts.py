@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from compare_with_one_device import whole
+from compare_with_one_device import full_value
 from gloo_processes import run_gloo
 from torch import Tensor, nn
 from torch.distributed._state_dict_utils import _copy_state_dict, _create_cpu_state_dict
@@ -59,10 +59,10 @@ def assert_equal_states(
     a: tuple[nn.Module, torch.optim.Optimizer], b: tuple[nn.Module, torch.optim.Optimizer], optimizer: bool = True
 ) -> None:
     for (name, x), y in zip(a[0].state_dict().items(), b[0].state_dict().values(), strict=True):
-        assert torch.equal(whole(x), whole(y)), name
+        assert torch.equal(full_value(x), full_value(y)), name
     for p, q in zip(a[0].parameters(), b[0].parameters(), strict=True):
         for name, x in a[1].state[p].items() if optimizer else ():
-            assert torch.equal(whole(x), whole(b[1].state[q][name])), name
+            assert torch.equal(full_value(x), full_value(b[1].state[q][name])), name
 
 
 def _check_full_state_dicts() -> None:
@@ -89,7 +89,7 @@ def _check_full_state_dicts() -> None:
     given = {name: x for name, x in model.items() if name in dict(empty.named_parameters())}
     set_model_state_dict(empty, given, options=BROADCAST_FROM_FIRST_RANK)
     for p, q in zip(empty.parameters(), one[0].parameters(), strict=True):
-        assert torch.equal(whole(p), whole(q))
+        assert torch.equal(full_value(p), full_value(q))
 
 
 @pytest.mark.gloo
@@ -195,10 +195,10 @@ def _stop_and_resume(folder: str) -> None:
             assert resumed[1].param_groups[0]["lr"] == 0.01
             steps(*resumed, range(2, 4))
             for (key, x), y in zip(model.state_dict().items(), resumed[0].state_dict().values(), strict=True):
-                torch.testing.assert_close(whole(x), whole(y), msg=key)
+                torch.testing.assert_close(full_value(x), full_value(y), msg=key)
             for p, q in zip(model.parameters(), resumed[0].parameters(), strict=True):
                 for key, x in optimizer.state[p].items():
-                    torch.testing.assert_close(whole(x), whole(resumed[1].state[q][key]), msg=key)
+                    torch.testing.assert_close(full_value(x), full_value(resumed[1].state[q][key]), msg=key)
 
 
 def test_training_resumes_from_full_state_dicts_in_one_process(tmp_path: Path) -> None:
@@ -234,9 +234,9 @@ def test_zero_optimizer_state_dict_loads_on_another_number_of_ranks() -> None:
         alone(x).square().mean().backward()
         plain.step()
     for p, q in zip(alone.parameters(), found[1].parameters(), strict=True):
-        assert torch.allclose(p, whole(q), atol=1e-6)
+        assert torch.allclose(p, full_value(q), atol=1e-6)
     for name, p in alone.named_parameters():
-        assert torch.allclose(whole(states[1][1]["state"][name]["exp_avg"]), plain.state[p]["exp_avg"], atol=1e-6)
+        assert torch.allclose(full_value(states[1][1]["state"][name]["exp_avg"]), plain.state[p]["exp_avg"], atol=1e-6)
         assert states[1][1]["state"][name]["step"] == 3
 
 
@@ -246,7 +246,7 @@ def test_cpu_staging_of_state_dicts() -> None:
     staged = _create_cpu_state_dict(state)
     assert staged["x"] is not state["x"]
     _copy_state_dict(state, staged)
-    assert torch.equal(whole(staged["x"]), torch.arange(5.0))
+    assert torch.equal(full_value(staged["x"]), torch.arange(5.0))
     assert staged["x"].placements == (Shard(0),)
 
 

@@ -6,8 +6,8 @@ import os
 
 import module_database
 import pytest
-from fast_part import some
 from op_database import Setting
+from slow_case_marks import keep_every_nth_fast
 
 SEED = int(os.environ.get("DTENSOR_SEED", "0"))
 QUICK = (
@@ -25,7 +25,7 @@ def check(name: str, setting: Setting, samples: int) -> None:
         assert not problems or case.name in module_database.ACCEPTED, f"{where}:\n" + "\n".join(problems)
 
 
-@pytest.mark.parametrize("name", some(QUICK.split(","), 4))
+@pytest.mark.parametrize("name", keep_every_nth_fast(QUICK.split(","), 4))
 def test_common_modules_with_random_placements_equal_plain_torch(name: str) -> None:
     check(name, Setting(mesh=(2, 2), seed=SEED), 2)
 

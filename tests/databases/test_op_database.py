@@ -11,8 +11,8 @@ import op_database as db
 import op_database_plain_operands as plain
 import op_database_unusual_calls
 import pytest
-from fast_part import chosen
 from gloo_processes import run_gloo
+from slow_case_marks import keep_chosen_fast
 
 import dtensor as dt
 
@@ -43,7 +43,7 @@ def assert_right(entries: list[object], setting: db.Setting) -> None:
     assert not bad, "\n".join(map(str, bad[:10]))
 
 
-@pytest.mark.parametrize("part", chosen(range(4), [0]))  # meshes over parts
+@pytest.mark.parametrize("part", keep_chosen_fast(range(4), [0]))  # meshes over parts
 def test_common_operators_with_random_placements_equal_plain_torch(part: int) -> None:
     mesh = db.MESHES[(part + SEED) % len(db.MESHES)]
     assert_right(db.entries(",".join(COMMON.split()))[part::4], db.Setting(mesh, samples=1, seed=SEED))
@@ -61,7 +61,7 @@ def test_unusual_calls_of_common_operators_equal_plain_torch() -> None:
     assert_right_if_changed(db.entries(names), db.Setting((2, 2), samples=3, seed=SEED))
 
 
-@pytest.mark.parametrize("part", chosen(range(6), [1]))
+@pytest.mark.parametrize("part", keep_chosen_fast(range(6), [1]))
 def test_plain_operand_of_common_operators_raises_or_is_right(part: int) -> None:
     entries = db.entries(",".join(COMMON.split()))[part::6]
     cases = [case for entry in entries for case in plain.cases_of(entry, db.Setting((3,), samples=1))]

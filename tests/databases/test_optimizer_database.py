@@ -6,7 +6,7 @@ import os
 
 import optimizer_database as db
 import pytest
-from fast_part import some
+from slow_case_marks import keep_every_nth_fast
 
 SEED = int(os.environ.get("DTENSOR_SEED", "0"))
 NAMES = ["Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "LBFGS", "Muon", "NAdam", "RAdam", "RMSprop"]
@@ -17,7 +17,7 @@ def test_names_are_all_optimizers_of_the_database() -> None:
     assert {info.optim_cls.__name__ for info in db.entries()} == set(NAMES)
 
 
-@pytest.mark.parametrize("name", some(NAMES))
+@pytest.mark.parametrize("name", keep_every_nth_fast(NAMES))
 def test_optimizers_with_one_option_equal_plain_torch(name: str) -> None:
     """Check one input of each optimizer in all implementations."""
     (info,) = db.entries(name)

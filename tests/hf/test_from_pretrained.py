@@ -20,7 +20,7 @@ from dtensor.parallel import fully_shard, parallelize_module, replicate
 
 transformers = pytest.importorskip("transformers")
 
-from fast_part import some  # noqa: E402
+from slow_case_marks import keep_every_nth_fast  # noqa: E402
 from tiny_configs import first, trained  # noqa: E402
 
 MESH = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -183,7 +183,7 @@ EXPERTS: dict[str, dict[str, Any]] = {  # files store each expert separately, an
 }
 
 
-@pytest.mark.parametrize("name", some(list(EXPERTS)))
+@pytest.mark.parametrize("name", keep_every_nth_fast(list(EXPERTS)))
 @pytest.mark.parametrize("distribute", ["auto", "fully"])
 def test_experts_load_from_separate_files(name: str, distribute: str, tmp_path: Path) -> None:
     torch.manual_seed(0)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from compare_with_one_device import steps_alike
+from compare_with_one_device import assert_same_training
 from gloo_processes import run_gloo
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
@@ -205,7 +205,9 @@ def train_both(kind: Any, shape: tuple[int, ...], checkpointed: bool = False, **
         return dt.map_ranks(lambda at: x[(at[0] * shape[-1] + at[1]) if len(at) > 1 else at[0]].clone(), mesh=mesh), x
 
     call = (lambda own: checkpoint(model, own, use_reentrant=False)) if checkpointed else None
-    return steps_alike(model, alone, lambda m: torch.optim.SGD(m.parameters(), lr=0.1), map(batch, range(2)), call, whole)
+    return assert_same_training(
+        model, alone, lambda m: torch.optim.SGD(m.parameters(), lr=0.1), map(batch, range(2)), call, whole
+    )
 
 
 CASES = [(kind, shape) for kind in (Int8PerRow, LazyInt8, PaddedBfloat16) for shape in ((2,), (3,), (2, 2))]

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from compare_with_one_device import same_gradients
+from compare_with_one_device import assert_same_gradients
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch_versions import needing_whole
+from torch_version_marks import mark_undecomposed_linear
 
 import dtensor as dt
 from dtensor import Replicate, Shard
@@ -204,7 +204,7 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", needing_whole(FUNCTIONS, ("spectra", "windows", "bands")))
+@pytest.mark.parametrize("name", mark_undecomposed_linear(FUNCTIONS, ("spectra", "windows", "bands")))
 def test_functions_of_sharded_batch_do_not_communicate(name: str) -> None:
     torch.manual_seed(0)
     plain, at = picture().requires_grad_(), gather_indices()
@@ -252,7 +252,7 @@ def test_sharded_parameters_are_gathered_twice_and_gradients_scattered_once() ->
     expected = F.cross_entropy(one(words).view(-1, 256), words.view(-1))
     expected.backward()
     torch.testing.assert_close(loss.full_tensor(), expected)
-    same_gradients(model, one, rtol=1e-3, atol=1e-5)
+    assert_same_gradients(model, one, rtol=1e-3, atol=1e-5)
     parameters = sum(p.numel() * p.element_size() for p in one.parameters())
     assert sum(comm.get_comm_bytes().values()) <= 3 * (N - 1) * parameters // N + 16
     assert set(comm.get_comm_counts()) <= {"all_gather", "reduce_scatter", "all_reduce"}
@@ -278,6 +278,6 @@ def test_small_sharded_parameters_are_gathered(name: str) -> None:
         model(dt.distribute_tensor(x, MESH, [Shard(0)])).square().mean().backward()
     torch.manual_seed(1)
     one(x).square().mean().backward()
-    same_gradients(model, one, rtol=1e-4, atol=1e-6)
+    assert_same_gradients(model, one, rtol=1e-4, atol=1e-6)
     parameters = sum(p.numel() * p.element_size() for p in one.parameters())
     assert sum(comm.get_comm_bytes().values()) <= 3 * (N - 1) * parameters // N + 16

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from compare_with_one_device import dp, own, same_gradients, same_parameters, whole
+from compare_with_one_device import assert_same_gradients, assert_same_parameters, full_value, make_dp_mesh, make_per_rank_batch
 from gloo_processes import run_gloo
 from torch import Tensor, nn
 
@@ -45,11 +45,11 @@ X = torch.randn(4, 3, dtype=torch.float64, generator=torch.Generator().manual_se
 
 def rows(x: Tensor, mesh: dt.DeviceMesh) -> Tensor:
     """Return the rows of ``x`` of each rank."""
-    return own(x.chunk(mesh.size()), mesh)
+    return make_per_rank_batch(x.chunk(mesh.size()), mesh)
 
 
 def grads(model: nn.Module) -> list[Tensor]:
-    return [whole(p.grad) for p in model.parameters()]
+    return [full_value(p.grad) for p in model.parameters()]
 
 
 def alone_grads(x: Tensor, parts: int) -> list[Tensor]:
@@ -72,7 +72,7 @@ def test_prepare_module_input_takes_nested_layouts() -> None:
         input_kwarg_layouts={"extra": {"mask": Shard(0), "bias": [Replicate()]}},
         desired_input_kwarg_layouts={"extra": {"mask": Replicate(), "bias": [Shard(0)]}},
     )
-    module = parallelize_module(Echo(), dp(), style)
+    module = parallelize_module(Echo(), make_dp_mesh(), style)
     piece = dt.per_rank([torch.zeros(2, 1), torch.ones(1, 1)])
     (x, plain), y, extra = module((piece, "text"), torch.ones(3, 5), extra={"mask": piece, "bias": [torch.ones(4)], "scale": 2})
     assert x.placements == (Replicate(),)
@@ -92,7 +92,7 @@ def test_prepare_module_output_takes_lists_and_dicts() -> None:
     style = PrepareModuleOutput(
         output_layouts={"logits": Replicate()}, desired_output_layouts={"logits": Shard(0)}, use_local_output=False
     )
-    out = parallelize_module(Named(), dp(), style)(torch.arange(3))
+    out = parallelize_module(Named(), make_dp_mesh(), style)(torch.arange(3))
     assert out["logits"].placements == (Shard(0),)
     assert out["kept"] == 3
 
@@ -107,7 +107,7 @@ def test_prepare_module_output_takes_lists_and_dicts() -> None:
         desired_output_layouts=(None, (Replicate(), None)),
         use_local_output=False,
     )
-    first, (second, nothing) = parallelize_module(Listed(), dp(), both)(torch.arange(3))
+    first, (second, nothing) = parallelize_module(Listed(), make_dp_mesh(), both)(torch.arange(3))
     assert first.placements == (Shard(0),)
     assert second.placements == (Replicate(),)
     assert nothing is None
@@ -123,19 +123,21 @@ def test_layouts_that_do_not_match_the_arguments_raise() -> None:
     for style in (ColwiseParallel, RowwiseParallel):
         with pytest.raises(PlacementError, match=r"takes output_layouts=Shard\(dim\) or Replicate\(\)"):
             style(output_layouts=1)
-    simple = parallelize_module(Echo(), dp(), PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate()))
+    simple = parallelize_module(
+        Echo(), make_dp_mesh(), PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate())
+    )
     with pytest.raises(PlacementError, match="is given for a list"):
         simple([torch.ones(2)])
     nested = PrepareModuleInput(input_layouts=({"x": Shard(0)},), desired_input_layouts=({"x": Replicate()},))
     with pytest.raises(PlacementError, match=r"layouts for the keys \['x'\], but the argument is a dict with the keys \['y'\]"):
-        parallelize_module(Echo(), dp(), nested)({"y": torch.ones(2)})
+        parallelize_module(Echo(), make_dp_mesh(), nested)({"y": torch.ones(2)})
     with pytest.raises(TypeError, match=r"write ColwiseParallel\(\)"):
-        parallelize_module(nn.Linear(2, 2), dp(), {"": ColwiseParallel})
+        parallelize_module(nn.Linear(2, 2), make_dp_mesh(), {"": ColwiseParallel})
 
 
 # --- how gradients are averaged ----------------------------------------------------------------------------------------
 def test_set_gradient_divide_factor_scales_gradients() -> None:
-    mesh = dp()
+    mesh = make_dp_mesh()
     model = net()
     for unit in (model[0], model):
         fully_shard(unit, mesh=mesh)
@@ -216,7 +218,7 @@ def test_fully_shard_over_two_mesh_dims_equals_plain_model() -> None:
 
 
 def test_units_by_size_train_like_plain_model() -> None:
-    model, mesh = net(), dp()
+    model, mesh = net(), make_dp_mesh()
     units = units_by_size(model, 15)
     assert units == [model[0], model]
     for unit in units:
@@ -227,7 +229,7 @@ def test_units_by_size_train_like_plain_model() -> None:
 
 
 def test_shard_placement_fn_chooses_the_sharded_dim() -> None:
-    model, mesh = net(), dp()
+    model, mesh = net(), make_dp_mesh()
     fully_shard(model, mesh=mesh, shard_placement_fn=lambda p: Shard(-1) if p.ndim == 2 else None)
     assert [p.placements[0] for p in model.parameters()] == [Shard(1), Shard(0), Shard(1), Shard(0)]
     (model(rows(X, mesh)) ** 2).sum().backward()
@@ -239,17 +241,17 @@ def test_shard_placement_fn_chooses_the_sharded_dim() -> None:
 @pytest.mark.parametrize("wrapped", [True, False])
 def test_recurrent_modules_under_fully_shard_and_replicate(make: Any, wrapped: bool) -> None:
     torch.manual_seed(0)
-    alone, mesh = make(3, 4, num_layers=2).double(), dp()
+    alone, mesh = make(3, 4, num_layers=2).double(), make_dp_mesh()
     model = fully_shard(copy.deepcopy(alone), mesh=mesh) if wrapped else replicate(copy.deepcopy(alone), mesh)
     x = torch.randn(5, 2, 3, dtype=torch.float64)
     (model(dt.map_ranks(lambda at: x[:, at[0]][:, None].clone(), mesh=mesh))[0] ** 2).sum().backward()
     torch.stack([(alone(x[:, k : k + 1])[0] ** 2).sum() for k in range(2)]).mean().backward()
-    same_gradients(model, alone)
+    assert_same_gradients(model, alone)
 
 
 # --- optimizer with sharded state ---------------------------------------------------------------------------------------
 def test_zero_consolidated_state_dict_equals_plain_optimizer() -> None:
-    model, alone, mesh = replicate(net(), dp()), net(), dp()
+    model, alone, mesh = replicate(net(), make_dp_mesh()), net(), make_dp_mesh()
     ours = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.1)
     theirs = torch.optim.Adam(alone.parameters(), lr=0.1)
     (model(rows(X, mesh)) ** 2).sum().backward()
@@ -268,7 +270,7 @@ def test_zero_consolidated_state_dict_equals_plain_optimizer() -> None:
 @pytest.mark.parametrize("spread", [False, True])
 def test_zero_optimizer_uses_parameters_written_between_steps(spread: bool) -> None:
     """Check parameters that change after the optimizer was made, or are clamped between steps."""
-    model, alone, mesh = net(), net(), dp()
+    model, alone, mesh = net(), net(), make_dp_mesh()
     if spread:
         replicate(model, mesh)
     ours = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, mesh=mesh, lr=0.1)
@@ -286,7 +288,7 @@ def test_zero_optimizer_uses_parameters_written_between_steps(spread: bool) -> N
             for p in m.parameters():
                 with torch.no_grad():
                     p.clamp_(-0.1, 0.1)
-    same_parameters(model, alone)
+    assert_same_parameters(model, alone)
 
 
 def _train_on_process_group() -> list[float]:
@@ -314,7 +316,10 @@ def test_zero_optimizer_takes_a_process_group() -> None:
 
 # --- errors -------------------------------------------------------------------------------------------------------------
 def test_modules_that_cannot_be_units_raise() -> None:
-    for wrap, name in ((lambda m: fully_shard(m, mesh=dp()), "fully_shard"), (lambda m: replicate(m, dp()), "replicate")):
+    for wrap, name in (
+        (lambda m: fully_shard(m, mesh=make_dp_mesh()), "fully_shard"),
+        (lambda m: replicate(m, make_dp_mesh()), "replicate"),
+    ):
         with pytest.raises(DTensorError, match=f"^{name} of a ModuleList: it is a container"):
             wrap(nn.ModuleList([nn.Linear(2, 2)]))
         with pytest.raises(DTensorError, match=f"call {name} once per module"):
@@ -338,24 +343,24 @@ def test_modules_that_cannot_be_units_raise() -> None:
 )
 def test_invalid_data_parallel_options_raise(options: dict[str, Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
-        fully_shard(nn.Linear(2, 2), mesh=dp(), **options)
+        fully_shard(nn.Linear(2, 2), mesh=make_dp_mesh(), **options)
     with pytest.raises(ValueError, match="a number of mebibytes above 0"):
-        replicate(nn.Linear(2, 2), dp(), bucket_cap_mb=0)
+        replicate(nn.Linear(2, 2), make_dp_mesh(), bucket_cap_mb=0)
     with pytest.raises(TypeError, match="mp_policy takes a MixedPrecisionPolicy"):
-        replicate(nn.Linear(2, 2), dp(), mp_policy=torch.float16)
+        replicate(nn.Linear(2, 2), make_dp_mesh(), mp_policy=torch.float16)
 
 
 def test_invalid_zero_optimizer_arguments_raise() -> None:
     with pytest.raises(TypeError, match=r"a class such as torch\.optim\.AdamW"):
-        ZeroRedundancyOptimizer([nn.Parameter(torch.ones(3))], "adam", mesh=dp())
+        ZeroRedundancyOptimizer([nn.Parameter(torch.ones(3))], "adam", mesh=make_dp_mesh())
     with pytest.raises(NotImplementedError, match="overlap_with_ddp"):
-        ZeroRedundancyOptimizer([nn.Parameter(torch.ones(3))], torch.optim.Adam, mesh=dp(), overlap_with_ddp=True)
+        ZeroRedundancyOptimizer([nn.Parameter(torch.ones(3))], torch.optim.Adam, mesh=make_dp_mesh(), overlap_with_ddp=True)
     with pytest.raises(ValueError, match="got no parameters"):
-        ZeroRedundancyOptimizer([], torch.optim.Adam, mesh=dp())
+        ZeroRedundancyOptimizer([], torch.optim.Adam, mesh=make_dp_mesh())
 
 
 def test_failed_forward_leaves_the_model_usable() -> None:
-    mesh, model = dp(), net()
+    mesh, model = make_dp_mesh(), net()
     broken = model[2].register_forward_pre_hook(lambda module, args: 1 / 0)
     for unit in (model[0], model):
         fully_shard(unit, mesh=mesh)
@@ -370,7 +375,7 @@ def test_failed_forward_leaves_the_model_usable() -> None:
 
 
 def test_failed_backward_leaves_no_gradients() -> None:
-    mesh, model = dp(), net()
+    mesh, model = make_dp_mesh(), net()
     for unit in (model[0], model[2], model):
         fully_shard(unit, mesh=mesh)
     loss = model[2](broken := model[1](model[0](rows(X, mesh)))).sum()
@@ -385,7 +390,7 @@ def test_failed_backward_leaves_no_gradients() -> None:
 
 @pytest.mark.parametrize("make", [fully_shard, replicate])
 def test_state_dict_load_and_dtype_change_of_an_unsharded_module(make: Any) -> None:
-    mesh, other = dp(), fully_shard(net(), mesh=dp())
+    mesh, other = make_dp_mesh(), fully_shard(net(), mesh=make_dp_mesh())
     model = make(net(), mesh=mesh)
     out = model(rows(X, mesh))
     state = {name: value * 2 for name, value in model.state_dict().items()}
@@ -399,12 +404,12 @@ def test_state_dict_load_and_dtype_change_of_an_unsharded_module(make: Any) -> N
     with torch.no_grad():
         for p in other.parameters():
             p.mul_(2)
-    torch.testing.assert_close(whole(model(rows(X.float(), mesh))), whole(other(rows(X, mesh))).float())
-    assert not torch.equal(whole(out), whole(other(rows(X, mesh))))
+    torch.testing.assert_close(full_value(model(rows(X.float(), mesh))), full_value(other(rows(X, mesh))).float())
+    assert not torch.equal(full_value(out), full_value(other(rows(X, mesh))))
 
 
 def test_state_dict_assigned_before_the_first_forward_stays() -> None:
-    model, state = fully_shard(net(), mesh=dp()), fully_shard(net(), mesh=dp()).state_dict()
+    model, state = fully_shard(net(), mesh=make_dp_mesh()), fully_shard(net(), mesh=make_dp_mesh()).state_dict()
     model.load_state_dict(state, assign=True)
     assert all(torch.equal(p._local.shards[0], state[n]._local.shards[0]) for n, p in model.state_dict().items())
     model.reshard()
@@ -413,15 +418,15 @@ def test_state_dict_assigned_before_the_first_forward_stays() -> None:
 
 @pytest.mark.parametrize("make", [fully_shard, replicate])
 def test_buffers_written_in_inference_mode_can_be_used_in_training(make: Any) -> None:
-    mesh, model = dp(), make(nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2)).double(), mesh=dp())
+    mesh, model = make_dp_mesh(), make(nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2)).double(), mesh=make_dp_mesh())
     with torch.inference_mode():
         model(rows(X, mesh))
     model(rows(X, mesh)).sum().backward()
-    assert int(whole(model[0].num_batches_tracked)) == 2
+    assert int(full_value(model[0].num_batches_tracked)) == 2
 
 
 def test_removed_parameter_raises_in_forward() -> None:
-    mesh, model = dp(), fully_shard(net(), mesh=dp())
+    mesh, model = make_dp_mesh(), fully_shard(net(), mesh=make_dp_mesh())
     del model[0].bias
     with pytest.raises(MeshError, match="parameter 'bias' of Linear was removed"):
         model(rows(X, mesh))
@@ -432,7 +437,7 @@ def test_removed_parameter_raises_in_forward() -> None:
     [{"reshard_after_forward": 3}, {"shard_placement_fn": lambda p: Shard(1)}, {"shard_placement_fn": lambda p: Replicate()}],
 )
 def test_failed_fully_shard_leaves_the_module_unchanged(wrong: dict[str, Any]) -> None:
-    mesh, model = dp(), net()
+    mesh, model = make_dp_mesh(), net()
     with pytest.raises((ValueError, DTensorError)):
         fully_shard(model, mesh=mesh, **wrong)
     assert not any(isinstance(p, DTensor) for p in model.parameters())
@@ -442,13 +447,13 @@ def test_failed_fully_shard_leaves_the_module_unchanged(wrong: dict[str, Any]) -
 
 
 def test_fully_shard_of_inner_module_after_outer_raises() -> None:
-    model = fully_shard(net(), mesh=dp())
+    model = fully_shard(net(), mesh=make_dp_mesh())
     with pytest.raises(UnitError, match="wrap inner modules first: call fully_shard on this one, then on that"):
-        fully_shard(model[0], mesh=dp())
+        fully_shard(model[0], mesh=make_dp_mesh())
 
 
 def test_fully_shard_state_lists_modules_and_parameters() -> None:
-    mesh, inner = dp(), nn.Linear(3, 4)
+    mesh, inner = make_dp_mesh(), nn.Linear(3, 4)
     model = nn.Sequential(inner, nn.Linear(4, 5))
     fully_shard(inner, mesh=mesh)
     fully_shard(model, mesh=mesh)

@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from compare_with_one_device import dp, own, same_gradients, same_parameters, stepped, whole
+from compare_with_one_device import (
+    assert_same_gradients,
+    assert_same_parameters,
+    full_value,
+    make_dp_mesh,
+    make_per_rank_batch,
+    step_and_clear_gradients,
+)
 from gloo_processes import run_gloo
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -82,12 +89,12 @@ def train(mesh: dt.DeviceMesh, dims: tuple[str, ...], steps: int = 3, **options:
     shard(model, mesh[dims] if mesh.ndim > 1 else mesh, **options)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.05) for m in (model, alone)]
     for batch in batches(mesh.size(), steps):
-        loss = loss_of(model(own(batch, mesh)))
+        loss = loss_of(model(make_per_rank_batch(batch, mesh)))
         loss.backward()
         plain_loss(alone, batch).backward()
-        same_gradients(model, alone)
-        stepped(*optimizers)
-    same_parameters(model, alone)
+        assert_same_gradients(model, alone)
+        step_and_clear_gradients(*optimizers)
+    assert_same_parameters(model, alone)
     return model, alone
 
 
@@ -95,7 +102,7 @@ def train(mesh: dt.DeviceMesh, dims: tuple[str, ...], steps: int = 3, **options:
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("reshard", [None, True, False])
 def test_adam_steps_of_fully_sharded_model_equal_plain_model(size: int, reshard: bool | None) -> None:
-    train(dp(size), ("dp",), reshard_after_forward=reshard)
+    train(make_dp_mesh(size), ("dp",), reshard_after_forward=reshard)
 
 
 def test_hsdp_replicates_over_the_first_mesh_dim() -> None:
@@ -120,14 +127,14 @@ def test_fully_sharded_training_on_process_groups(shape: tuple[int, ...], names:
 
 
 def test_fully_sharded_model_on_distributed_batch_gives_the_global_loss() -> None:
-    model, alone, mesh = shard(net(), dp()), net(), dp()
+    model, alone, mesh = shard(net(), make_dp_mesh()), net(), make_dp_mesh()
     tokens = torch.randint(7, (5, 3))  # ranks have 3 and 2 rows; the mean is over all rows
     loss = loss_of(model(dt.distribute_tensor(tokens, mesh, [Shard(0)])))
     loss.backward()
     expected = loss_of(alone(tokens))
     expected.backward()
     torch.testing.assert_close(loss.full_tensor(), expected)
-    same_gradients(model, alone)
+    assert_same_gradients(model, alone)
 
 
 class ComputesOnLocalTensors(nn.Module):
@@ -160,7 +167,7 @@ def _check_local_tensors_of_parameters(how: str) -> None:
             for module in (model[0], model):
                 unit(module, mesh=mesh)
             loss_of(model(dt.distribute_tensor(tokens, mesh, batch))).backward()
-            same_gradients(model, alone)
+            assert_same_gradients(model, alone)
 
 
 @pytest.mark.parametrize("how", ["to_local", "local_map"])
@@ -216,13 +223,13 @@ def _check_writes_through_data() -> None:
         alone.load_state_dict(model.state_dict())
         unit(model, mesh=mesh)
         for step in range(4):  # without a backward that frees the gathered parameters
-            torch.testing.assert_close(whole(model(x)), alone(x))
+            torch.testing.assert_close(full_value(model(x)), alone(x))
             for p in (model.weight, alone.weight):
                 if step % 2:
                     p.data += 1
                 else:
                     p.data.add_(torch.ones(2, 4).double() if p is alone.weight else torch.ones_like(p), alpha=-2)
-        torch.testing.assert_close(whole(model(x)), alone(x))
+        torch.testing.assert_close(full_value(model(x)), alone(x))
 
 
 def test_gathered_parameters_follow_writes_through_data() -> None:
@@ -259,9 +266,9 @@ def _train_tensor_parallel(dim: int) -> dict[str, Any]:
     for _ in range(2):
         loss_of(model(dt.map_ranks(lambda at: x[at[0]].clone(), mesh=mesh))).backward()
         torch.stack([loss_of(alone(part)) for part in x]).mean().backward()
-        same_gradients(model, alone)
-        stepped(*optimizers)
-    same_parameters(model, alone)
+        assert_same_gradients(model, alone)
+        step_and_clear_gradients(*optimizers)
+    assert_same_parameters(model, alone)
     return {name: p.placements for name, p in model[0].named_parameters()}
 
 
@@ -285,25 +292,25 @@ def test_fully_shard_over_tensor_parallel_module_on_process_groups() -> None:
 
 # --- communication ------------------------------------------------------------------------------------------------------
 def test_unit_issues_one_all_gather_per_pass_and_one_reduce_scatter() -> None:
-    mesh = dp()
+    mesh = make_dp_mesh()
     model = shard(net(), mesh)
     for _ in range(2):
         with CommDebugMode() as comm:
-            loss_of(model(own(batches(2)[0], mesh))).backward()
+            loss_of(model(make_per_rank_batch(batches(2)[0], mesh))).backward()
         # four units; the first layer runs twice, so it is gathered twice in forward; the outermost unit stays unsharded
         assert comm.get_comm_counts() == {"all_gather": 5 + 3, "reduce_scatter": 4}
 
 
 def test_parameters_kept_after_forward_are_gathered_once() -> None:
-    mesh = dp()
+    mesh = make_dp_mesh()
     model = shard(net(), mesh, reshard_after_forward=False)
     with CommDebugMode() as comm:
-        loss_of(model(own(batches(2)[0], mesh))).backward()
+        loss_of(model(make_per_rank_batch(batches(2)[0], mesh))).backward()
     assert comm.get_comm_counts() == {"all_gather": 4, "reduce_scatter": 4}
 
 
 def test_unit_with_finished_backward_is_not_gathered_again() -> None:
-    mesh = dp()
+    mesh = make_dp_mesh()
     torch.manual_seed(0)
     # the outermost unit has only the parameters of the last layer
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
@@ -316,7 +323,7 @@ def test_unit_with_finished_backward_is_not_gathered_again() -> None:
 
 
 def test_next_unit_is_prefetched_while_one_computes() -> None:
-    mesh = dp()
+    mesh = make_dp_mesh()
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
     for layer in model:
@@ -335,9 +342,9 @@ def test_next_unit_is_prefetched_while_one_computes() -> None:
 
 
 def test_only_local_shards_are_stored_between_passes() -> None:
-    mesh = dp()
+    mesh = make_dp_mesh()
     model = shard(net(), mesh)
-    loss_of(model(own(batches(2)[0], mesh))).backward()
+    loss_of(model(make_per_rank_batch(batches(2)[0], mesh))).backward()
     for module in (model, *model.layers):
         (group,) = unit_of(module).groups
         assert not group.unsharded.is_filled
@@ -346,51 +353,51 @@ def test_only_local_shards_are_stored_between_passes() -> None:
 
 
 def test_only_the_running_unit_is_unsharded() -> None:
-    mesh = dp()
+    mesh = make_dp_mesh()
     model = shard(net(), mesh)
     gathered: list[list[bool]] = []
     for layer in model.layers:
         layer[1].register_forward_hook(
             lambda *_: gathered.append([unit_of(m).groups[0].unsharded.is_filled for m in model.layers])
         )
-    model(own(batches(2)[0], mesh))
+    model(make_per_rank_batch(batches(2)[0], mesh))
     assert gathered[:3] == [[True, False, False], [False, True, False], [False, False, True]]
 
 
 # --- accumulation, freezing, sharing ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize("sync", [True, False])
 def test_gradients_accumulate_over_two_passes(sync: bool) -> None:
-    mesh, model, alone = dp(), shard(net(), dp()), net()
+    mesh, model, alone = make_dp_mesh(), shard(net(), make_dp_mesh()), net()
     first, second = batches(2, 2)
     model.set_requires_gradient_sync(sync)
     with CommDebugMode() as comm:
-        loss_of(model(own(first, mesh))).backward()
+        loss_of(model(make_per_rank_batch(first, mesh))).backward()
     assert comm.get_comm_counts()["reduce_scatter"] == (4 if sync else 0)
     assert sync or all(p.grad is None for p in model.parameters())
     model.set_requires_gradient_sync(True)
-    loss_of(model(own(second, mesh))).backward()
+    loss_of(model(make_per_rank_batch(second, mesh))).backward()
     for batch in (first, second):
         plain_loss(alone, batch).backward()
-    same_gradients(model, alone)
+    assert_same_gradients(model, alone)
 
 
 def test_gradients_of_two_forward_passes_before_one_backward() -> None:
-    mesh, model, alone = dp(), shard(net(), dp()), net()
+    mesh, model, alone = make_dp_mesh(), shard(net(), make_dp_mesh()), net()
     first, second = batches(2, 2)
-    (loss_of(model(own(first, mesh))) + loss_of(model(own(second, mesh)))).backward()
+    (loss_of(model(make_per_rank_batch(first, mesh))) + loss_of(model(make_per_rank_batch(second, mesh)))).backward()
     (plain_loss(alone, first) + plain_loss(alone, second)).backward()
-    same_gradients(model, alone)
+    assert_same_gradients(model, alone)
 
 
 def test_frozen_parameters_have_no_gradient() -> None:
-    mesh, model, alone = dp(), net(), net()
+    mesh, model, alone = make_dp_mesh(), net(), net()
     for m in (model, alone):
         m.layers[1].requires_grad_(False)
         m.embedding.weight.requires_grad_(False)
     shard(model, mesh)
-    loss_of(model(own(batches(2)[0], mesh))).backward()
+    loss_of(model(make_per_rank_batch(batches(2)[0], mesh))).backward()
     plain_loss(alone, batches(2)[0]).backward()
-    same_gradients(model, alone)
+    assert_same_gradients(model, alone)
     assert not unit_of(model.layers[1]).groups[0].unsharded.is_filled
 
 
@@ -403,7 +410,7 @@ def test_parameters_that_no_rank_uses_have_no_gradient() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.used(x)
 
-    mesh = dp()
+    mesh = make_dp_mesh()
     model = fully_shard(Branches(), mesh=mesh)
     model(dt.per_rank([torch.ones(1, 3)] * 2)).sum().backward()
     assert model.unused.weight.grad is None
@@ -423,11 +430,11 @@ def _train_with_parameter_of_one_rank(mesh: dt.DeviceMesh) -> Tensor:
     outs = dt.map_ranks(lambda at, a, b: x @ (a if at[0] else b).T, model.a.weight, model.b.weight, mesh=mesh)
     unit.after_forward(model, outs)
     outs.sum().backward()
-    return torch.stack([whole(model.a.weight.grad), whole(model.b.weight.grad)])
+    return torch.stack([full_value(model.a.weight.grad), full_value(model.b.weight.grad)])
 
 
 def test_gradient_of_parameter_used_by_one_rank_is_divided_by_all_ranks() -> None:
-    assert _train_with_parameter_of_one_rank(dp()).tolist() == torch.full((2, 2, 3), 0.5).tolist()
+    assert _train_with_parameter_of_one_rank(make_dp_mesh()).tolist() == torch.full((2, 2, 3), 0.5).tolist()
 
 
 def test_tied_weights_in_one_unit_and_in_two_units() -> None:
@@ -440,7 +447,7 @@ def test_tied_weights_in_one_unit_and_in_two_units() -> None:
         def forward(self, tokens: Tensor) -> Tensor:
             return self.head(self.body(self.embedding(tokens)))
 
-    mesh, batch = dp(), [torch.tensor([[1, 2]]), torch.tensor([[4, 0]])]
+    mesh, batch = make_dp_mesh(), [torch.tensor([[1, 2]]), torch.tensor([[4, 0]])]
     for inner in ((), ("embedding",), ("embedding", "body")):
         torch.manual_seed(0)
         model = Tied()
@@ -449,22 +456,22 @@ def test_tied_weights_in_one_unit_and_in_two_units() -> None:
             fully_shard(getattr(model, name), mesh=mesh)
         fully_shard(model, mesh=mesh)
         assert model.head.weight is model.embedding.weight
-        loss_of(model(own(batch, mesh))).backward()
+        loss_of(model(make_per_rank_batch(batch, mesh))).backward()
         plain_loss(alone, batch).backward()
-        same_gradients(model, alone)
+        assert_same_gradients(model, alone)
 
 
 def test_ignored_parameters_stay_plain() -> None:
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     kept = model[0].weight
-    fully_shard(model, mesh=dp(), ignored_params={kept})
+    fully_shard(model, mesh=make_dp_mesh(), ignored_params={kept})
     assert model[0].weight is kept
     assert isinstance(model[1].weight, DTensor)
 
 
 # --- precision, offload ------------------------------------------------------------------------------------------------
 def test_mixed_precision_policy_sets_the_dtypes_of_each_stage() -> None:
-    mesh = dp()
+    mesh = make_dp_mesh()
     seen: list[torch.dtype] = []
 
     class Watched(nn.Linear):
@@ -480,7 +487,7 @@ def test_mixed_precision_policy_sets_the_dtypes_of_each_stage() -> None:
     assert seen == [torch.bfloat16, torch.bfloat16]
     assert out.dtype == model.weight.dtype == model.weight.grad.dtype == torch.float32
     assert comm.get_comm_bytes() == {"all_gather": 32, "reduce_scatter": 4 * (8 + 2 + 2)}  # rank 0 has 2 of 3 rows; 2 flags
-    torch.testing.assert_close(whole(model.weight.grad), torch.full((3, 4), 2.0))
+    torch.testing.assert_close(full_value(model.weight.grad), torch.full((3, 4), 2.0))
 
 
 def _replicated(module: nn.Module, mesh: Any, **options: Any) -> Any:
@@ -503,9 +510,9 @@ def _accumulate_in_float32(make: Callable[..., Any], shape: tuple[int, ...], hel
     for last in [False] * 63 + [True]:
         getattr(model, held_by)(last)
         x = torch.randn(3, 7, generator=generator)
-        loss_of(model(own([x] * mesh.size(), mesh))).backward()
+        loss_of(model(make_per_rank_batch([x] * mesh.size(), mesh))).backward()
         expected += torch.autograd.grad(loss_of(alone(x.bfloat16())), alone.weight)[0]
-    torch.testing.assert_close(whole(model.weight.grad), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(full_value(model.weight.grad), expected, rtol=1e-5, atol=1e-6)
 
 
 ACCUMULATION_CASES = [
@@ -527,11 +534,11 @@ def test_accumulated_gradients_have_the_reduce_dtype_on_process_groups() -> None
 
 def test_deferred_gradients_are_added_in_the_reduce_dtype() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model = fully_shard(nn.Linear(3, 1, bias=False), mesh=dp(), mp_policy=policy)
+    model = fully_shard(nn.Linear(3, 1, bias=False), mesh=make_dp_mesh(), mp_policy=policy)
     model.set_reduce_scatter_unused_params(True)
     parts = [torch.full((1, 3), 256.0), torch.ones(1, 3)]  # bfloat16 has no 257
-    sum(model(own([x] * 2, dp())).sum() for x in parts).backward()
-    assert whole(model.weight.grad).tolist() == [[257.0] * 3]
+    sum(model(make_per_rank_batch([x] * 2, make_dp_mesh())).sum() for x in parts).backward()
+    assert full_value(model.weight.grad).tolist() == [[257.0] * 3]
 
 
 @pytest.mark.parametrize("make", [fully_shard, replicate])
@@ -543,16 +550,18 @@ def test_gradients_of_complex_parameters_keep_their_dtype_in_mixed_precision(mak
     model = Turned(3, 3)
     model.turn = nn.Parameter(torch.tensor([1 + 2j, 3j, 1], dtype=torch.complex128))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model = make(model, mesh=dp(), mp_policy=policy)
+    model = make(model, mesh=make_dp_mesh(), mp_policy=policy)
     x = torch.ones(2, 3)
     model(dt.per_rank([x, 3 * x])).sum().backward()
-    expected = 1j * torch.stack([nn.functional.linear(y, whole(model.weight), whole(model.bias)).sum(0) for y in (x, 3 * x)])
-    torch.testing.assert_close(whole(model.turn.grad), expected.mean(0).to(torch.complex128), rtol=0.02, atol=0.02)
+    expected = 1j * torch.stack(
+        [nn.functional.linear(y, full_value(model.weight), full_value(model.bias)).sum(0) for y in (x, 3 * x)]
+    )
+    torch.testing.assert_close(full_value(model.turn.grad), expected.mean(0).to(torch.complex128), rtol=0.02, atol=0.02)
     assert model.weight.grad.dtype is torch.float32
 
 
 def test_unit_with_float32_and_float64_parameters() -> None:
-    mesh = dp()
+    mesh = make_dp_mesh()
     model = nn.Sequential(nn.Linear(3, 3, dtype=torch.float64), nn.Linear(3, 2, dtype=torch.float32))
     alone = copy.deepcopy(model)
     model[1].register_forward_pre_hook(lambda _, args: (args[0].float(),))
@@ -560,14 +569,14 @@ def test_unit_with_float32_and_float64_parameters() -> None:
     fully_shard(model, mesh=mesh)
     x = torch.randn(2, 1, 3, dtype=torch.float64)
     with CommDebugMode() as comm:
-        loss_of(model(own(list(x), mesh))).backward()
+        loss_of(model(make_per_rank_batch(list(x), mesh))).backward()
     assert comm.get_comm_counts() == {"all_gather": 1, "reduce_scatter": 2}
     plain_loss(alone, list(x)).backward()
-    same_gradients(model, alone)
+    assert_same_gradients(model, alone)
 
 
 def test_cpu_offload_on_the_host_changes_no_values() -> None:
-    train(dp(), ("dp",), offload_policy=CPUOffloadPolicy())
+    train(make_dp_mesh(), ("dp",), offload_policy=CPUOffloadPolicy())
 
 
 @pytest.mark.parametrize("make", [shard, _replicated])
@@ -581,14 +590,14 @@ def test_offloaded_gradients_are_waited_for_after_the_next_copies_start(make: An
         return late, lambda: (late.copy_(x), done.append(("waited", number)))
 
     monkeypatch.setattr(HostOffload, "copy_to_host", fetched)
-    mesh, model, alone = dp(), net(), net()
+    mesh, model, alone = make_dp_mesh(), net(), net()
     make(model, mesh, offload_policy=CPUOffloadPolicy())
     if make is shard:
         model.scale.register_post_accumulate_grad_hook(lambda p: done.append(("gradient", int(p.grad.isnan().any()))))
     for batch in batches(2, 2):
-        loss_of(model(own(batch, mesh))).backward()
+        loss_of(model(make_per_rank_batch(batch, mesh))).backward()
         plain_loss(alone, batch).backward()
-    same_gradients(model, alone)
+    assert_same_gradients(model, alone)
     if make is shard:
         sent = done.index(("sent", 2))
         assert ("waited", 0) not in done[:sent]  # the copies of two parameters are started together
@@ -602,13 +611,13 @@ def test_activation_checkpointing_of_units_and_inside_units(outside: bool) -> No
     if outside:
         _train_checkpointed(False)
         return
-    mesh, model, alone = dp(), net(), net()
+    mesh, model, alone = make_dp_mesh(), net(), net()
     for layer in model.layers:
         layer.forward = lambda x, layer=layer: layer[2](checkpoint(lambda y: torch.tanh(layer[0](y)), x, use_reentrant=False))
     shard(model, mesh)
-    loss_of(model(own(batches(2)[0], mesh))).backward()
+    loss_of(model(make_per_rank_batch(batches(2)[0], mesh))).backward()
     plain_loss(alone, batches(2)[0]).backward()
-    same_gradients(model, alone)
+    assert_same_gradients(model, alone)
 
 
 def _forward_layers(model: Net, tokens: Tensor) -> Tensor:
@@ -619,7 +628,7 @@ def _forward_layers(model: Net, tokens: Tensor) -> Tensor:
 
 
 def _train_checkpointed(reentrant: bool) -> None:
-    mesh, model, alone = dp(), net(), net()
+    mesh, model, alone = make_dp_mesh(), net(), net()
     shard(model, mesh)
 
     def forward(tokens: Tensor) -> Tensor:
@@ -631,9 +640,9 @@ def _train_checkpointed(reentrant: bool) -> None:
     model.forward = forward
     alone.forward = lambda tokens: alone.head(_forward_layers(alone, tokens) * alone.scale)
     for batch in batches(2, 2):
-        loss_of(model(own(batch, mesh))).backward()
+        loss_of(model(make_per_rank_batch(batch, mesh))).backward()
         plain_loss(alone, batch).backward()
-        same_gradients(model, alone)
+        assert_same_gradients(model, alone)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -651,7 +660,7 @@ def test_activation_checkpointing_on_process_groups(reentrant: bool) -> None:
 @pytest.mark.parametrize("output_dtype", [torch.float32, torch.float64])
 def test_activation_checkpointing_around_a_unit_that_casts_its_output(reentrant: bool, output_dtype: torch.dtype) -> None:
     """Check that recomputed activations have the dtypes of the first forward."""
-    mesh, body, head = dp(), nn.Linear(4, 4), nn.Linear(4, 3)
+    mesh, body, head = make_dp_mesh(), nn.Linear(4, 4), nn.Linear(4, 3)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype)
     plain = [copy.deepcopy(module) for module in (body, head)]
     for module in (body, head):
@@ -667,12 +676,12 @@ def test_activation_checkpointing_around_a_unit_that_casts_its_output(reentrant:
         return last(checkpoint(run, x, use_reentrant=reentrant))
 
     batch = [torch.randn(2, 4, requires_grad=True) for _ in range(2)]
-    loss_of(forward(body, head, own(batch, mesh))).backward()
+    loss_of(forward(body, head, make_per_rank_batch(batch, mesh))).backward()
     assert set(seen) == {output_dtype}
     assert len(seen) == 2
     torch.stack([loss_of(forward(*plain, part)) for part in batch]).mean().backward()
     for ours, theirs in zip((body, head), plain, strict=True):
-        torch.testing.assert_close(whole(ours.weight.grad), theirs.weight.grad, rtol=0.05, atol=0.02)
+        torch.testing.assert_close(full_value(ours.weight.grad), theirs.weight.grad, rtol=0.05, atol=0.02)
 
 
 class CheckpointedPart(nn.Module):
@@ -696,21 +705,21 @@ def test_activation_checkpointing_inside_units_with_interleaved_passes(
 ) -> None:
     """Check two forward passes before their backwards, or a pass without gradients (None) before backward."""
     torch.manual_seed(0)
-    mesh, alone = dp(), nn.Sequential(nn.Linear(4, 4), CheckpointedPart(reentrant), nn.Linear(4, 3)).double()
+    mesh, alone = make_dp_mesh(), nn.Sequential(nn.Linear(4, 4), CheckpointedPart(reentrant), nn.Linear(4, 3)).double()
     model = copy.deepcopy(alone)
     if make is _fully_sharded:
         fully_shard(model[1], mesh=mesh)
     make(model, mesh)
     data = torch.randn(2, 2, 2, 4, dtype=torch.float64)
     passes = [k for k in order if k is not None]
-    for m, given in ((model, lambda k: own(list(data[k]), mesh)), (alone, lambda k: data[k].flatten(0, 1))):
+    for m, given in ((model, lambda k: make_per_rank_batch(list(data[k]), mesh)), (alone, lambda k: data[k].flatten(0, 1))):
         losses = {k: loss_of(m(given(k))) for k in sorted(passes)}
         if None in order:
             with torch.no_grad():
                 m(given(1))
         for k in passes:
             losses[k].backward()
-    same_gradients(model, alone)
+    assert_same_gradients(model, alone)
 
 
 @pytest.mark.parametrize("make", [_fully_sharded, _replicated])
@@ -726,15 +735,15 @@ def test_nested_reentrant_checkpoints(make: Any) -> None:
             return self.start(checkpoint(self.inner, self.start(x), use_reentrant=True))
 
     torch.manual_seed(0)
-    mesh, alone = dp(), Outer().double()
+    mesh, alone = make_dp_mesh(), Outer().double()
     model = copy.deepcopy(alone)
     if make is _fully_sharded:
         fully_shard(model.inner, mesh=mesh)
     make(model, mesh)
     for data in torch.randn(2, 2, 3, 4, dtype=torch.float64):
-        loss_of(model(own(list(data), mesh))).backward()
+        loss_of(model(make_per_rank_batch(list(data), mesh))).backward()
         loss_of(alone(data.flatten(0, 1))).backward()
-        same_gradients(model, alone)
+        assert_same_gradients(model, alone)
 
 
 def _check_nested_checkpoints() -> None:
@@ -759,11 +768,11 @@ class TwoInputBlock(nn.Module):
 
 
 def test_units_that_share_an_input_are_resharded_one_by_one_in_backward() -> None:
-    mesh, seen = dp(), []
+    mesh, seen = make_dp_mesh(), []
     start, blocks = nn.Linear(4, 4), [TwoInputBlock() for _ in range(4)]
     for module in (start, *blocks):
         fully_shard(module, mesh=mesh, reshard_after_forward=True)
-    x = encoded = start(own([torch.ones(2, 4)] * 2, mesh))
+    x = encoded = start(make_per_rank_batch([torch.ones(2, 4)] * 2, mesh))
     for block in blocks:
         x = block(x * 1, encoded=encoded)
         x.register_hook(lambda _: seen.append(sum(unit_of(b).groups[0].unsharded.is_filled for b in blocks)))
@@ -773,25 +782,25 @@ def test_units_that_share_an_input_are_resharded_one_by_one_in_backward() -> Non
 
 
 def test_deepcopy_after_forward_trains_independently() -> None:
-    mesh, model, alone = dp(), net(), net()
+    mesh, model, alone = make_dp_mesh(), net(), net()
     shard(model, mesh)
     batch = batches(2)[0]
     with torch.no_grad():
-        model(own(batch, mesh))
-    kept = model(own(batch, mesh))  # its backward has not run yet
+        model(make_per_rank_batch(batch, mesh))
+    kept = model(make_per_rank_batch(batch, mesh))  # its backward has not run yet
     copied = copy.deepcopy(model)
-    loss_of(copied(own(batch, mesh))).backward()
+    loss_of(copied(make_per_rank_batch(batch, mesh))).backward()
     plain_loss(alone, batch).backward()
-    same_gradients(copied, alone)
+    assert_same_gradients(copied, alone)
     assert all(p.grad is None for p in model.parameters())
     loss_of(kept).backward()
-    same_gradients(model, alone)
+    assert_same_gradients(model, alone)
 
 
 def test_explicit_unshard_and_reshard() -> None:
-    mesh = dp()
+    mesh = make_dp_mesh()
     model = fully_shard(nn.Linear(3, 4), mesh=mesh)
-    sharded, expected = model.weight, whole(model.weight)
+    sharded, expected = model.weight, full_value(model.weight)
     handle = model.unshard(async_op=True)
     assert model.weight is sharded
     handle.wait()
@@ -809,8 +818,8 @@ def test_register_fsdp_forward_method_unshards_for_another_method() -> None:
         def encode(self, x: Tensor) -> Tensor:
             return x @ self.weight.T
 
-    model = fully_shard(Encoder(3, 4), mesh=dp())
-    expected = whole(model.weight).sum(1)
+    model = fully_shard(Encoder(3, 4), mesh=make_dp_mesh())
+    expected = full_value(model.weight).sum(1)
     register_fsdp_forward_method(model, "encode")
     assert torch.equal(model.encode(torch.ones(1, 3)).shards[0][0], expected)
     other = copy.deepcopy(model)  # the method of the copy uses the copy's parameters
@@ -820,63 +829,65 @@ def test_register_fsdp_forward_method_unshards_for_another_method() -> None:
 
 
 def test_parameter_hooks_see_the_reduced_gradient() -> None:
-    model = fully_shard(nn.Linear(3, 2, bias=False), mesh=dp())
+    model = fully_shard(nn.Linear(3, 2, bias=False), mesh=make_dp_mesh())
     seen: list[Any] = []
     model.weight.register_hook(lambda grad: grad * 2)
     model.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad))
     model(dt.per_rank([torch.ones(1, 3), torch.zeros(1, 3)])).sum().backward()
     (grad,) = seen
-    assert whole(grad).tolist() == [[1.0] * 3] * 2
+    assert full_value(grad).tolist() == [[1.0] * 3] * 2
 
 
 def test_full_backward_hook_of_unit_sees_the_output_gradient() -> None:
-    mesh, model = dp(), fully_shard(nn.Linear(3, 2, bias=False), mesh=dp())
+    mesh, model = make_dp_mesh(), fully_shard(nn.Linear(3, 2, bias=False), mesh=make_dp_mesh())
     seen: list[Any] = []
     model.register_full_backward_hook(lambda _, grad_input, grad_output: seen.append(grad_output))
     x = dt.distribute_tensor(torch.ones(2, 3), mesh, [Shard(0)]).requires_grad_()
     model(x).sum().backward()
-    assert whole(seen[0][0]).tolist() == [[1.0] * 2] * 2
+    assert full_value(seen[0][0]).tolist() == [[1.0] * 2] * 2
 
 
 def test_averaged_deepcopy_of_model_trains_independently() -> None:
-    mesh = dp()
+    mesh = make_dp_mesh()
     model = shard(net(), mesh)
-    loss_of(model(own(batches(2)[0], mesh))).backward()
+    loss_of(model(make_per_rank_batch(batches(2)[0], mesh))).backward()
     average = copy.deepcopy(model)
     assert isinstance(average, FSDPModule)
     with torch.no_grad():
         for a, p in zip(average.parameters(), model.parameters(), strict=True):
             a.lerp_(p * 2, 0.5)
-    before = loss_of(model(own(batches(2)[0], mesh)))
-    after = loss_of(average(own(batches(2)[0], mesh)))
+    before = loss_of(model(make_per_rank_batch(batches(2)[0], mesh)))
+    after = loss_of(average(make_per_rank_batch(batches(2)[0], mesh)))
     assert before.detach().shards[0].item() != after.detach().shards[0].item()
     after.backward()
     assert average.head.weight.grad is not model.head.weight.grad
 
 
 def test_state_dict_has_the_sharded_parameters() -> None:
-    mesh = dp()
+    mesh = make_dp_mesh()
     model, other = shard(net(), mesh), shard(Net().double(), mesh)
     state = model.state_dict()
     assert all(isinstance(value, DTensor) for value in state.values())
-    other(own(batches(2)[0], mesh))
+    other(make_per_rank_batch(batches(2)[0], mesh))
     other.load_state_dict(state)
-    torch.testing.assert_close(other(own(batches(2)[0], mesh)).shards[0], model(own(batches(2)[0], mesh)).shards[0])
+    torch.testing.assert_close(
+        other(make_per_rank_batch(batches(2)[0], mesh)).shards[0], model(make_per_rank_batch(batches(2)[0], mesh)).shards[0]
+    )
 
 
 def test_forward_without_gradients_frees_unsharded_parameters() -> None:
-    mesh = dp()
+    mesh = make_dp_mesh()
     model = shard(net(), mesh)
     with torch.no_grad():
-        first = model(own(batches(2)[0], mesh))
+        first = model(make_per_rank_batch(batches(2)[0], mesh))
     assert not any(unit_of(m).groups[0].unsharded.is_filled for m in (model, *model.layers))
     assert torch.equal(first.shards[0], net()(batches(2)[0][0]))
 
 
 def test_parameter_write_between_forward_and_backward_raises() -> None:
-    mesh = dp()
+    mesh = make_dp_mesh()
     model = shard(net(), mesh)
-    loss = loss_of(model(own(batches(2)[0], mesh)))
+    loss = loss_of(model(make_per_rank_batch(batches(2)[0], mesh)))
     with torch.no_grad():
         model.layers[2][0].weight.mul_(2)
     with pytest.raises(DTensorError, match="written to in between"):
@@ -884,7 +895,7 @@ def test_parameter_write_between_forward_and_backward_raises() -> None:
 
 
 def test_meta_parameters_are_initialized_shard_by_shard() -> None:
-    mesh = dp()
+    mesh = make_dp_mesh()
     with torch.device("meta"):
         model = shard(Net(), mesh)
     assert all(p.is_meta and isinstance(p, DTensor) for p in model.parameters())
@@ -897,12 +908,12 @@ def test_meta_parameters_are_initialized_shard_by_shard() -> None:
     for layer in model.layers:
         for i in (0, 2):
             expected = nn.Linear(layer[i].in_features, layer[i].out_features)
-            torch.testing.assert_close(whole(layer[i].weight), expected.weight.detach())
-            torch.testing.assert_close(whole(layer[i].bias), expected.bias.detach())
+            torch.testing.assert_close(full_value(layer[i].weight), expected.weight.detach())
+            torch.testing.assert_close(full_value(layer[i].bias), expected.bias.detach())
     with torch.no_grad():
         for p in (model.embedding.weight, model.scale, model.head.weight):
             p.fill_(0.5)
-    model(own(batches(2)[0], mesh)).sum().backward()
+    model(make_per_rank_batch(batches(2)[0], mesh)).sum().backward()
     assert model.head.weight.grad is not None
 
 
@@ -913,11 +924,11 @@ def test_invalid_fully_shard_calls_raise() -> None:
         fully_shard(nn.Linear(2, 2), mesh=mesh)
     other = dt.DeviceMesh("cpu", [4, 5], mesh_dim_names=("tp",))
     with pytest.raises(MeshError, match="slice both from one"):
-        fully_shard(parallelize_module(nn.Linear(2, 2), other, ColwiseParallel()), mesh=dp())
+        fully_shard(parallelize_module(nn.Linear(2, 2), other, ColwiseParallel()), mesh=make_dp_mesh())
     with pytest.raises(MeshError, match="already"):
-        fully_shard(parallelize_module(nn.Linear(2, 2), dp(), ColwiseParallel()), mesh=dp())
+        fully_shard(parallelize_module(nn.Linear(2, 2), make_dp_mesh(), ColwiseParallel()), mesh=make_dp_mesh())
     with pytest.raises(ValueError, match="reshard_after_forward"):
-        fully_shard(nn.Linear(2, 2), mesh=dp(), reshard_after_forward="all")
+        fully_shard(nn.Linear(2, 2), mesh=make_dp_mesh(), reshard_after_forward="all")
 
 
 def _local_elements(make: Callable[[], nn.Module]) -> int:
@@ -926,7 +937,9 @@ def _local_elements(make: Callable[[], nn.Module]) -> int:
 
 def test_rank_stores_its_share_of_the_parameters() -> None:
     full = sum(p.numel() for p in net().parameters())
-    assert _local_elements(lambda: shard(net(), dp(4))) <= full / 4 + 5 * 12  # uneven dims add at most one row for each parameter
+    assert (
+        _local_elements(lambda: shard(net(), make_dp_mesh(4))) <= full / 4 + 5 * 12
+    )  # uneven dims add at most one row for each parameter
 
 
 @pytest.mark.parametrize(
@@ -952,7 +965,7 @@ def test_dtype_change_after_fully_shard_and_replicate(make: Callable[[Any, Any],
 
 
 def test_gathered_parameters_follow_every_kind_of_parameter_change() -> None:
-    mesh = dp(2)
+    mesh = make_dp_mesh(2)
     layer = fully_shard(nn.Linear(4, 4, bias=False).double(), mesh=mesh)
     batch = dt.per_rank([torch.eye(4, dtype=torch.float64)] * 2)
 

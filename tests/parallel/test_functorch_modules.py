@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from compare_with_one_device import dp, same_gradients, whole
-from fast_part import diagonals
+from compare_with_one_device import assert_same_gradients, full_value, make_dp_mesh
+from slow_case_marks import keep_diagonals_fast
 from torch import nn
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves
@@ -24,20 +24,20 @@ X = torch.randn(3, 5, dtype=torch.float64, generator=torch.Generator().manual_se
 
 
 def units(model: Any) -> None:
-    fully_shard(model[0], mesh=dp())
-    fully_shard(model, mesh=dp())
+    fully_shard(model[0], mesh=make_dp_mesh())
+    fully_shard(model, mesh=make_dp_mesh())
 
 
 def one_unit(model: Any) -> None:
-    fully_shard(model, mesh=dp(), reshard_after_forward=True)
+    fully_shard(model, mesh=make_dp_mesh(), reshard_after_forward=True)
 
 
 def copies(model: Any) -> None:
-    replicate(model, dp())
+    replicate(model, make_dp_mesh())
 
 
 def styles(model: Any) -> None:
-    parallelize_module(model, dp(), {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    parallelize_module(model, make_dp_mesh(), {"0": ColwiseParallel(), "2": RowwiseParallel()})
 
 
 def make_models(way: Any) -> tuple[Any, Any]:
@@ -53,7 +53,7 @@ def assert_gradients_equal(model: Any, alone: Any, given: Any) -> None:
     alone.zero_grad()
     model(given).square().sum().backward()
     alone(X).square().sum().backward()
-    same_gradients(model, alone)
+    assert_same_gradients(model, alone)
 
 
 def mesh_2d() -> dt.DeviceMesh:
@@ -71,7 +71,11 @@ def over_styles(model: Any) -> None:
 
 
 WAYS_1D = [units, one_unit, copies, styles]
-INPUTS_1D = [lambda: dt.per_rank([X.clone(), X.clone()]), lambda: dt.distribute_tensor(X, dp(), [Replicate()]), lambda: X.clone()]
+INPUTS_1D = [
+    lambda: dt.per_rank([X.clone(), X.clone()]),
+    lambda: dt.distribute_tensor(X, make_dp_mesh(), [Replicate()]),
+    lambda: X.clone(),
+]
 WAYS = pytest.mark.parametrize("way", WAYS_1D)
 DATA_PARALLEL = pytest.mark.parametrize("way", [units, one_unit, copies])
 INPUTS = pytest.mark.parametrize("given", INPUTS_1D, ids=["per rank", "distributed", "plain"])
@@ -114,7 +118,7 @@ TRANSFORMS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(("case", "transform"), diagonals(CASES, TRANSFORMS))
+@pytest.mark.parametrize(("case", "transform"), keep_diagonals_fast(CASES, TRANSFORMS))
 def test_torch_func_transforms_equal_plain_torch_and_keep_the_module(case: tuple[Any, Any], transform: str) -> None:
     way, given = case
     model, alone = make_models(way)
@@ -122,7 +126,7 @@ def test_torch_func_transforms_equal_plain_torch_and_keep_the_module(case: tuple
     found, wanted = (tree_leaves(TRANSFORMS[transform](m, x)) for m, x in ((model, given()), (alone, X)))
     assert len(found) == len(wanted)
     for ours, theirs in zip(found, wanted, strict=True):
-        torch.testing.assert_close(whole(ours), whole(theirs))
+        torch.testing.assert_close(full_value(ours), full_value(theirs))
     assert all(p is q for p, q in zip(model.parameters(), before, strict=True))
     if given not in (INPUTS_1D[2], INPUTS_2D[2]):
         assert_gradients_equal(model, alone, given())
@@ -131,8 +135,8 @@ def test_torch_func_transforms_equal_plain_torch_and_keep_the_module(case: tuple
 @pytest.mark.parametrize(("way", "given"), [case for case in CASES if case[0] in WAYS_1D])
 def test_vmap_of_modules_and_of_gradients_equals_plain_torch(way: Any, given: Any) -> None:
     model, alone = make_models(way)
-    torch.testing.assert_close(whole(torch.func.vmap(model)(given())), torch.func.vmap(alone)(X))
-    found = whole(torch.func.vmap(torch.func.grad(lambda y: model(y).square().sum()))(given()))
+    torch.testing.assert_close(full_value(torch.func.vmap(model)(given())), torch.func.vmap(alone)(X))
+    found = full_value(torch.func.vmap(torch.func.grad(lambda y: model(y).square().sum()))(given()))
     torch.testing.assert_close(found, torch.func.vmap(torch.func.grad(lambda y: alone(y).square().sum()))(X))
     if given is not INPUTS_1D[2]:
         assert_gradients_equal(model, alone, given())
@@ -178,7 +182,7 @@ def test_forward_mode_derivatives_equal_plain_torch(way: Any, given: Any) -> Non
     for _ in range(2):
         with forward_ad.dual_level():
             tangent = forward_ad.unpack_dual(model(forward_ad.make_dual(given(), given().cos()))).tangent
-            torch.testing.assert_close(whole(tangent), wanted)
+            torch.testing.assert_close(full_value(tangent), wanted)
 
 
 @WAYS
@@ -190,16 +194,16 @@ def test_functional_call_uses_the_given_values(way: Any, given: Any) -> None:
         torch.func.functional_call(m, {name: p.detach() * 2 for name, p in m.named_parameters()}, (x,))
         for m, x in ((model, given()), (alone, X))
     ]
-    torch.testing.assert_close(whole(found[0]), found[1])
+    torch.testing.assert_close(full_value(found[0]), found[1])
     assert all(p is q for p, q in zip(model.parameters(), before, strict=True))
-    torch.testing.assert_close(whole(model(given())), alone(X))
+    torch.testing.assert_close(full_value(model(given())), alone(X))
 
 
 def test_functional_call_differentiates_tensor_parallel_parameters() -> None:
     model, alone = make_models(styles)
     for m in (model, alone):
         torch.func.functional_call(m, {name: p * 2 for name, p in m.named_parameters()}, (X,)).square().sum().backward()
-    same_gradients(model, alone)
+    assert_same_gradients(model, alone)
 
 
 @DATA_PARALLEL

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from fast_part import chosen, some
 from gloo_processes import run_gloo
+from slow_case_marks import keep_chosen_fast, keep_every_nth_fast
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -81,7 +81,7 @@ def check_gated(ranks: int, local: bool, tracked: bool) -> None:
 
 @pytest.mark.parametrize(
     ("ranks", "local", "tracked"),
-    chosen([(4, True, True), (4, False, False), (3, True, False), (3, False, True)], [(3, False, True)]),
+    keep_chosen_fast([(4, True, True), (4, False, False), (3, True, False), (3, False, True)], [(3, False, True)]),
 )
 def test_gated_mlp_with_fused_projection_equals_plain_model(ranks: int, local: bool, tracked: bool) -> None:
     check_gated(ranks, local, tracked)
@@ -116,7 +116,7 @@ PARTS_PROGRAMS: dict[str, tuple[PartsProgram, int]] = {  # and the largest numbe
 }
 
 
-@pytest.mark.parametrize("name", some(list(PARTS_PROGRAMS), 3))
+@pytest.mark.parametrize("name", keep_every_nth_fast(list(PARTS_PROGRAMS), 3))
 def test_uses_of_fused_projection_parts_equal_plain_torch(name: str) -> None:
     taken, most = PARTS_PROGRAMS[name]
     torch.manual_seed(0)
@@ -179,7 +179,7 @@ def train(model: nn.Module, x: Any, steps: int = 3) -> None:
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("ways", some(["tp", "fsdp"]))
+@pytest.mark.parametrize("ways", keep_every_nth_fast(["tp", "fsdp"]))
 def test_state_dicts_of_fused_projections_equal_plain_model(ways: str, tmp_path: Path) -> None:
     mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
@@ -236,7 +236,7 @@ def test_fused_projection_on_meta_device_loads_from_safetensors(tmp_path: Path) 
     assert_equals(model(x), plain(x))
 
 
-@pytest.mark.parametrize("on", some(["cpu", "meta"]))
+@pytest.mark.parametrize("on", keep_every_nth_fast(["cpu", "meta"]))
 def test_full_state_dicts_of_fused_projections(on: str) -> None:
     """Check torch's functions for full state dicts."""
     plain, options = Gated(), StateDictOptions(full_state_dict=True)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.fsdp as peer
-from compare_with_one_device import same_gradients, steps_alike, whole
+from compare_with_one_device import assert_same_gradients, assert_same_training, full_value
 from gloo_processes import run_gloo
 from torch import Tensor, nn
 
@@ -54,7 +54,7 @@ def _train_with_several_meshes(other: str, reshard: bool | int | None) -> dict[s
             x = x[:2].repeat(2, 1, 1) if other == "inner" else x[:2].repeat_interleave(2, 0)
         return dt.map_ranks(lambda at: x[at[0]].clone(), mesh=dp), x
 
-    return steps_alike(model, alone, lambda m: torch.optim.Adam(m.parameters(), lr=0.05), map(batch, range(2)))
+    return assert_same_training(model, alone, lambda m: torch.optim.Adam(m.parameters(), lr=0.05), map(batch, range(2)))
 
 
 @pytest.mark.parametrize("reshard", [None, False, 2])
@@ -82,10 +82,10 @@ def test_fully_shard_of_experts_sharded_over_another_mesh_dim() -> None:
     assert model.experts.device_mesh == mesh
     assert model.experts.placements == (Shard(1), Shard(0))
     assert model.up.weight.placements == (Shard(0),)
-    torch.testing.assert_close(whole(model.experts), experts)
+    torch.testing.assert_close(full_value(model.experts), experts)
     model.unshard()
     assert model.experts.device_mesh == mesh["ep"]
-    torch.testing.assert_close(whole(model.experts), experts)
+    torch.testing.assert_close(full_value(model.experts), experts)
 
 
 def test_invalid_shard_placement_results_raise() -> None:
@@ -144,10 +144,10 @@ def _batch_on_one_dim(size: int, sequence: bool) -> None:
     given = dt.distribute_tensor(x, mesh, [Shard(0), Shard(1) if sequence else Replicate()])
     batch = dt.DTensor.from_local(given.to_local(), mesh["dp"], [Shard(0)])
     loss, expected = model(batch).square().mean(), alone(x).square().mean()
-    torch.testing.assert_close(whole(loss), expected.detach())
+    torch.testing.assert_close(full_value(loss), expected.detach())
     loss.backward()
     expected.backward()
-    same_gradients(model, alone)
+    assert_same_gradients(model, alone)
 
 
 @pytest.mark.parametrize("sequence", [False, True])
@@ -180,7 +180,7 @@ def _train_on_two_unflattened_meshes(copies: bool) -> None:
             x = x[:2]
         return dt.map_ranks(lambda at: x[data.get_local_rank("batch")].clone(), mesh=data), x
 
-    steps_alike(model, alone, lambda m: torch.optim.Adam(m.parameters(), lr=0.05), map(batch, range(2)))
+    assert_same_training(model, alone, lambda m: torch.optim.Adam(m.parameters(), lr=0.05), map(batch, range(2)))
 
 
 @pytest.mark.parametrize("copies", [False, True])

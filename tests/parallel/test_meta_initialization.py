@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from compare_with_one_device import whole
+from compare_with_one_device import full_value
 from gloo_processes import run_gloo
 from torch import Tensor, nn
 
@@ -85,7 +85,7 @@ def test_materialized_values_equal_plain_model(way: str) -> None:
     assert list(ours) == list(theirs)
     for name, value in theirs.items():
         assert not ours[name].is_meta
-        assert torch.equal(whole(ours[name]), value), name
+        assert torch.equal(full_value(ours[name]), value), name
 
 
 def init(module: nn.Module) -> None:
@@ -194,7 +194,7 @@ def test_materialize_keeps_tied_parameters_and_needs_init(way: str) -> None:
     materialize(model, init=init)
     assert model.head.weight is model.table.weight
     for name, value in build(Tied).state_dict().items():
-        assert torch.equal(whole(model.state_dict()[name]), value), name
+        assert torch.equal(full_value(model.state_dict()[name]), value), name
 
 
 def test_materialize_keeps_requires_grad_dtypes_and_real_tensors() -> None:
@@ -228,7 +228,7 @@ def test_tensors_replaced_by_an_initializer_keep_their_layout() -> None:
     torch.manual_seed(0)
     materialize(model)
     for name, value in build(ReplacesItsTensors).state_dict().items():
-        assert torch.equal(whole(model.state_dict()[name]), value), name
+        assert torch.equal(full_value(model.state_dict()[name]), value), name
     assert model.weight.placements == (Shard(0), Shard(0))
     assert not model.weight.requires_grad
     assert isinstance(model.table, DTensor)

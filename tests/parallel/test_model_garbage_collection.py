@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from fast_part import chosen
+from slow_case_marks import keep_chosen_fast
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -119,7 +119,7 @@ CASES = [(make, use) for make in MODELS for use in USES if use is not captured o
 
 @pytest.mark.parametrize(
     ("make", "use"),
-    chosen(CASES, [(units, step), (units, forward_only), (units, failed_forward), (sharded_parameters, captured)]),
+    keep_chosen_fast(CASES, [(units, step), (units, forward_only), (units, failed_forward), (sharded_parameters, captured)]),
 )
 def test_unreferenced_model_is_garbage_collected(make: Callable[[], ModelAndBatch], use: Callable[[Any, Any], None]) -> None:
     model, x = make()

@@ -9,7 +9,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from compare_with_one_device import assert_same, dp, same_gradients, stepped
+from compare_with_one_device import (
+    assert_same_gradients,
+    assert_same_parameters_and_gradients,
+    make_dp_mesh,
+    step_and_clear_gradients,
+)
 from gloo_processes import run_gloo
 from torch import Tensor, nn
 
@@ -42,7 +47,7 @@ parts = pytest.mark.parametrize("make", MAKES, ids=lambda make: make.__name__)
 def models(module: type[nn.Module], make: Make) -> tuple[Any, Any]:
     torch.manual_seed(0)
     alone = module().double()
-    return make(copy.deepcopy(alone), dp()), alone
+    return make(copy.deepcopy(alone), make_dp_mesh()), alone
 
 
 def batch(count: int = 1) -> list[list[Tensor]]:
@@ -95,7 +100,7 @@ def test_nested_inputs_and_outputs_with_unused_ones(make: Make) -> None:
         assert made["unused"][1:] == [None, 3]
         made["out"].out.square().mean().backward()
         torch.stack([alone(x, more={"x": [x]}, scale=0.5)["out"].out.square().mean() for x in given]).mean().backward()
-        assert_same(model, alone)
+        assert_same_parameters_and_gradients(model, alone)
 
 
 class Recording(nn.Module):
@@ -115,7 +120,7 @@ def test_outputs_in_a_dataclass(make: Make) -> None:
         (made.out.square().mean() + made.aux.mean()).backward()
         found = [alone(x) for x in given]
         torch.stack([r.out.square().mean() + r.aux.mean() for r in found]).mean().backward()
-        assert_same(model, alone)
+        assert_same_parameters_and_gradients(model, alone)
 
 
 class Chain(nn.Module):
@@ -136,7 +141,7 @@ def test_backward_of_two_forward_passes_one_after_the_other(make: Make) -> None:
         out.backward()
     for given in (first, second):
         torch.stack([alone(x).square().mean() for x in given]).mean().backward()
-    assert_same(model, alone)
+    assert_same_parameters_and_gradients(model, alone)
 
 
 @parts
@@ -165,8 +170,8 @@ def test_evaluation_between_training_steps(make: Make) -> None:
         with torch.inference_mode():
             model(own(given))
         torch.stack([alone(x).square().mean() for x in given]).mean().backward()
-        assert_same(model, alone)
-        stepped(*optimizers)
+        assert_same_parameters_and_gradients(model, alone)
+        step_and_clear_gradients(*optimizers)
 
 
 @parts
@@ -180,7 +185,7 @@ def test_units_run_in_another_order_in_each_step(make: Make) -> None:
         for each in (model, alone):
             each.train(step % 2 == 0)
         both_backward(model, alone, given)
-        assert_same(model, alone)
+        assert_same_parameters_and_gradients(model, alone)
 
 
 def test_inner_unit_runs_alone_before_the_outer_one() -> None:
@@ -190,7 +195,7 @@ def test_inner_unit_runs_alone_before_the_outer_one() -> None:
         model(own(given)).square().mean().backward()
         torch.stack([alone.a(x).square().mean() for x in given]).mean().backward()
         torch.stack([alone(x).square().mean() for x in given]).mean().backward()
-        assert_same(model, alone)
+        assert_same_parameters_and_gradients(model, alone)
 
 
 @parts
@@ -198,13 +203,13 @@ def test_parameters_initialized_and_loaded_after_wrapping(make: Make) -> None:
     model, alone = models(Chain, make)
     for each in (model, alone):
         each.apply(lambda module: nn.init.constant_(module.weight, 0.25) if isinstance(module, nn.Linear) else None)
-    assert_same(model, alone)
+    assert_same_parameters_and_gradients(model, alone)
     state = {name: value + 1 for name, value in model.state_dict().items()}
     model.load_state_dict(state)
     alone.load_state_dict({name: value + 1 for name, value in alone.state_dict().items()})
     (given,) = batch()
     both_backward(model, alone, given)
-    assert_same(model, alone)
+    assert_same_parameters_and_gradients(model, alone)
 
 
 @parts
@@ -220,7 +225,7 @@ def test_units_with_empty_parameters(make: Make) -> None:
     model, alone = models(Empty, make)
     for given in batch(2):
         both_backward(model, alone, given)
-        assert_same(model, alone)
+        assert_same_parameters_and_gradients(model, alone)
 
 
 @parts
@@ -232,7 +237,7 @@ def test_requires_grad_changes_between_steps(make: Make) -> None:
             each.a.weight.requires_grad_(step != 1)
             each.zero_grad()
         both_backward(model, alone, given)
-        assert_same(model, alone)
+        assert_same_parameters_and_gradients(model, alone)
 
 
 # --- overlap ------------------------------------------------------------------------------------------------------------
@@ -301,7 +306,7 @@ def test_plain_module_after_styled_one_takes_batch_on_either_mesh(make: Any, who
     batch = dt.distribute_tensor(x, mesh if whole else mesh["dp"], [dt.Shard(0)] + [dt.Replicate()] * whole)
     for one, given in ((model, batch), (alone, x)):
         (one(given) ** 2).sum().backward()
-    same_gradients(model, alone)
+    assert_same_gradients(model, alone)
 
 
 def test_batch_on_full_mesh_with_local_output_style_raises() -> None:

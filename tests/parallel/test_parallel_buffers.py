@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from compare_with_one_device import whole
+from compare_with_one_device import full_value
 from gloo_processes import run_gloo
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
@@ -68,10 +68,10 @@ def _check(how: str, recomputed: str) -> None:
         for alone, part in zip(ranks, batch.chunk(2), strict=True):
             alone(part).square().mean().backward()
         for p, *pair in zip(model.parameters(), *(alone.parameters() for alone in ranks), strict=True):
-            torch.testing.assert_close(whole(p.grad), (pair[0].grad + pair[1].grad) / 2)
+            torch.testing.assert_close(full_value(p.grad), (pair[0].grad + pair[1].grad) / 2)
         for b, first, second in zip(model.buffers(), *(alone.buffers() for alone in ranks), strict=True):
             assert isinstance(b, DTensor)
-            torch.testing.assert_close(whole(b), first)
+            torch.testing.assert_close(full_value(b), first)
             second.copy_(first)
 
 
@@ -139,9 +139,9 @@ def test_buffers_shared_or_read_by_several_units(root: bool) -> None:
         torch.testing.assert_close(outputs[1].shards[1], outputs[0])
         for ours, theirs in zip(model.buffers(), alone.buffers(), strict=True):
             assert isinstance(ours, DTensor)
-            torch.testing.assert_close(whole(ours), theirs)
+            torch.testing.assert_close(full_value(ours), theirs)
         for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
-            torch.testing.assert_close(whole(ours.grad), theirs.grad)
+            torch.testing.assert_close(full_value(ours.grad), theirs.grad)
 
 
 def _check_broadcast() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from compare_with_one_device import dp, own, same_gradients, whole
+from compare_with_one_device import assert_same_gradients, full_value, make_dp_mesh, make_per_rank_batch
 from gloo_processes import run_gloo
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, bf16_compress_hook
@@ -51,11 +51,11 @@ def make_sharded(mesh: dt.DeviceMesh, **options: Any) -> Any:
 
 def rows(mesh: dt.DeviceMesh) -> Tensor:
     """Return the rows of each rank."""
-    return own(X.chunk(mesh.size()), mesh)
+    return make_per_rank_batch(X.chunk(mesh.size()), mesh)
 
 
 def gradients(model: nn.Module) -> list[Tensor]:
-    return [whole(p.grad) for p in model.parameters()]
+    return [full_value(p.grad) for p in model.parameters()]
 
 
 def plain_gradients(parts: int) -> list[Tensor]:
@@ -107,7 +107,7 @@ def test_reshard_after_forward_to_a_smaller_group_on_process_groups() -> None:
 
 
 def test_reshard_group_keeps_a_part_and_gathers_fewer_bytes() -> None:
-    mesh = dp(4)
+    mesh = make_dp_mesh(4)
     model = make_sharded(mesh, reshard_after_forward=2)
     loss = (model(rows(mesh)) ** 2).sum()
     group = unit_of(model[2]).groups[0]
@@ -129,7 +129,7 @@ def test_reshard_group_keeps_a_part_and_gathers_fewer_bytes() -> None:
 
 
 def test_reshard_after_forward_numbers_for_all_none_and_invalid() -> None:
-    mesh = dp(4)
+    mesh = make_dp_mesh(4)
     assert unit_of(fully_shard(nn.Linear(2, 2), mesh=mesh, reshard_after_forward=1)).keep_after_forward is True
     whole = unit_of(fully_shard(nn.Linear(2, 2), mesh=mesh, reshard_after_forward=4))
     assert (whole.keep_after_forward, whole.groups[0].reshard_group) == (False, None)
@@ -151,7 +151,7 @@ class Tokens(nn.Module):
 
 
 def test_set_unshard_in_backward_false_skips_the_all_gather() -> None:
-    mesh, counts, results = dp(), [], []
+    mesh, counts, results = make_dp_mesh(), [], []
     for gathers in (True, False):
         torch.manual_seed(0)
         model = Tokens()
@@ -168,7 +168,7 @@ def test_set_unshard_in_backward_false_skips_the_all_gather() -> None:
 
 
 def test_backward_that_needs_a_unit_without_unshard_raises() -> None:
-    mesh = dp()
+    mesh = make_dp_mesh()
     model = make_sharded(mesh, reshard_after_forward=True)
     model[2].set_unshard_in_backward(False)
     loss = (model(rows(mesh)) ** 2).sum()
@@ -217,7 +217,7 @@ def test_all_reduce_hook_on_process_groups() -> None:
 
 
 def test_force_sum_reduction_issues_only_sums() -> None:
-    mesh = dp(3)
+    mesh = make_dp_mesh(3)
     plain, summing = make_sharded(mesh), make_sharded(mesh)
     for layer in summing[::2]:
         layer.set_force_sum_reduction_for_comms(True)
@@ -245,7 +245,7 @@ def test_force_sum_reduction_issues_only_sums() -> None:
 
 @pytest.mark.parametrize("way", ["fully_shard", "replicate", "zero"])
 def test_later_steps_bind_no_collectives(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    mesh = dp(3)
+    mesh = make_dp_mesh(3)
     model: Any = make_sharded(mesh) if way == "fully_shard" else replicate(net(), mesh)
     optimizer: Any = (
         ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
@@ -308,7 +308,7 @@ class CustomReduceScatter(RecordsAllocations, ReduceScatter):
 
 
 def _train_with_custom_collectives(size: int, sums_only: bool) -> list[float]:
-    mesh = dp(size)
+    mesh = make_dp_mesh(size)
     model, gathering, scattering = make_sharded(mesh, reshard_after_forward=True), CustomAllGather(), CustomReduceScatter()
     model[2].set_custom_all_gather(gathering)
     model[2].set_custom_reduce_scatter(scattering)
@@ -342,7 +342,7 @@ def test_custom_all_gather_and_reduce_scatter_on_process_groups() -> None:
 
 @pytest.mark.own_collectives
 def test_custom_all_gather_of_mixed_dtypes_gets_bytes() -> None:
-    mesh, gathering = dp(), CustomAllGather()
+    mesh, gathering = make_dp_mesh(), CustomAllGather()
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).double())
     fully_shard(model, mesh=mesh).set_custom_all_gather(gathering)
     with torch.no_grad():
@@ -359,7 +359,7 @@ def local_ones(mesh: dt.DeviceMesh) -> Tensor:
 
 
 def _train_with_settings(size: int) -> list[float]:
-    mesh = dp(size)
+    mesh = make_dp_mesh(size)
     model = make_sharded(mesh)
     with pytest.warns(UserWarning, match="does not provide memory"):
         model[0].set_allocate_memory_from_process_group_for_comm(True)
@@ -379,7 +379,7 @@ def _train_with_settings(size: int) -> list[float]:
 
 def test_communication_settings_without_effect_keep_values() -> None:
     _train_with_settings(3)
-    model = make_sharded(dp())
+    model = make_sharded(make_dp_mesh())
     with pytest.raises(UnsupportedOperationError, match="symmetric memory"):
         model.set_symm_mem_for_comm()
     with pytest.raises(ValueError, match="is not a unit"):
@@ -401,7 +401,7 @@ def test_communication_settings_without_effect_on_process_groups() -> None:
 # --- errors, copies and unused parameters -------------------------------------------------------------------------------
 @pytest.mark.parametrize("place", ["forward", "backward"])
 def test_reset_iter_state_after_failed_pass(place: str) -> None:
-    mesh = dp()
+    mesh = make_dp_mesh()
     model = make_sharded(mesh, reshard_after_forward=True)
     model.set_requires_gradient_sync(False)
     step_held = (model(rows(mesh)) ** 2).sum()
@@ -428,7 +428,7 @@ def test_reset_iter_state_after_failed_pass(place: str) -> None:
 
 
 def test_forward_with_meta_parameters_raises_with_their_names() -> None:
-    mesh = dp()
+    mesh = make_dp_mesh()
     with torch.device("meta"):
         model = net()
     for layer in (model[0], model[2], model):
@@ -445,11 +445,11 @@ def test_forward_with_meta_parameters_raises_with_their_names() -> None:
 def test_fully_shard_of_module_containers_raises() -> None:
     for container in (nn.ModuleList([nn.Linear(2, 2)]), nn.ModuleDict({"a": nn.Linear(2, 2)})):
         with pytest.raises(ValueError, match="without a forward of its own"):
-            fully_shard(container, mesh=dp())
+            fully_shard(container, mesh=make_dp_mesh())
 
 
 def test_slice_of_fully_sharded_sequential_is_a_plain_sequential() -> None:
-    mesh = dp()
+    mesh = make_dp_mesh()
     model = make_sharded(mesh)
     part = model[:2]
     assert type(part) is nn.Sequential
@@ -458,7 +458,7 @@ def test_slice_of_fully_sharded_sequential_is_a_plain_sequential() -> None:
 
 
 def test_deepcopy_keeps_the_gradient_divide_factor() -> None:
-    mesh = dp()
+    mesh = make_dp_mesh()
     model = make_sharded(mesh)
     for layer in model[::2]:
         layer.set_gradient_divide_factor(1.0)
@@ -481,7 +481,7 @@ class Branches(nn.Module):
 
 
 def _train_with_different_units(steps: int) -> list[float]:
-    mesh, all_used = dp(3), [(0, 1, 3), (3,), (0, 3)]
+    mesh, all_used = make_dp_mesh(3), [(0, 1, 3), (3,), (0, 3)]
     model, plain = Branches(), Branches()
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
@@ -491,7 +491,7 @@ def _train_with_different_units(steps: int) -> list[float]:
         (model(X.chunk(3)[rank], all_used[rank]) ** 2).sum().backward()
     for part, used in zip(X.chunk(3), all_used, strict=True):
         ((plain(part, used) ** 2).sum() * steps / 3).backward()
-    same_gradients(model, plain)
+    assert_same_gradients(model, plain)
     return []
 
 
@@ -501,7 +501,7 @@ def test_ranks_with_different_used_units_on_process_groups() -> None:
 
 
 def test_deferred_reduce_scatter_gives_equal_gradients() -> None:
-    mesh = dp()
+    mesh = make_dp_mesh()
     model = make_sharded(mesh, reshard_after_forward=True)
     model.set_reduce_scatter_unused_params(True)
     for _ in range(2):
@@ -559,7 +559,7 @@ def _compare_all_halves() -> None:
 
 
 def _compare_halves(kind: str, way: str) -> None:
-    mesh = dp()
+    mesh = make_dp_mesh()
     torch.manual_seed(3)
     model, rounds = TwoHalves(), 2
     plain = copy.deepcopy(model)
@@ -583,7 +583,7 @@ def _compare_halves(kind: str, way: str) -> None:
 
 # --- replicated modules --------------------------------------------------------------------------------------------------
 def _train_with_comm_hooks(size: int) -> list[float]:
-    mesh, results = dp(size), []
+    mesh, results = make_dp_mesh(size), []
     hooks: list[Any] = [allreduce_hook, bf16_compress_hook] if dist.is_initialized() else [_average_in_process]
     for hook in hooks:
         model = replicate(net(), mesh, bucket_cap_mb=0.0001)
@@ -614,7 +614,7 @@ def _average_in_process(state: None, bucket: Any) -> torch.futures.Future[Any]:
 
 def test_comm_hook_of_replicate_reduces_buckets() -> None:
     _train_with_comm_hooks(3)
-    mesh = dp()
+    mesh = make_dp_mesh()
     model = replicate(net(), mesh)
     model.register_comm_hook(None, _average_in_process)
     loss = model(dt.distribute_tensor(X, mesh, [dt.Shard(0)])).sum()
@@ -631,7 +631,7 @@ def test_comm_hooks_of_torch_on_process_groups() -> None:
 
 
 def test_replicated_modules_have_gradient_settings() -> None:
-    mesh = dp()
+    mesh = make_dp_mesh()
     model = replicate(net(), mesh, find_unused_parameters=True, static_graph=True)
     assert isinstance(model, FSDPModule)
     model.set_force_sum_reduction_for_comms(True)
@@ -658,7 +658,7 @@ def test_replicate_over_named_mesh_dims() -> None:
 
 
 def test_replicate_without_broadcast_buffers_keeps_per_rank_buffers() -> None:
-    mesh = dp()
+    mesh = make_dp_mesh()
     model = replicate(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).double(), mesh, broadcast_buffers=False)
     model(rows(mesh)).sum().backward()
     here = model[1].running_mean

@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from compare_with_one_device import assert_same, dp, own, same_gradients, same_parameters, stepped, whole
+from compare_with_one_device import (
+    assert_same_gradients,
+    assert_same_parameters,
+    assert_same_parameters_and_gradients,
+    full_value,
+    make_dp_mesh,
+    make_per_rank_batch,
+    step_and_clear_gradients,
+)
 from gloo_processes import run_gloo
 from torch import Tensor, nn
 
@@ -43,20 +51,20 @@ def alone_loss(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 def test_replicate_of_a_module_list_makes_one_unit() -> None:
-    model, mesh = net(), dp()
+    model, mesh = net(), make_dp_mesh()
     alone = copy.deepcopy(model)
     given = replicate([model[2], model[0], model[2]], mesh)
     assert given == [model[2], model[0], model[2]]
     assert unit_of(model[0]) is unit_of(model[2]) is not None
     replicate(model, mesh)
     for batch in data(2, 2):
-        (model(own(batch, mesh)) ** 2).mean().backward()
+        (model(make_per_rank_batch(batch, mesh)) ** 2).mean().backward()
         alone_loss(alone, batch).backward()
-        assert_same(model, alone)
+        assert_same_parameters_and_gradients(model, alone)
 
 
 def train_both(size: int, zero: bool, **options: Any) -> list[float]:
-    mesh, model, alone = dp(size), net(), net()
+    mesh, model, alone = make_dp_mesh(size), net(), net()
     replicate(model, mesh, **options)
     made = (
         ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.05)
@@ -65,25 +73,25 @@ def train_both(size: int, zero: bool, **options: Any) -> list[float]:
     )
     plain = torch.optim.AdamW(alone.parameters(), lr=0.05)
     for batch in data(size, 3):
-        (model(own(batch, mesh)) ** 2).mean().backward()
+        (model(make_per_rank_batch(batch, mesh)) ** 2).mean().backward()
         alone_loss(alone, batch).backward()
         for optimizer in (made, plain):
             optimizer.step()
-        assert_same(model, alone)
+        assert_same_parameters_and_gradients(model, alone)
         for optimizer in (made, plain):
             optimizer.zero_grad()
-    return [whole(p).sum().item() for p in model.parameters()]
+    return [full_value(p).sum().item() for p in model.parameters()]
 
 
 def _record_all_reduce_rounds(parts: int, width: int) -> list[str]:
     """Return the order in which two-round all-reduces of several buckets advance and end in one backward."""
-    mesh, seen = dp(3), []
+    mesh, seen = make_dp_mesh(3), []
     model, alone = (nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(parts)]).double() for _ in range(2))
     alone.load_state_dict(model.state_dict())
     first = [torch.full((2, width), 0.01 * (rank + 1), dtype=torch.float64) for rank in range(3)]
     replicate(model, mesh, bucket_cap_mb=0.5)
     for p, q in zip(alone.parameters(), model.parameters(), strict=True):
-        p.data.copy_(whole(q))
+        p.data.copy_(full_value(q))
     advance, wait = Pending.advance, Pending.wait
 
     def told(name: str, fn: Any) -> Any:
@@ -101,7 +109,7 @@ def _record_all_reduce_rounds(parts: int, width: int) -> list[str]:
     finally:
         Pending.advance, Pending.wait = advance, wait
     torch.stack([(alone(x) ** 2).mean() for x in first]).mean().backward()
-    same_gradients(model, alone)
+    assert_same_gradients(model, alone)
     return seen
 
 
@@ -129,17 +137,17 @@ def test_replicate_and_zero_on_process_groups() -> None:
 
 
 def test_replicated_model_on_distributed_batch_gives_global_gradients() -> None:
-    mesh, model, alone = dp(), net(), net()
+    mesh, model, alone = make_dp_mesh(), net(), net()
     replicate(model, mesh)
     x = data(1)[0, 0][:3]  # ranks have 2 and 1 rows
     loss = (model(dt.distribute_tensor(x, mesh, [Shard(0)])) ** 2).mean()
     loss.backward()
     (alone(x) ** 2).mean().backward()
-    assert_same(model, alone)
+    assert_same_parameters_and_gradients(model, alone)
 
 
 def test_gradient_buckets_are_reduced_during_backward() -> None:
-    mesh = dp()
+    mesh = make_dp_mesh()
     model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(6)))  # 256 KiB each
     replicate(model, mesh, bucket_cap_mb=0.5)
     x = torch.ones(1, 256, requires_grad=True)
@@ -159,19 +167,19 @@ def _gradient_pointers(x: Any) -> list[int]:
 
 def _compare_bucket_views(ranks: int, **options: Any) -> None:
     """Compare steps with and without ``gradient_as_bucket_view`` bit for bit."""
-    mesh = dp(ranks)
+    mesh = make_dp_mesh(ranks)
     models = [replicate(net(), mesh, bucket_cap_mb=1e-4, gradient_as_bucket_view=views, **options) for views in (True, False)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5) for model in models]
     places = None
     for batch in data(ranks, 3):
         for model in models:
-            (model(own(batch, mesh)) ** 2).mean().backward()
+            (model(make_per_rank_batch(batch, mesh)) ** 2).mean().backward()
         for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
-            assert torch.equal(whole(ours.grad), whole(theirs.grad))
+            assert torch.equal(full_value(ours.grad), full_value(theirs.grad))
         now = [_gradient_pointers(p) for p in models[0].parameters()]
         places = places or now
         assert now == places
-        stepped(*optimizers)
+        step_and_clear_gradients(*optimizers)
 
 
 @pytest.mark.parametrize("options", [{}, {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float64)}], ids=str)
@@ -187,12 +195,12 @@ def test_gradient_as_bucket_view_on_process_groups() -> None:
 
 
 def test_gradient_as_bucket_view_accumulates_in_place() -> None:
-    mesh, model, alone = dp(), net(), net()
+    mesh, model, alone = make_dp_mesh(), net(), net()
     replicate(model, mesh, gradient_as_bucket_view=True)
     for step, batch in enumerate(data(2, 4)):
-        (model(own(batch, mesh)) ** 2).mean().backward()
+        (model(make_per_rank_batch(batch, mesh)) ** 2).mean().backward()
         alone_loss(alone, batch).backward()
-        assert_same(model, alone)
+        assert_same_parameters_and_gradients(model, alone)
         if step == 1:
             places = [_gradient_pointers(p) for p in model.parameters()]
             for each in (model, alone):
@@ -201,13 +209,13 @@ def test_gradient_as_bucket_view_accumulates_in_place() -> None:
     first = next(model.parameters())
     first.grad = None  # only for one parameter; gradients of the others accumulate
     next(alone.parameters()).grad = None
-    (model(own(batch, mesh)) ** 2).mean().backward()
+    (model(make_per_rank_batch(batch, mesh)) ** 2).mean().backward()
     alone_loss(alone, batch).backward()
-    assert_same(model, alone)
+    assert_same_parameters_and_gradients(model, alone)
 
 
 def test_gradient_as_bucket_view_halves_gradient_memory() -> None:
-    mesh = dp()
+    mesh = make_dp_mesh()
     held = {}
     for views in (True, False):
         model = replicate(nn.Sequential(*(nn.Linear(16, 16) for _ in range(3))), mesh, gradient_as_bucket_view=views)
@@ -221,29 +229,29 @@ def test_gradient_as_bucket_view_halves_gradient_memory() -> None:
 
 
 def test_gradients_accumulate_under_no_sync() -> None:
-    mesh, model, alone = dp(), net(), net()
+    mesh, model, alone = make_dp_mesh(), net(), net()
     replicate(model, mesh)
     first, second, third = data(2, 3)
     with model.no_sync():
         for batch in (first, second):
-            (model(own(batch, mesh)) ** 2).mean().backward()
+            (model(make_per_rank_batch(batch, mesh)) ** 2).mean().backward()
     assert all(p.grad is None for p in model.parameters())
-    (model(own(third, mesh)) ** 2).mean().backward()
+    (model(make_per_rank_batch(third, mesh)) ** 2).mean().backward()
     for batch in (first, second, third):
         alone_loss(alone, batch).backward()
-    assert_same(model, alone)
+    assert_same_parameters_and_gradients(model, alone)
 
 
 def test_gradients_accumulate_with_sync_over_two_graphs() -> None:
-    mesh, model, alone = dp(), net(), net()
+    mesh, model, alone = make_dp_mesh(), net(), net()
     replicate(model, mesh, bucket_cap_mb=0.0001)
     first, second = data(2, 2)
-    a, b = ((model(own(batch, mesh)) ** 2).mean() for batch in (first, second))
+    a, b = ((model(make_per_rank_batch(batch, mesh)) ** 2).mean() for batch in (first, second))
     (a + b).backward()
-    (model(own(second, mesh)) ** 2).mean().backward()
+    (model(make_per_rank_batch(second, mesh)) ** 2).mean().backward()
     for batch in (first, second, second):
         alone_loss(alone, batch).backward()
-    assert_same(model, alone)
+    assert_same_parameters_and_gradients(model, alone)
 
 
 class Choice(nn.Module):
@@ -260,17 +268,17 @@ class Choice(nn.Module):
 
 
 def _train_choice(mesh: Any = None) -> list[Any]:
-    mesh = mesh or dp(3)
+    mesh = mesh or make_dp_mesh(3)
     torch.manual_seed(0)
     model = Choice(mesh).double()
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     replicate(model, mesh, bucket_cap_mb=0.00001)  # a bucket for each parameter
     model(dt.map_ranks(lambda at: torch.ones(1, 3, dtype=torch.float64), mesh=mesh)).sum().backward()
     last = weights["last.weight"].sum(0)
-    torch.testing.assert_close(whole(model.a.weight.grad), last[:, None].expand(3, 3) / 3)
-    torch.testing.assert_close(whole(model.b.weight.grad), last[:, None].expand(3, 3) * 2 / 3)
+    torch.testing.assert_close(full_value(model.a.weight.grad), last[:, None].expand(3, 3) / 3)
+    torch.testing.assert_close(full_value(model.b.weight.grad), last[:, None].expand(3, 3) * 2 / 3)
     assert model.c.weight.grad is None
-    return [whole(model.last.weight.grad).tolist()]
+    return [full_value(model.last.weight.grad).tolist()]
 
 
 def test_parameters_that_some_or_no_ranks_use() -> None:
@@ -283,25 +291,25 @@ def test_parameters_that_some_or_no_ranks_use_on_process_groups() -> None:
 
 
 def test_buffers_are_broadcast_from_the_first_rank() -> None:
-    mesh = dp()
+    mesh = make_dp_mesh()
     model = nn.BatchNorm1d(3).double()
     first = copy.deepcopy(model)
     replicate(model, mesh)
     (batch,) = data(2)
     for _ in range(2):
-        model(own(batch, mesh))
+        model(make_per_rank_batch(batch, mesh))
         first(batch[0])
     for name, buffer in model.named_buffers():
         assert isinstance(buffer, DTensor)
         for shard in buffer.to_local().shards:
             torch.testing.assert_close(shard, dict(first.named_buffers())[name])
     model.eval()
-    torch.testing.assert_close(model(own(batch, mesh)).shards[1], first.eval()(batch[1]))
+    torch.testing.assert_close(model(make_per_rank_batch(batch, mesh)).shards[1], first.eval()(batch[1]))
 
 
 def test_mixed_precision_of_replicated_module() -> None:
     model = replicate(
-        nn.Linear(3, 2), dp(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        nn.Linear(3, 2), make_dp_mesh(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     )
     out = model(dt.per_rank([torch.ones(1, 3)] * 2))
     out.sum().backward()
@@ -317,15 +325,15 @@ def test_replicate_over_tensor_parallel_module() -> None:
     replicate(model, mesh["dp"])
     assert model[0].weight.placements == (Replicate(), Shard(0))
     (batch,) = data(2)
-    (model(own(batch, mesh["dp"])) ** 2).mean().backward()
+    (model(make_per_rank_batch(batch, mesh["dp"])) ** 2).mean().backward()
     alone_loss(alone, batch).backward()
-    assert_same(model, alone)
+    assert_same_parameters_and_gradients(model, alone)
 
 
 # --- ZeRO ------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam, torch.optim.Adafactor, torch.optim.RMSprop])
 def test_zero_updates_equal_plain_optimizer(make: Any) -> None:
-    mesh, model, alone = dp(3), net(), net()
+    mesh, model, alone = make_dp_mesh(3), net(), net()
     options = {"momentum": 0.9} if make is torch.optim.SGD else {}
     sharded = ZeroRedundancyOptimizer(model.parameters(), make, mesh=mesh, lr=0.1, **options)
     plain = make(alone.parameters(), lr=0.1, **options)
@@ -334,11 +342,11 @@ def test_zero_updates_equal_plain_optimizer(make: Any) -> None:
             optimizer.zero_grad()
             alone_loss(m, batch).backward()
             optimizer.step()
-    same_parameters(model, alone)
+    assert_same_parameters(model, alone)
 
 
 def test_zero_step_gathers_once_and_stores_a_part_of_the_state() -> None:
-    mesh = dp(2)
+    mesh = make_dp_mesh(2)
     model = replicate(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4)), mesh)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.1)
     model(dt.per_rank([torch.ones(1, 4)] * 2)).sum().backward()
@@ -350,7 +358,7 @@ def test_zero_step_gathers_once_and_stores_a_part_of_the_state() -> None:
 
 
 def test_schedulers_and_param_groups_apply_to_the_inner_optimizer() -> None:
-    mesh, model, alone = dp(), net(), net()
+    mesh, model, alone = make_dp_mesh(), net(), net()
     groups = [[{"params": list(m[0].parameters()), "lr": 0.3}, {"params": list(m[2].parameters())}] for m in (model, alone)]
     sharded = ZeroRedundancyOptimizer(groups[0], torch.optim.SGD, mesh=mesh, lr=0.1)
     plain = torch.optim.SGD(groups[1], lr=0.1)
@@ -363,12 +371,12 @@ def test_schedulers_and_param_groups_apply_to_the_inner_optimizer() -> None:
             alone_loss(m, batch).backward()
             optimizer.step()
             scheduler.step()
-    same_parameters(model, alone)
+    assert_same_parameters(model, alone)
 
 
 def test_zero_state_dict_loads_on_another_mesh() -> None:
     model, alone = net(), net()
-    first = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, mesh=dp(2), lr=0.1)
+    first = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, mesh=make_dp_mesh(2), lr=0.1)
     plain = torch.optim.Adam(alone.parameters(), lr=0.1)
     one, two = data(1, 2)
     for m, optimizer in ((model, first), (alone, plain)):
@@ -376,15 +384,15 @@ def test_zero_state_dict_loads_on_another_mesh() -> None:
         optimizer.step()
         optimizer.zero_grad()
     torch.testing.assert_close(first.consolidated_state_dict()["state"], plain.state_dict()["state"])
-    second = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, mesh=dp(3), lr=9.0)
+    second = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, mesh=make_dp_mesh(3), lr=9.0)
     second.load_state_dict(first.consolidated_state_dict())
-    third = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, mesh=dp(2), lr=9.0)
+    third = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, mesh=make_dp_mesh(2), lr=9.0)
     third.load_state_dict(first.state_dict())
     assert second.param_groups[0]["lr"] == third.param_groups[0]["lr"] == 0.1
     for m, optimizer in ((model, second), (alone, plain)):
         alone_loss(m, two).backward()
         optimizer.step()
-    same_parameters(model, alone)
+    assert_same_parameters(model, alone)
 
 
 def test_zero_optimizer_without_mesh_raises() -> None:

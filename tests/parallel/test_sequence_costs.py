@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from compare_with_one_device import same_gradients
+from compare_with_one_device import assert_same_gradients
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -112,7 +112,7 @@ def test_modules_on_sharded_sequence_communicate_only_keys_values_and_gradients(
     if of_plain is not None:
         assert of_input.placements == (Shard(1),)
         torch.testing.assert_close(of_input.full_tensor(), of_plain)
-    same_gradients(model, one, rtol=1e-4, atol=1e-6)
+    assert_same_gradients(model, one, rtol=1e-4, atol=1e-6)
     gradients = sum(2 * (N - 1) * p.numel() * p.element_size() // N for p in one.parameters())
     assert sum(comm.get_comm_bytes().values()) <= gradients + beside
 
@@ -229,7 +229,7 @@ def test_conv2d_on_images_sharded_by_rows_and_batch_equals_one_device() -> None:
     assert found.placements == (Shard(2), Shard(0))
     found.square().sum().backward()
     torch.testing.assert_close(found.full_tensor(), expected)
-    same_gradients(model, one, rtol=1e-4, atol=1e-5)
+    assert_same_gradients(model, one, rtol=1e-4, atol=1e-5)
 
 
 # --- operands with different shardings ----------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from compare_with_one_device import same_gradients, whole
+from compare_with_one_device import assert_same_gradients, full_value
 from gloo_processes import run_gloo
 from torch import Tensor, nn
 
@@ -92,7 +92,7 @@ def check_llama(size: int, local: bool) -> float:
     expected = loss_of(alone(tokens), targets)
     expected.backward()
     torch.testing.assert_close(loss.full_tensor(), expected)
-    same_gradients(model, alone)
+    assert_same_gradients(model, alone)
     return loss.item()
 
 
@@ -202,7 +202,7 @@ def compare_with_plain(
     (output * dt.distribute_tensor(weights, mesh)).sum().backward()
     (expected * weights).sum().backward()
     torch.testing.assert_close(output.full_tensor(), expected)
-    same_gradients(module, alone)
+    assert_same_gradients(module, alone)
     return output
 
 
@@ -490,14 +490,14 @@ def _check_parametrized(kind: str, computed: str, style: str, ranks: int) -> Non
         generator = torch.Generator().manual_seed(seed)
         x = torch.randn(4, 7, generator=generator).double() if kind == "linear" else torch.randint(7, (4,), generator=generator)
         expected, found = plain(x), module(dt.distribute_tensor(x, mesh, [Replicate()]))
-        torch.testing.assert_close(whole(found), expected)
+        torch.testing.assert_close(full_value(found), expected)
         for optimizer, y in zip(optimizers, (expected, found), strict=True):
             optimizer.zero_grad()
             y.square().sum().backward()
             optimizer.step()
     for (name, x), y in zip(plain.state_dict().items(), module.state_dict().values(), strict=True):
         assert isinstance(y, DTensor), name
-        torch.testing.assert_close(whole(y), x, msg=name)
+        torch.testing.assert_close(full_value(y), x, msg=name)
 
 
 @pytest.mark.filterwarnings("ignore:.torch.nn.utils.weight_norm:FutureWarning")
@@ -542,7 +542,7 @@ def test_in_place_writes_to_outputs_of_styled_layers(shape: tuple[int, ...]) -> 
     x = torch.randn(shape)
     for module in (plain, styled):
         module(x).mul_(2).add_(1).sin().sum().backward()
-    same_gradients(styled, plain)
+    assert_same_gradients(styled, plain)
 
 
 def test_in_place_write_to_a_saved_output_raises() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from compare_with_one_device import dp, own, same_gradients, stepped, whole
+from compare_with_one_device import assert_same_gradients, full_value, make_dp_mesh, make_per_rank_batch, step_and_clear_gradients
 from gloo_processes import run_gloo
 from torch import Tensor, nn
 
@@ -76,12 +76,12 @@ def assert_trains_like_plain(model: nn.Module, alone: nn.Module, mesh: dt.Device
     """Compare gradients and state dicts of two steps with the plain model."""
     optimizers = [optimizer(model.parameters(), lr=0.1), torch.optim.AdamW(alone.parameters(), lr=0.1)]
     for _ in range(2):
-        loss_of(model(own(TOKENS, mesh["dp"]))).backward()
+        loss_of(model(make_per_rank_batch(TOKENS, mesh["dp"]))).backward()
         torch.stack([loss_of(alone(tokens)) for tokens in TOKENS]).mean().backward()
-        same_gradients(model, alone)
-        stepped(*optimizers)
+        assert_same_gradients(model, alone)
+        step_and_clear_gradients(*optimizers)
     for ours, theirs in zip(model.state_dict().values(), alone.state_dict().values(), strict=True):
-        torch.testing.assert_close(whole(ours), theirs)
+        torch.testing.assert_close(full_value(ours), theirs)
 
 
 def in_a_list(model: Any, mesh: Any) -> None:
@@ -117,7 +117,7 @@ WAYS = [in_a_list, in_a_list_and_its_parent, in_a_list_with_its_parent, one_and_
 
 @pytest.mark.parametrize("way", WAYS)
 def test_tied_weight_stays_shared_and_trains_like_plain_model(way: Callable[..., None]) -> None:
-    model, alone, mesh = build(), build(), dp()
+    model, alone, mesh = build(), build(), make_dp_mesh()
     way(model, mesh)
     if way is in_a_list:
         fully_shard(model.mid, mesh=mesh)
@@ -128,10 +128,10 @@ def test_tied_weight_stays_shared_and_trains_like_plain_model(way: Callable[...,
 
 def _train_tied() -> list[float]:
     for way in (in_a_list_and_its_parent, one_and_its_parent):
-        model, alone, mesh = build(), build(), dp()
+        model, alone, mesh = build(), build(), make_dp_mesh()
         way(model, mesh)
         assert_trains_like_plain(model, alone, mesh)
-    return [float(whole(p).sum()) for p in model.parameters()]
+    return [float(full_value(p).sum()) for p in model.parameters()]
 
 
 @pytest.mark.gloo
@@ -140,14 +140,14 @@ def test_tied_weight_stays_shared_on_process_groups() -> None:
 
 
 def test_tied_weight_with_zero_optimizer() -> None:
-    model, alone, mesh = build(), build(), dp()
+    model, alone, mesh = build(), build(), make_dp_mesh()
     replicate(model, mesh)
     assert_trains_like_plain(model, alone, mesh, lambda p, lr: ZeroRedundancyOptimizer(p, torch.optim.AdamW, lr=lr))
 
 
 @pytest.mark.parametrize("inner", ["", "tok", "out", "list"])
 def test_weight_shared_by_three_modules(inner: str) -> None:
-    model, alone, mesh = build(TiedThrice), build(TiedThrice), dp()
+    model, alone, mesh = build(TiedThrice), build(TiedThrice), make_dp_mesh()
     if inner:
         fully_shard([model.inner.tok, model.inner.out] if inner == "list" else getattr(model.inner, inner), mesh=mesh)
         fully_shard(model.inner, mesh=mesh)
@@ -160,7 +160,7 @@ def test_weight_shared_by_three_modules(inner: str) -> None:
 @pytest.mark.parametrize("units", [["a.0", "a", "b"], ["a"], [["a", "b"]]], ids=str)
 def test_module_shared_by_two_units(units: list[Any]) -> None:
     """Check a shared module with its own unit, in one of the units, and in one unit with both blocks."""
-    model, alone, mesh = build(SharedModule), build(SharedModule), dp()
+    model, alone, mesh = build(SharedModule), build(SharedModule), make_dp_mesh()
     for name in units:
         found = [model.get_submodule(each) for each in ([name] if isinstance(name, str) else name)]
         fully_shard(found, mesh=mesh)
@@ -169,7 +169,7 @@ def test_module_shared_by_two_units(units: list[Any]) -> None:
 
 
 def test_weight_tied_between_two_fully_shard_calls() -> None:
-    model, alone, mesh = build(), build(), dp()
+    model, alone, mesh = build(), build(), make_dp_mesh()
     model.out.weight = nn.Parameter(model.out.weight.detach().clone())
     fully_shard(model.tok, mesh=mesh)
     model.out.weight = model.tok.weight
@@ -189,7 +189,7 @@ def test_tied_weight_under_tensor_parallelism() -> None:
 
 
 def test_tied_weight_from_the_meta_device() -> None:
-    mesh, alone = dp(), build()
+    mesh, alone = make_dp_mesh(), build()
     with torch.device("meta"):
         model = Tied().double()
     values, names = alone.state_dict(), {inner: name for name, inner in model.named_modules()}
@@ -205,7 +205,7 @@ def test_tied_weight_from_the_meta_device() -> None:
 
 
 def test_distribute_module_keeps_ties() -> None:
-    model = dt.distribute_module(build(), dp())
+    model = dt.distribute_module(build(), make_dp_mesh())
     assert model.tok.weight is model.out.weight
 
 
@@ -230,7 +230,7 @@ FIRST_AND_SECOND = [
 
 @pytest.mark.parametrize(("first", "second"), FIRST_AND_SECOND)
 def test_wrapping_siblings_that_share_a_weight_raises(first: Any, second: Any) -> None:
-    model, mesh = build(), dp()
+    model, mesh = build(), make_dp_mesh()
     first(model.tok, mesh)
     before = dict(model.out._parameters)
     with pytest.raises(UnitError, match="'weight' of this Linear is also a weight of another module"):
@@ -239,7 +239,7 @@ def test_wrapping_siblings_that_share_a_weight_raises(first: Any, second: Any) -
 
 
 def test_fully_shard_of_siblings_that_share_a_module_raises() -> None:
-    model, mesh = build(SharedModule), dp()
+    model, mesh = build(SharedModule), make_dp_mesh()
     fully_shard(model.a, mesh=mesh)
     with pytest.raises(UnitError, match="or on both: fully_shard"):
         fully_shard(model.b, mesh=mesh)
@@ -261,7 +261,7 @@ def _plain(module: nn.Module) -> Any:
 
 
 def _zero(module: nn.Module) -> Any:
-    return ZeroRedundancyOptimizer(module.parameters(), torch.optim.SGD, dp(), lr=0.1)
+    return ZeroRedundancyOptimizer(module.parameters(), torch.optim.SGD, make_dp_mesh(), lr=0.1)
 
 
 REPLACING_FUNCTIONS = [
@@ -278,14 +278,14 @@ REPLACING_FUNCTIONS = [
 def test_step_of_optimizer_with_replaced_parameters_raises(way: Any, name: str, optimizer: Any) -> None:
     module = nn.Linear(4, 4)
     early = optimizer(module)
-    way(module, *([dt.sharding_spec.single_split(0, [0, 1])] if name == "shard_model" else []), dp())
+    way(module, *([dt.sharding_spec.single_split(0, [0, 1])] if name == "shard_model" else []), make_dp_mesh())
     with pytest.raises(DTensorError, match=f"2 of the 2 parameters .* were replaced by {name}.*Make the optimizer afterwards"):
         early.step()
     optimizer(module).step()
 
 
 def test_step_of_optimizer_made_before_materialize_raises() -> None:
-    module = fully_shard(nn.Linear(4, 4, device="meta"), mesh=dp())
+    module = fully_shard(nn.Linear(4, 4, device="meta"), mesh=make_dp_mesh())
     early = _plain(module)
     materialize(module)
     with pytest.raises(DTensorError, match="were replaced by materialize"):
@@ -293,7 +293,7 @@ def test_step_of_optimizer_made_before_materialize_raises() -> None:
 
 
 def test_optimizer_raises_after_a_later_replacement_of_parameters() -> None:
-    mesh, first, second = dp(), fully_shard(nn.Linear(2, 2), mesh=dp()), nn.Linear(3, 3)
+    mesh, first, second = make_dp_mesh(), fully_shard(nn.Linear(2, 2), mesh=make_dp_mesh()), nn.Linear(3, 3)
     optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
     optimizer.step()
     fully_shard(second, mesh=mesh)
@@ -307,12 +307,12 @@ def test_optimizer_ignores_replaced_frozen_parameters() -> None:
     module = nn.Linear(2, 2)
     module.weight.requires_grad_(False)
     optimizer = torch.optim.SGD([module.weight], lr=0.1)
-    fully_shard(module, mesh=dp())
+    fully_shard(module, mesh=make_dp_mesh())
     optimizer.step()
 
 
 def test_tie_with_a_plain_module_raises_at_the_step() -> None:
-    model, mesh = build(), dp()
+    model, mesh = build(), make_dp_mesh()
     fully_shard(model.tok, mesh=mesh)
     with pytest.raises(DTensorError, match="a module that is not distributed shares a weight"):
         torch.optim.SGD(model.parameters(), lr=0.1).step()

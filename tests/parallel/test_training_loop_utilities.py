@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from compare_with_one_device import assert_same, whole
-from fast_part import some
+from compare_with_one_device import assert_same_parameters_and_gradients, full_value
 from gloo_processes import run_gloo
+from slow_case_marks import keep_every_nth_fast
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -100,8 +100,8 @@ def test_clip_grad_norm_equals_plain_torch(make: Any, norm_type: float, foreach:
     loss_of(model(given(X))).backward()
     loss_of(alone(X)).backward()
     norms = [nn.utils.clip_grad_norm_(m.parameters(), 0.5, norm_type, foreach=foreach) for m in (model, alone)]
-    torch.testing.assert_close(whole(norms[0]), norms[1])
-    assert_same(model, alone)
+    torch.testing.assert_close(full_value(norms[0]), norms[1])
+    assert_same_parameters_and_gradients(model, alone)
 
 
 @EVERY_LAYOUT
@@ -110,7 +110,7 @@ def test_clip_grad_value_equals_plain_torch(make: Any) -> None:
     for m, x in ((model, given(X)), (alone, X)):
         loss_of(m(x)).backward()
         nn.utils.clip_grad_value_(m.parameters(), 0.1)
-    assert_same(model, alone)
+    assert_same_parameters_and_gradients(model, alone)
 
 
 def test_clip_grad_norm_of_mixed_layouts_issues_few_collectives() -> None:
@@ -131,9 +131,11 @@ OPTIMIZERS = [
 ]
 
 
-@pytest.mark.parametrize("make", some([mixed, sharded, replicated], 3))
+@pytest.mark.parametrize("make", keep_every_nth_fast([mixed, sharded, replicated], 3))
 @pytest.mark.parametrize(
-    "mode", some([{}, {"foreach": True}, {"foreach": False}, {"fused": True}]), ids=["default", "foreach", "loop", "fused"]
+    "mode",
+    keep_every_nth_fast([{}, {"foreach": True}, {"foreach": False}, {"fused": True}]),
+    ids=["default", "foreach", "loop", "fused"],
 )
 @pytest.mark.parametrize(("optimizer", "options"), OPTIMIZERS, ids=[o.__name__ for o, _ in OPTIMIZERS])
 def test_optimizers_and_schedulers_equal_plain_torch(
@@ -150,7 +152,7 @@ def test_optimizers_and_schedulers_equal_plain_torch(
             loss_of(m(x)).backward()
             o.step()
             s.step()
-    assert_same(model, alone)
+    assert_same_parameters_and_gradients(model, alone)
 
 
 @EVERY_LAYOUT
@@ -170,7 +172,7 @@ def test_grad_scaler_skips_overflowing_steps_like_plain_torch(make: Any) -> None
             scaler.update()
         losses.append(scaler.get_scale())
     assert losses[0] == losses[1] == 128.0
-    assert_same(model, alone)
+    assert_same_parameters_and_gradients(model, alone)
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
@@ -201,7 +203,7 @@ def test_averaged_model_equals_plain_torch(make: Any) -> None:
             average.update_parameters(m)
         averages.append(average)
     for ours, theirs in zip(*(average.module.parameters() for average in averages), strict=True):
-        torch.testing.assert_close(whole(ours), theirs.detach())
+        torch.testing.assert_close(full_value(ours), theirs.detach())
 
 
 @EVERY_LAYOUT
@@ -216,7 +218,7 @@ def test_activation_checkpointing_equals_plain_torch(make: Any) -> None:
     model.forward = lambda x: forward(model, x)
     loss_of(model(given(X))).backward()
     loss_of(alone(X)).backward()
-    assert_same(model, alone)
+    assert_same_parameters_and_gradients(model, alone)
 
 
 @EVERY_LAYOUT
@@ -229,7 +231,7 @@ def test_frozen_parameters_equal_plain_torch(make: Any) -> None:
         loss_of(m(x)).backward()
         optimizer.step()
     assert all((p.grad is None) == (q.grad is None) for p, q in zip(model.parameters(), alone.parameters(), strict=True))
-    assert_same(model, alone)
+    assert_same_parameters_and_gradients(model, alone)
 
 
 def test_module_backward_hooks_see_plain_gradients() -> None:
@@ -242,8 +244,8 @@ def test_module_backward_hooks_see_plain_gradients() -> None:
         loss_of(m(x)).backward()
         seen.append(caught)
     for ours, theirs in zip(*seen, strict=True):
-        torch.testing.assert_close(whole(ours), theirs)
-    assert_same(model, alone)
+        torch.testing.assert_close(full_value(ours), theirs)
+    assert_same_parameters_and_gradients(model, alone)
 
 
 def tensor_parallelize(mesh: Any, model: nn.Module) -> None:
@@ -338,11 +340,11 @@ def test_dtype_change_between_steps_equals_plain_torch(make: Any, swap: bool, wi
     for _ in range(2):
         loss_of(model(given(X.float()))).backward()
         loss_of(alone(X.float())).backward()
-        assert_same(model, alone, rtol=1e-5, atol=1e-4)
+        assert_same_parameters_and_gradients(model, alone, rtol=1e-5, atol=1e-4)
         for optimizer in optimizers if swap else [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, alone)]:
             optimizer.step()
             optimizer.zero_grad()
-    assert_same(model, alone, rtol=1e-5, atol=1e-4)
+    assert_same_parameters_and_gradients(model, alone, rtol=1e-5, atol=1e-4)
 
 
 def test_outer_fully_shard_after_a_swapped_inner_unit() -> None:
@@ -357,7 +359,7 @@ def test_outer_fully_shard_after_a_swapped_inner_unit() -> None:
     fully_shard(model, mesh=mesh)
     loss_of(model(dt.map_ranks(lambda at: X.float().chunk(2)[at[0]].clone(), mesh=mesh))).backward()
     loss_of(alone(X.float())).backward()
-    assert_same(model, alone, rtol=1e-5, atol=1e-4)
+    assert_same_parameters_and_gradients(model, alone, rtol=1e-5, atol=1e-4)
 
 
 def test_optimizer_states_have_the_placements_of_parameters() -> None:
@@ -386,7 +388,7 @@ def test_optimizer_step_in_backward_hook_equals_plain_torch() -> None:
         plain.step()
         plain.zero_grad()
     assert all(p.grad is None for p in model.parameters())
-    assert_same(model, alone)
+    assert_same_parameters_and_gradients(model, alone)
 
 
 def test_conversion_swaps_parameters_after_data_access() -> None:

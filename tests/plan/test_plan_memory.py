@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from gloo_processes import run_gloo
-from live_memory import Live
+from live_memory import LiveTensorMemory
 from torch.nn import functional as F
 
 import dtensor as dt
@@ -72,7 +72,7 @@ def run(step: Step, given: list[dt.DTensor], plan: dt.ProgramPlan | None) -> tup
     """Return the gradients of a step, its peak bytes, and the bytes that a rank received."""
     for p in given:
         p.grad = None
-    with Live(given) as live, CommDebugMode() as comm:
+    with LiveTensorMemory(given) as live, CommDebugMode() as comm:
         if plan is None:
             step()
         else:

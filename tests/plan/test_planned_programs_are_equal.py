@@ -9,7 +9,7 @@ import capture_cases
 import capture_step_cases
 import pytest
 import torch
-from fast_part import chosen, some
+from slow_case_marks import keep_chosen_fast, keep_every_nth_fast
 from torch.utils import _pytree as pytree
 
 import dtensor as dt
@@ -19,7 +19,7 @@ from dtensor.plan.plan_executor import PlanExecutor
 
 MESHES = [pytest.param((4,), marks=pytest.mark.slow), (2, 2)]
 QUICK = {"adamw_fused", "losses_as_floats", "buffers_and_averages"}
-STEPS = chosen(list(capture_step_cases.CASES), QUICK)
+STEPS = keep_chosen_fast(list(capture_step_cases.CASES), QUICK)
 
 
 def assert_close(a: Any, b: Any, what: str, lying: bool = True) -> None:
@@ -52,7 +52,7 @@ def make_step(fn: Callable[..., Any], args: tuple[Any, ...]) -> Callable[[], Any
 
 @pytest.mark.filterwarnings("ignore::dtensor.errors.GatherWarning")
 @pytest.mark.parametrize("shape", MESHES, ids=str)
-@pytest.mark.parametrize("name", some(list(capture_cases.CASES)))
+@pytest.mark.parametrize("name", keep_every_nth_fast(list(capture_cases.CASES)))
 def test_planned_functions_equal_eager_functions(name: str, shape: tuple[int, ...]) -> None:
     mesh, sides = capture_cases.mesh_of(*shape), []
     for _ in range(3):

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from fast_part import diagonals, some
 from gloo_processes import run_gloo
 from redistribute_cases import (
     COUNTED,
@@ -25,6 +24,7 @@ from redistribute_cases import (
     slice_local,
     wrong_members,
 )
+from slow_case_marks import keep_diagonals_fast, keep_every_nth_fast
 
 from dtensor.comm import events, per_rank
 from dtensor.comm.processes import torch_backends
@@ -60,7 +60,9 @@ def check_some(pairs: list[tuple[Layout, Layout]], count: int) -> None:
         check(src, dst, seed)
 
 
-@pytest.mark.parametrize(("mesh_shape", "shape", "dtype"), diagonals([(2,), (3,)], SHAPES, [torch.float64, torch.int64]), ids=str)
+@pytest.mark.parametrize(
+    ("mesh_shape", "shape", "dtype"), keep_diagonals_fast([(2,), (3,)], SHAPES, [torch.float64, torch.int64]), ids=str
+)
 def test_redistribute_between_all_layouts_on_1d_meshes(
     mesh_shape: tuple[int, ...], shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
@@ -78,7 +80,9 @@ def test_redistribute_between_all_layouts_on_2d_meshes(mesh_shape: tuple[int, ..
 
 @pytest.mark.parametrize(
     ("mesh_shape", "shape", "dtype"),
-    some(list(itertools.product([(2, 2), (2, 3), (3, 1), (2, 2, 2), (2, 1, 3)], SHAPES, [torch.float64, torch.int64])), every=5),
+    keep_every_nth_fast(
+        list(itertools.product([(2, 2), (2, 3), (3, 1), (2, 2, 2), (2, 1, 3)], SHAPES, [torch.float64, torch.int64])), every=5
+    ),
     ids=str,
 )
 def test_redistribute_between_random_layouts_on_2d_and_3d_meshes(
@@ -137,7 +141,7 @@ def test_redistribute_on_submeshes() -> None:
             check(src, dst)
 
 
-@pytest.mark.parametrize("dtype", some([torch.bool, torch.bfloat16, torch.complex64, torch.uint8], 4), ids=str)
+@pytest.mark.parametrize("dtype", keep_every_nth_fast([torch.bool, torch.bfloat16, torch.complex64, torch.uint8], 4), ids=str)
 def test_redistribute_of_bool_bfloat16_complex_and_uint8(dtype: torch.dtype) -> None:
     mesh = mesh_of(2, 3)
     value = (torch.arange(35).reshape(5, 7) % 3).to(dtype)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from rule_tables import floats, integers
+from rule_tables import make_floats, make_integers
 from torch import Tensor
 
 import dtensor as dt
@@ -159,7 +159,7 @@ def test_results_selected_by_sharded_masks_equal_plain_torch(
 ) -> None:
     mesh = data.draw(meshes())
     rows = data.draw(st.integers(0, 6))
-    x = floats(rows, data.draw(st.integers(2, 3)), seed=seed)
+    x = make_floats(rows, data.draw(st.integers(2, 3)), seed=seed)
     mask = torch.tensor(data.draw(st.lists(st.booleans(), min_size=rows, max_size=rows)), dtype=torch.bool)
     placements = [data.draw(strategies.placements(mesh, t.shape, partials=())) for t in (x, mask)]
     check(fn, x, mask, mesh=mesh, placements=placements)
@@ -174,8 +174,8 @@ def test_indexing_with_sharded_indices_equals_plain_torch(
 ) -> None:
     mesh = data.draw(meshes())
     rows = data.draw(st.integers(1, 6))
-    x, count = floats(rows, data.draw(st.integers(2, 3)), seed=seed), data.draw(st.integers(0, 7))
-    i, v = integers(count, seed=seed, low=0, high=rows), floats(count, x.shape[1], seed=seed + 1)
+    x, count = make_floats(rows, data.draw(st.integers(2, 3)), seed=seed), data.draw(st.integers(0, 7))
+    i, v = make_integers(count, seed=seed, low=0, high=rows), make_floats(count, x.shape[1], seed=seed + 1)
     placements = [data.draw(strategies.placements(mesh, t.shape, partials=())) for t in (x, i, v)]
     check(fn, x, i, v, mesh=mesh, placements=placements)
 
@@ -197,7 +197,7 @@ SWAPPED_NESTED, NESTED = [Shard(0, level=1), Shard(0, level=0)], [S0, S0]
     ids=str,
 )
 def test_indexing_when_tensor_and_indices_have_different_shardings(prices: None, rows: list[Any], named: list[Any]) -> None:
-    x, i, v = floats(7, 3), integers(9, low=0, high=7), floats(9, 3, seed=1)
+    x, i, v = make_floats(7, 3), make_integers(9, low=0, high=7), make_floats(9, 3, seed=1)
     for fn in INDEX_PROGRAMS:
         check(fn, x, i, v, mesh=dt.init_device_mesh("cpu", (2, 2) if rows[1:] else (4,)), placements=[rows, named, named])
 
@@ -223,7 +223,7 @@ def test_nonzero_of_sharded_tensor_keeps_the_sharding_that_preserves_row_order(
     shape: tuple[int, ...], mesh_shape: tuple[int, ...], where: list[Any], kept: list[Any]
 ) -> None:
     mesh = dt.init_device_mesh("cpu", mesh_shape)
-    x = integers(*shape, low=0, high=2)
+    x = make_integers(*shape, low=0, high=2)
     x.view(-1)[-1] = x.view(-1)[0] = 1
     check(lambda x: x.nonzero(), x, mesh=mesh, placements=[where])
     found = dt.distribute_tensor(x, mesh, where).nonzero()
@@ -329,7 +329,11 @@ def test_mixture_of_experts_layer_computes_experts_on_the_rank_of_each_token(
 
 def test_cross_entropy_of_masked_rows_sends_no_rows() -> None:
     width, rows = 512, 64
-    logits, labels, mask = floats(rows, width), integers(rows, low=0, high=width), integers(rows, low=0, high=2).bool()
+    logits, labels, mask = (
+        make_floats(rows, width),
+        make_integers(rows, low=0, high=width),
+        make_integers(rows, low=0, high=2).bool(),
+    )
     given = [dt.distribute_tensor(x, MESH, [S0]) for x in (logits, labels, mask)]
     given[0].requires_grad_()
 
@@ -344,7 +348,7 @@ def test_cross_entropy_of_masked_rows_sends_no_rows() -> None:
 
 
 def test_indexing_with_sharded_permutation_sends_only_rows_that_change_rank() -> None:
-    x, places = floats(16, 8192), torch.tensor([3, 0, 1, 2, 4, 5, 6, 7, 8, 9, 10, 11, 15, 14, 13, 0])
+    x, places = make_floats(16, 8192), torch.tensor([3, 0, 1, 2, 4, 5, 6, 7, 8, 9, 10, 11, 15, 14, 13, 0])
     given = [dt.distribute_tensor(t, MESH, [S0]) for t in (x, places)]
     found, nbytes, _ = run_and_count_bytes(lambda: given[0][given[1]])
     assert torch.equal(found.full_tensor(), x[places])
@@ -354,7 +358,7 @@ def test_indexing_with_sharded_permutation_sends_only_rows_that_change_rank() ->
 
 @pytest.mark.parametrize("fn", [index_rows, accumulate_rows], ids=lambda fn: fn.__name__)
 def test_sharded_index_out_of_range_raises_on_all_ranks(prices: None, fn: Callable[..., Any]) -> None:
-    x, i, v = floats(5, 3), torch.tensor([0, 1, 4, 5]), floats(4, 3)
+    x, i, v = make_floats(5, 3), torch.tensor([0, 1, 4, 5]), make_floats(4, 3)
     outcome = check(fn, x, i, v, mesh=dt.init_device_mesh("cpu", (2,)), placements=[[S0], [S0], [S0]])
     assert outcome.same_error
 
@@ -368,7 +372,7 @@ def test_indices_from_where_are_right_after_in_place_writes() -> None:
         rows.mul_(-1).add_(x.shape[0] - 1)
         return before, x[rows], torch.zeros_like(x).index_add_(0, rows, before)
 
-    check(turned, floats(7, 3, low=-1.0), mesh=mesh, placements=[[S0]])
+    check(turned, make_floats(7, 3, low=-1.0), mesh=mesh, placements=[[S0]])
 
 
 def test_indices_of_one_tensor_index_another_with_different_sharding() -> None:
@@ -379,16 +383,16 @@ def test_indices_of_one_tensor_index_another_with_different_sharding() -> None:
         return y[rows], y[rows[1:]], torch.zeros_like(y).index_add_(0, rows, x[rows]), y[rows.flip(0)], y[rows.view(-1, 1)]
 
     for where in ([Shard(0, sizes=(1, 6))], [R], [S1], [S0]):
-        check(both, floats(7, 3), floats(7, 3, seed=1), mesh=mesh, placements=[[S0], where])
+        check(both, make_floats(7, 3), make_floats(7, 3, seed=1), mesh=mesh, placements=[[S0], where])
 
 
 def test_index_tensors_sharded_along_two_dims(prices: None) -> None:
     mesh = dt.init_device_mesh("cpu", (2, 2))
-    x, i, v = floats(7, 3), integers(4, 5, low=0, high=7), floats(4, 5, 3, seed=1)
+    x, i, v = make_floats(7, 3), make_integers(4, 5, low=0, high=7), make_floats(4, 5, 3, seed=1)
     for rows in ([S0, R], [R, S0], [S0, S1], [S0, S0]):
         for where in ([S0, S1], [S1, S0], [S0, R], [S0, S0]):
             check(lambda x, i, v: x[i], x, i, v, mesh=mesh, placements=[rows, where, where])
             check(lambda x, i, v: x.index_put((i,), v, True), x, i, v, mesh=mesh, placements=[rows, where, where])
-            each, w = integers(4, 3, low=0, high=7), floats(4, 3, seed=1)
+            each, w = make_integers(4, 3, low=0, high=7), make_floats(4, 3, seed=1)
             check(lambda x, i, v: x.gather(0, i), x, each, w, mesh=mesh, placements=[rows, where, where])
             check(lambda x, i, v: x.scatter_add(0, i, v), x, each, w, mesh=mesh, placements=[rows, where, where])

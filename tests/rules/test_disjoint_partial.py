@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch_versions import needing_whole
+from torch_version_marks import mark_undecomposed_linear
 
 import dtensor as dt
 from dtensor import Partial, Replicate, Shard
@@ -74,7 +74,7 @@ ELEMENTWISE: list[Callable[[Any], Any]] = [
 LEAKY = 17  # the place of leaky_relu
 
 
-@pytest.mark.parametrize("number", needing_whole(range(len(ELEMENTWISE)), {LEAKY}))
+@pytest.mark.parametrize("number", mark_undecomposed_linear(range(len(ELEMENTWISE)), {LEAKY}))
 @pytest.mark.parametrize("shape", MESHES, ids=str)
 def test_elementwise_operators_on_disjoint_partial_do_not_communicate(shape: tuple[int, ...], number: int) -> None:
     one, many = grouped_products(MESHES[shape])

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from fast_part import some
+from slow_case_marks import keep_every_nth_fast
 from torch import Tensor
-from torch_versions import needing_whole
+from torch_version_marks import mark_undecomposed_linear
 
 import dtensor as dt
 from dtensor import DTensor, Partial, Replicate
@@ -116,7 +116,7 @@ def cases(name: str, limit: int) -> Iterator[tuple[Variant, tuple[str | None, ..
         yield variant, ops, share, rng.randrange(1 << 30)
 
 
-@pytest.mark.parametrize("name", some(RULES_WITH_PARTIALS, every=4))
+@pytest.mark.parametrize("name", keep_every_nth_fast(RULES_WITH_PARTIALS, every=4))
 def test_partial_strategies_with_special_values_equal_plain_torch(name: str) -> None:
     for variant, ops, share, seed in cases(name, CASES_PER_RULE):
         assert (found := run_case(variant, ops, share, seed)) is None, found
@@ -216,7 +216,7 @@ FUNCTIONS_WITH_INFINITE_DERIVATIVES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", needing_whole(FUNCTIONS_WITH_INFINITE_DERIVATIVES, ("cumprod", "prod")))
+@pytest.mark.parametrize("name", mark_undecomposed_linear(FUNCTIONS_WITH_INFINITE_DERIVATIVES, ("cumprod", "prod")))
 def test_partial_gradients_times_infinite_derivatives_equal_plain_torch(name: str) -> None:
     def pulled(x: Any, cotangent: Any) -> Any:
         leaf = x.detach().requires_grad_()

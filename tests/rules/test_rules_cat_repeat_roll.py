@@ -7,50 +7,59 @@ from typing import Any
 
 import pytest
 import torch
-from fast_part import diagonals
-from rule_tables import MESHES, Case, floats, integers, kinds, received, run, try_all
+from rule_tables import (
+    MESHES,
+    RuleCase,
+    check_many_placements,
+    check_placement,
+    get_collective_kinds,
+    get_received_bytes,
+    make_floats,
+    make_integers,
+)
+from slow_case_marks import keep_diagonals_fast
 
 import dtensor as dt
 from dtensor import Partial, Replicate, Shard
 from dtensor.testing import check
 
-X, Y, Z = floats(5, 6), floats(3, 6, seed=1), integers(5, 6)
+X, Y, Z = make_floats(5, 6), make_floats(3, 6, seed=1), make_integers(5, 6)
 F = torch.nn.functional
 
 CASES = {
-    "cat": Case(lambda x, y: torch.cat([x, y]), (X, Y)),
-    "cat along the other dim": Case(lambda x, y: torch.cat([x, y, x], 1), (X, floats(5, 2, seed=1))),
-    "cat of integers": Case(lambda x, y: torch.cat([x, y], -2), (Z, integers(1, 6, seed=1))),
-    "cat promotes": Case(lambda x, y: torch.cat([x, y]), (X, Z)),
-    "cat with nothing": Case(lambda x, y: torch.cat([x, y, x]), (X, floats(0)), ("sum",)),
-    "split and cat": Case(lambda x: torch.cat([part * 2 for part in x.split([1, 3, 1])]), (X,)),
-    "stack": Case(lambda x, y: torch.stack([x, y], 1), (X, floats(5, 6, seed=1))),
-    "hstack and vstack": Case(lambda x, y: (torch.hstack([x, y]), torch.vstack([x, y]), torch.dstack([x, y])), (X, X * 2)),
-    "column_stack": Case(lambda x, y: torch.column_stack([x, y]), (X, floats(5, seed=1))),
-    "repeat": Case(lambda x: (x.repeat(2, 1), x.repeat(3, 1, 2)), (X,)),
-    "tile": Case(lambda x: x.tile(2), (X,)),
-    "repeat_interleave": Case(lambda x: x.repeat_interleave(2, 1), (X,)),
-    "roll": Case(lambda x: (x.roll(2, 0), x.roll((1, -1), (0, 1)), x.roll(3)), (X,)),
-    "flip": Case(lambda x: (x.flip(0), x.fliplr()), (X,)),
-    "rot90": Case(lambda x: (x.rot90(), x.rot90(2), x.rot90(-1)), (X,)),
-    "pad": Case(lambda x: (F.pad(x, (1, 2)), F.pad(x, (0, 0, 3, 1), value=2.5)), (X,)),
-    "pad and crop": Case(lambda x: F.pad(x, (-2, 1, 2, -4)), (X,)),
-    "pad with one": Case(lambda x: F.pad(x, (1, 1), value=1.0), (X,), ("sum", "product", "avg")),
-    "triangles": Case(lambda x: (x.tril(1), x.triu(-2), x.t().tril()), (X,)),
-    "triangles in place": Case(lambda x: x.tril_(-1), (X,), written=True),
-    "diag": Case(lambda x: (x.diag(1), x[0].diag(-1)), (X,)),
-    "diag_embed": Case(lambda x: torch.diag_embed(x, 1, 0, 2), (X,)),
-    "trace": Case(lambda x: x.trace(), (X,)),
-    "block_diag": Case(lambda x, y: torch.block_diag(x, y), (X, Y), ("sum",)),
-    "meshgrid": Case(lambda x, y: torch.meshgrid(x, y, indexing="ij"), (floats(5), floats(6))),
-    "pixel_shuffle": Case(lambda x: F.pixel_unshuffle(F.pixel_shuffle(x, 2) * 2, 2), (floats(2, 8, 3, 1),)),
+    "cat": RuleCase(lambda x, y: torch.cat([x, y]), (X, Y)),
+    "cat along the other dim": RuleCase(lambda x, y: torch.cat([x, y, x], 1), (X, make_floats(5, 2, seed=1))),
+    "cat of integers": RuleCase(lambda x, y: torch.cat([x, y], -2), (Z, make_integers(1, 6, seed=1))),
+    "cat promotes": RuleCase(lambda x, y: torch.cat([x, y]), (X, Z)),
+    "cat with nothing": RuleCase(lambda x, y: torch.cat([x, y, x]), (X, make_floats(0)), ("sum",)),
+    "split and cat": RuleCase(lambda x: torch.cat([part * 2 for part in x.split([1, 3, 1])]), (X,)),
+    "stack": RuleCase(lambda x, y: torch.stack([x, y], 1), (X, make_floats(5, 6, seed=1))),
+    "hstack and vstack": RuleCase(lambda x, y: (torch.hstack([x, y]), torch.vstack([x, y]), torch.dstack([x, y])), (X, X * 2)),
+    "column_stack": RuleCase(lambda x, y: torch.column_stack([x, y]), (X, make_floats(5, seed=1))),
+    "repeat": RuleCase(lambda x: (x.repeat(2, 1), x.repeat(3, 1, 2)), (X,)),
+    "tile": RuleCase(lambda x: x.tile(2), (X,)),
+    "repeat_interleave": RuleCase(lambda x: x.repeat_interleave(2, 1), (X,)),
+    "roll": RuleCase(lambda x: (x.roll(2, 0), x.roll((1, -1), (0, 1)), x.roll(3)), (X,)),
+    "flip": RuleCase(lambda x: (x.flip(0), x.fliplr()), (X,)),
+    "rot90": RuleCase(lambda x: (x.rot90(), x.rot90(2), x.rot90(-1)), (X,)),
+    "pad": RuleCase(lambda x: (F.pad(x, (1, 2)), F.pad(x, (0, 0, 3, 1), value=2.5)), (X,)),
+    "pad and crop": RuleCase(lambda x: F.pad(x, (-2, 1, 2, -4)), (X,)),
+    "pad with one": RuleCase(lambda x: F.pad(x, (1, 1), value=1.0), (X,), ("sum", "product", "avg")),
+    "triangles": RuleCase(lambda x: (x.tril(1), x.triu(-2), x.t().tril()), (X,)),
+    "triangles in place": RuleCase(lambda x: x.tril_(-1), (X,), written=True),
+    "diag": RuleCase(lambda x: (x.diag(1), x[0].diag(-1)), (X,)),
+    "diag_embed": RuleCase(lambda x: torch.diag_embed(x, 1, 0, 2), (X,)),
+    "trace": RuleCase(lambda x: x.trace(), (X,)),
+    "block_diag": RuleCase(lambda x, y: torch.block_diag(x, y), (X, Y), ("sum",)),
+    "meshgrid": RuleCase(lambda x, y: torch.meshgrid(x, y, indexing="ij"), (make_floats(5), make_floats(6))),
+    "pixel_shuffle": RuleCase(lambda x: F.pixel_unshuffle(F.pixel_shuffle(x, 2) * 2, 2), (make_floats(2, 8, 3, 1),)),
 }
 
 
 @pytest.mark.filterwarnings("ignore:.*has no sharding rule.*:UserWarning")
-@pytest.mark.parametrize(("name", "mesh_shape"), diagonals(CASES, MESHES, every=3), ids=str)
+@pytest.mark.parametrize(("name", "mesh_shape"), keep_diagonals_fast(CASES, MESHES, every=3), ids=str)
 def test_cat_repeat_roll_values_and_gradients_equal_plain_torch(name: str, mesh_shape: tuple[int, ...]) -> None:
-    try_all(CASES[name], mesh_shape, 7)
+    check_many_placements(CASES[name], mesh_shape, 7)
 
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
@@ -71,23 +80,23 @@ LOCAL_CASES: list[tuple[str, Callable[..., Any], list[Any], list[Any]]] = [
 
 @pytest.mark.parametrize(("fn", "given", "expected"), [row[1:] for row in LOCAL_CASES], ids=[row[0] for row in LOCAL_CASES])
 def test_cat_repeat_pad_keep_shards_without_communication(fn: Callable[..., Any], given: list[Any], expected: list[Any]) -> None:
-    outcome = run(fn, (X,), (2,), [given])
-    assert kinds(outcome) == []
+    outcome = check_placement(fn, (X,), (2,), [given])
+    assert get_collective_kinds(outcome) == []
     layout = outcome.layouts[0]
     assert layout.placements == dt.Layout.of(layout.mesh, expected, layout.shape).placements
 
 
 def test_cat_along_sharded_dim_sends_only_rows_that_change_rank() -> None:
-    outcome = run(lambda x, y: torch.cat([x, y]), (X, X), (2,), [[S0], [S0]])
+    outcome = check_placement(lambda x, y: torch.cat([x, y]), (X, X), (2,), [[S0], [S0]])
     assert outcome.layouts[0].placements == (S0,)
-    assert kinds(outcome) == ["all_to_all"]  # both operands in one collective
-    assert received(outcome) <= 2 * 3 * 6 * 8  # of 5 rows each, 2 and 3 move
+    assert get_collective_kinds(outcome) == ["all_to_all"]  # both operands in one collective
+    assert get_received_bytes(outcome) <= 2 * 3 * 6 * 8  # of 5 rows each, 2 and 3 move
 
 
 def test_appending_tokens_to_sharded_cache_keeps_moderately_uneven_shards() -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
     cache = dt.distribute_tensor(X.clone(), mesh, [S0])
-    token = dt.distribute_tensor(floats(1, 6), mesh, [R])
+    token = dt.distribute_tensor(make_floats(1, 6), mesh, [R])
     with dt.explicit():
         for _ in range(3):
             cache = torch.cat([cache, token])
@@ -104,7 +113,7 @@ def test_pad_of_partial_uses_another_plan_for_nonzero_value() -> None:
 @pytest.mark.parametrize("mesh_shape", [(2, 2), (2, 3)])
 @pytest.mark.parametrize("factor", [2, 3])
 def test_pixel_shuffle_of_dims_sharded_along_two_mesh_dims(mesh_shape: tuple[int, ...], factor: int) -> None:
-    mesh, x = dt.init_device_mesh("cpu", mesh_shape), floats(1, factor**2, 2, 3)
+    mesh, x = dt.init_device_mesh("cpu", mesh_shape), make_floats(1, factor**2, 2, 3)
     for where in ([Shard(1), Shard(2)], [Shard(1), S1], [Shard(2), Shard(1)]):
         check(lambda x: F.pixel_shuffle(x, factor), x, mesh=mesh, placements=[where])
     for where in ([Shard(2), Shard(2)], [Shard(2), Shard(3)], [Shard(3), Shard(3)]):
@@ -117,6 +126,6 @@ def test_stack_of_mixed_dtypes_has_the_promoted_dtype_on_every_rank() -> None:
     def stacked(x: torch.Tensor) -> torch.Tensor:
         return torch.stack([x[k].double() if k == 4 else x[k] for k in range(5)])
 
-    outcome = run(stacked, (X.float(),), (4,), [[S0]])
+    outcome = check_placement(stacked, (X.float(),), (4,), [[S0]])
     assert not outcome.problems
     assert outcome.layouts[0].dtype is torch.float64

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from fast_part import diagonals
+from slow_case_marks import keep_diagonals_fast
 
 import dtensor as dt
 from dtensor import Partial, Replicate, Shard
@@ -105,7 +105,7 @@ COMPOSITES: list[tuple[str, Callable[..., Any], list[tuple[int, ...]]]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "shape"), diagonals([case[0] for case in COMPOSITES], MESHES, every=3), ids=str)
+@pytest.mark.parametrize(("name", "shape"), keep_diagonals_fast([case[0] for case in COMPOSITES], MESHES, every=3), ids=str)
 def test_composite_products_values_and_gradients_equal_plain_torch(name: str, shape: tuple[int, ...]) -> None:
     fn, shapes = next(case[1:] for case in COMPOSITES if case[0] == name)
     tensors = [x(*shape_, seed=i) for i, shape_ in enumerate(shapes)]

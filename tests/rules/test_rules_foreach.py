@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from fast_part import some
-from rule_tables import floats
+from rule_tables import make_floats
+from slow_case_marks import keep_every_nth_fast
 
 import dtensor as dt
 from dtensor import Partial, Placement, Replicate, Shard
@@ -25,7 +25,7 @@ MIXED: list[Sequence[Placement]] = [[Partial(), R], [S0, R], [R, Partial("avg")]
 
 
 def tensors(seed: int) -> list[torch.Tensor]:
-    return [floats(*shape, seed=seed + k, low=0.1, high=0.9) for k, shape in enumerate(SHAPES)]
+    return [make_floats(*shape, seed=seed + k, low=0.1, high=0.9) for k, shape in enumerate(SHAPES)]
 
 
 FORMS = {
@@ -54,7 +54,7 @@ def accepted_forms(name: str) -> Iterator[Any]:
         yield lambda x, y, z, form=form: form(op, list(x), list(y), list(z))
 
 
-@pytest.mark.parametrize("name", some(NAMES, 6))
+@pytest.mark.parametrize("name", keep_every_nth_fast(NAMES, 6))
 def test_foreach_operators_on_lists_of_mixed_layouts_equal_plain_torch(name: str) -> None:
     mesh = dt.init_device_mesh("cpu", (2, 2))
     writes = name.endswith("_")
@@ -158,7 +158,7 @@ def test_adamw_steps_with_distributed_step_counts(mode: str) -> None:
 
 def test_fused_adamw_with_states_in_other_layouts_keeps_their_layouts() -> None:
     mesh = dt.init_device_mesh("cpu", (2, 2))
-    values = [floats(5, 7, seed=seed).float() for seed in range(4)]
+    values = [make_floats(5, 7, seed=seed).float() for seed in range(4)]
     values[3] = values[3].abs()
     layouts: list[Sequence[Placement]] = [[S0, S1], [R, R], [S1, S0], [S0, R]]
     options = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "eps": 1e-8, "amsgrad": False, "maximize": False}
@@ -174,7 +174,7 @@ def test_fused_adamw_with_states_in_other_layouts_keeps_their_layouts() -> None:
 def test_fused_sgd_with_non_contiguous_local_gradient() -> None:
     """Check a gradient with non-contiguous local tensors: fused kernels of torch ignore strides, so it must be copied first."""
     mesh = dt.init_device_mesh("cpu", (2,))
-    p, g, b = floats(5, 8).float(), floats(5, 8, seed=1).float(), floats(5, 8, seed=2).float()
+    p, g, b = make_floats(5, 8).float(), make_floats(5, 8, seed=1).float(), make_floats(5, 8, seed=2).float()
     pieces = [dt.distribute_tensor(x, mesh, [S1]) for x in (p, b)]
     wide = dt.per_rank([torch.cat([half, half], 1)[:, :4] for half in g.chunk(2, 1)])
     grad = dt.DTensor.from_local(wide, mesh, [S1])

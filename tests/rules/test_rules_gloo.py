@@ -15,7 +15,7 @@ import test_rules_views
 import test_rules_writes
 import torch
 from gloo_processes import run_gloo
-from rule_tables import Case, try_all
+from rule_tables import RuleCase, check_many_placements
 
 import dtensor as dt
 from dtensor.propagation import strategy_cost
@@ -23,21 +23,21 @@ from dtensor.testing import check
 
 pytestmark = pytest.mark.gloo
 
-TABLES: dict[str, dict[str, Case]] = {
+TABLES: dict[str, dict[str, RuleCase]] = {
     "reduction": test_rules_reduction.CASES,
     "softmax": test_rules_softmax.CASES,
     "classes": test_rules_loss.CLASSES,
     "losses": {
-        name: Case(lambda x, y, fn=fn: fn(x, y, "mean"), (test_rules_loss.X, test_rules_loss.Y))
+        name: RuleCase(lambda x, y, fn=fn: fn(x, y, "mean"), (test_rules_loss.X, test_rules_loss.Y))
         for name, fn in test_rules_loss.ELEMENTWISE.items()
     },
-    "random": {name: Case(fn, (test_rules_random.X,)) for name, fn in test_rules_random.NEW.items()},
+    "random": {name: RuleCase(fn, (test_rules_random.X,)) for name, fn in test_rules_random.NEW.items()},
     "pointwise": test_rules_pointwise.CASES,
     "views": test_rules_views.CASES,
     "joining": test_rules_cat_repeat_roll.CASES,
     "indexing": test_rules_indexing.CASES,
     "writes": {
-        program.__name__: Case(test_rules_writes.run(program), (test_rules_writes.X, test_rules_writes.V), written=True)
+        program.__name__: RuleCase(test_rules_writes.run(program), (test_rules_writes.X, test_rules_writes.V), written=True)
         for program in test_rules_writes.PROGRAMS
     },
 }
@@ -51,7 +51,7 @@ def _try_tables(names: tuple[str, ...]) -> None:
         for name, case in TABLES[table].items():
             if name not in CASES_THAT_RAISE_ON_SOME_RANKS:
                 try:
-                    try_all(case, (2, 2), 2)
+                    check_many_placements(case, (2, 2), 2)
                 except AssertionError as error:
                     raise AssertionError(f"{table}: {name}: {error}") from error
 
@@ -100,9 +100,9 @@ def _check_data_dependent_shapes() -> None:
     mask = x[:, 0] > 0
     for mesh_shape in ((4,), (2, 2)):
         for fn in test_data_dependent_shapes.MASK_PROGRAMS:
-            try_all(Case(fn, (x, mask), ()), mesh_shape, 3)
+            check_many_placements(RuleCase(fn, (x, mask), ()), mesh_shape, 3)
         for fn in test_data_dependent_shapes.INDEX_PROGRAMS:
-            try_all(Case(fn, (x, i, v), ()), mesh_shape, 3)
+            check_many_placements(RuleCase(fn, (x, i, v), ()), mesh_shape, 3)
             mesh = dt.init_device_mesh("cpu", mesh_shape)
             check(fn, x, i, v, mesh=mesh, placements=[[dt.Shard(0)] * len(mesh_shape)] * 3)
 

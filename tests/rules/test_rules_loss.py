@@ -7,18 +7,27 @@ from typing import Any
 
 import pytest
 import torch
-from fast_part import diagonals
-from rule_tables import MESHES, Case, floats, integers, kinds, received, run, try_all
+from rule_tables import (
+    MESHES,
+    RuleCase,
+    check_many_placements,
+    check_placement,
+    get_collective_kinds,
+    get_received_bytes,
+    make_floats,
+    make_integers,
+)
+from slow_case_marks import keep_diagonals_fast
 from torch.nn import functional as F
 
 from dtensor import Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from dtensor.testing import check, forced
 
-X, Y = floats(5, 7), floats(5, 7, seed=1)
-PROBABILITIES, WEIGHTS = floats(5, 7, seed=2, low=0.1, high=0.9), floats(7, seed=3, low=0.5, high=2.0)
-TARGET = integers(5, low=0, high=7)
+X, Y = make_floats(5, 7), make_floats(5, 7, seed=1)
+PROBABILITIES, WEIGHTS = make_floats(5, 7, seed=2, low=0.1, high=0.9), make_floats(7, seed=3, low=0.5, high=2.0)
+TARGET = make_integers(5, low=0, high=7)
 SOME_IGNORED = torch.tensor([-100, 3, -100, 6, -100])
-IMAGES, LABELS = floats(3, 5, 2, 4), integers(3, 2, 4, low=0, high=5)
+IMAGES, LABELS = make_floats(3, 5, 2, 4), make_integers(3, 2, 4, low=0, high=5)
 
 ELEMENTWISE = {
     "mse": lambda x, y, r: F.mse_loss(x, y, reduction=r),
@@ -35,39 +44,39 @@ ELEMENTWISE = {
 
 
 @pytest.mark.parametrize(
-    ("name", "reduction", "mesh_shape"), diagonals(ELEMENTWISE, ["none", "mean", "sum"], MESHES, every=3), ids=str
+    ("name", "reduction", "mesh_shape"), keep_diagonals_fast(ELEMENTWISE, ["none", "mean", "sum"], MESHES, every=3), ids=str
 )
 def test_elementwise_losses_equal_plain_torch(name: str, reduction: str, mesh_shape: tuple[int, ...]) -> None:
-    try_all(Case(lambda x, y: ELEMENTWISE[name](x, y, reduction), (X, Y)), mesh_shape, 4)
+    check_many_placements(RuleCase(lambda x, y: ELEMENTWISE[name](x, y, reduction), (X, Y)), mesh_shape, 4)
 
 
 CLASSES = {
-    "cross entropy": Case(lambda x, t: F.cross_entropy(x, t), (X, TARGET)),
-    "some ignored": Case(lambda x, t: F.cross_entropy(x, t), (X, SOME_IGNORED)),
-    "a class ignored": Case(lambda x, t: F.cross_entropy(x, t, ignore_index=3), (X, SOME_IGNORED.abs() % 7)),
-    "all ignored": Case(lambda x, t: F.cross_entropy(x, t), (X, torch.full((5,), -100))),
-    "all ignored, sum": Case(lambda x, t: F.cross_entropy(x, t, reduction="sum"), (X, torch.full((5,), -100))),
-    "weighted": Case(lambda x, t, w: F.cross_entropy(x, t, w.detach()), (X, SOME_IGNORED, WEIGHTS)),
-    "weighted sum": Case(lambda x, t, w: F.cross_entropy(x, t, w.detach(), reduction="sum"), (X, TARGET, WEIGHTS)),
-    "each": Case(lambda x, t, w: F.cross_entropy(x, t, w.detach(), reduction="none"), (X, SOME_IGNORED, WEIGHTS)),
-    "smoothed": Case(lambda x, t: F.cross_entropy(x, t, label_smoothing=0.2), (X, SOME_IGNORED)),
-    "smoothed, weighted": Case(lambda x, t, w: F.cross_entropy(x, t, w.detach(), label_smoothing=0.2), (X, TARGET, WEIGHTS)),
-    "probabilities": Case(lambda x, p: F.cross_entropy(x, p.softmax(1).detach()), (X, PROBABILITIES)),
-    "images": Case(lambda x, t: F.cross_entropy(x, t), (IMAGES, LABELS)),
-    "images, sum": Case(lambda x, t: F.cross_entropy(x, t, reduction="sum"), (IMAGES, LABELS)),
-    "sequences": Case(lambda x, t: F.cross_entropy(x, t), (floats(2, 5, 3), integers(2, 3, low=0, high=5))),
-    "one row": Case(lambda x, t: F.cross_entropy(x, t), (floats(7), torch.tensor(4))),
-    "nll": Case(lambda x, t: F.nll_loss(x, t), (X, TARGET)),
-    "labels of one byte": Case(lambda x, t: F.cross_entropy(x, t), (X, TARGET.to(torch.uint8))),
-    "half precision": Case(lambda x, t: F.cross_entropy(x, t), (X.half(), TARGET)),
-    "no class": Case(lambda x, t: F.cross_entropy(x, t), (X, torch.tensor([0, 1, 7, 2, 3]))),
-    "empty batch": Case(lambda x, t: F.cross_entropy(x, t, reduction="sum"), (floats(0, 7), integers(0))),
+    "cross entropy": RuleCase(lambda x, t: F.cross_entropy(x, t), (X, TARGET)),
+    "some ignored": RuleCase(lambda x, t: F.cross_entropy(x, t), (X, SOME_IGNORED)),
+    "a class ignored": RuleCase(lambda x, t: F.cross_entropy(x, t, ignore_index=3), (X, SOME_IGNORED.abs() % 7)),
+    "all ignored": RuleCase(lambda x, t: F.cross_entropy(x, t), (X, torch.full((5,), -100))),
+    "all ignored, sum": RuleCase(lambda x, t: F.cross_entropy(x, t, reduction="sum"), (X, torch.full((5,), -100))),
+    "weighted": RuleCase(lambda x, t, w: F.cross_entropy(x, t, w.detach()), (X, SOME_IGNORED, WEIGHTS)),
+    "weighted sum": RuleCase(lambda x, t, w: F.cross_entropy(x, t, w.detach(), reduction="sum"), (X, TARGET, WEIGHTS)),
+    "each": RuleCase(lambda x, t, w: F.cross_entropy(x, t, w.detach(), reduction="none"), (X, SOME_IGNORED, WEIGHTS)),
+    "smoothed": RuleCase(lambda x, t: F.cross_entropy(x, t, label_smoothing=0.2), (X, SOME_IGNORED)),
+    "smoothed, weighted": RuleCase(lambda x, t, w: F.cross_entropy(x, t, w.detach(), label_smoothing=0.2), (X, TARGET, WEIGHTS)),
+    "probabilities": RuleCase(lambda x, p: F.cross_entropy(x, p.softmax(1).detach()), (X, PROBABILITIES)),
+    "images": RuleCase(lambda x, t: F.cross_entropy(x, t), (IMAGES, LABELS)),
+    "images, sum": RuleCase(lambda x, t: F.cross_entropy(x, t, reduction="sum"), (IMAGES, LABELS)),
+    "sequences": RuleCase(lambda x, t: F.cross_entropy(x, t), (make_floats(2, 5, 3), make_integers(2, 3, low=0, high=5))),
+    "one row": RuleCase(lambda x, t: F.cross_entropy(x, t), (make_floats(7), torch.tensor(4))),
+    "nll": RuleCase(lambda x, t: F.nll_loss(x, t), (X, TARGET)),
+    "labels of one byte": RuleCase(lambda x, t: F.cross_entropy(x, t), (X, TARGET.to(torch.uint8))),
+    "half precision": RuleCase(lambda x, t: F.cross_entropy(x, t), (X.half(), TARGET)),
+    "no class": RuleCase(lambda x, t: F.cross_entropy(x, t), (X, torch.tensor([0, 1, 7, 2, 3]))),
+    "empty batch": RuleCase(lambda x, t: F.cross_entropy(x, t, reduction="sum"), (make_floats(0, 7), make_integers(0))),
 }
 
 
-@pytest.mark.parametrize(("name", "mesh_shape"), diagonals(CLASSES, MESHES, every=3), ids=str)
+@pytest.mark.parametrize(("name", "mesh_shape"), keep_diagonals_fast(CLASSES, MESHES, every=3), ids=str)
 def test_classification_losses_equal_plain_torch(name: str, mesh_shape: tuple[int, ...]) -> None:
-    try_all(CLASSES[name], mesh_shape, 6)
+    check_many_placements(CLASSES[name], mesh_shape, 6)
 
 
 @pytest.mark.parametrize(
@@ -84,22 +93,22 @@ def test_classification_losses_equal_plain_torch(name: str, mesh_shape: tuple[in
     ],
 )
 def test_cross_entropy_communicates_no_logits(mesh_shape, scores, target, collectives) -> None:
-    x, t = floats(6, 1000), integers(6, low=0, high=1000)
-    outcome = run(lambda x, t: F.cross_entropy(x, t), [x, t], mesh_shape, [scores, target])
+    x, t = make_floats(6, 1000), make_integers(6, low=0, high=1000)
+    outcome = check_placement(lambda x, t: F.cross_entropy(x, t), [x, t], mesh_shape, [scores, target])
     assert outcome.layouts[0].placements == tuple(Partial() if isinstance(p, Shard) else p for p in scores)
-    assert kinds(outcome) == collectives
-    assert received(outcome) <= 300
+    assert get_collective_kinds(outcome) == collectives
+    assert get_received_bytes(outcome) <= 300
 
 
 def test_mse_loss_mean_of_half_precision_does_not_overflow() -> None:
     x, y = torch.full((5, 40), 200.0).half(), torch.zeros(5, 40).half()
-    run(F.mse_loss, [x, y], (3,), [[Shard(0)]] * 2)
+    check_placement(F.mse_loss, [x, y], (3,), [[Shard(0)]] * 2)
 
 
 def test_cross_entropy_gradient_has_the_placements_of_the_logits() -> None:
     mesh = init_device_mesh("cpu", (2, 2))
-    x = distribute_tensor(floats(6, 1000), mesh, [Shard(0), Shard(1)]).requires_grad_()
-    F.cross_entropy(x, distribute_tensor(integers(6, low=0, high=1000), mesh, [Shard(0), Replicate()])).backward()
+    x = distribute_tensor(make_floats(6, 1000), mesh, [Shard(0), Shard(1)]).requires_grad_()
+    F.cross_entropy(x, distribute_tensor(make_integers(6, low=0, high=1000), mesh, [Shard(0), Replicate()])).backward()
     assert x.grad.placements == x.placements
 
 
@@ -121,7 +130,7 @@ def test_margin_losses_of_empty_shards_are_initialized(reduction: str) -> None:
     try:
         for fn, labels in (
             (F.multi_margin_loss, TARGET % 3),
-            (F.multilabel_margin_loss, integers(5, 7, low=-1, high=7)),
+            (F.multilabel_margin_loss, make_integers(5, 7, low=-1, high=7)),
         ):
             check(fn, X, labels, mesh=mesh, placements=[[Shard(0)], [Replicate()]], kwargs={"reduction": reduction})
     finally:
@@ -139,7 +148,7 @@ def test_losses_of_mixed_dtypes_have_the_dtype_of_torch(fn: Any, reduction: str)
 
 def test_nll_loss_ignores_targets_with_infinite_weight() -> None:
     weight = torch.tensor([float("inf"), 2.0, 3.0, 1.0, 1.0], dtype=torch.float64)
-    for scores, target in ((floats(4, 5), torch.tensor([-100, 1, -100, 2])), (floats(5), torch.tensor(-100))):
+    for scores, target in ((make_floats(4, 5), torch.tensor([-100, 1, -100, 2])), (make_floats(5), torch.tensor(-100))):
         for where in [Replicate(), *(Shard(d) for d in range(scores.ndim))]:
             for reduction in ("mean", "sum"):
                 check(

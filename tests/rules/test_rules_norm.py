@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from fast_part import diagonals
+from slow_case_marks import keep_diagonals_fast
 
 import dtensor as dt
 from dtensor import Partial, Replicate, Shard
@@ -84,7 +84,7 @@ def fit_placements(ndim: int, *placements: Any) -> list[Any]:
     return [R if isinstance(p, Shard) and (p.sizes or not -ndim <= p.dim < ndim) else p for p in placements]
 
 
-@pytest.mark.parametrize(("name", "shape"), diagonals([case[0] for case in COMPOSITES], MESHES, every=3), ids=str)
+@pytest.mark.parametrize(("name", "shape"), keep_diagonals_fast([case[0] for case in COMPOSITES], MESHES, every=3), ids=str)
 def test_norm_values_and_gradients_equal_plain_torch(name: str, shape: tuple[int, ...]) -> None:
     fn, shapes = next(case[1:] for case in COMPOSITES if case[0] == name)
     tensors = [x(*own, seed=i) for i, own in enumerate(shapes)]

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from fast_part import diagonals
-from rule_tables import MESHES, Case, floats, kinds, run, try_all
+from rule_tables import MESHES, RuleCase, check_many_placements, check_placement, get_collective_kinds, make_floats
+from slow_case_marks import keep_diagonals_fast
 from torch.nn import functional as F
 
 import dtensor as dt
 from dtensor import Partial, Replicate, Shard
 
-X = floats(5, 7, low=0.1, high=0.9)
+X = make_floats(5, 7, low=0.1, high=0.9)
 
 NEW = {
     "rand_like": torch.rand_like,
@@ -59,25 +59,27 @@ IN_PLACE: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "mesh_shape"), diagonals(NEW, MESHES, every=3), ids=str)
+@pytest.mark.parametrize(("name", "mesh_shape"), keep_diagonals_fast(NEW, MESHES, every=3), ids=str)
 def test_random_operators_equal_plain_torch(name: str, mesh_shape: tuple[int, ...]) -> None:
-    try_all(Case(NEW[name], (X,)), mesh_shape, 5)
+    check_many_placements(RuleCase(NEW[name], (X,)), mesh_shape, 5)
 
 
-@pytest.mark.parametrize(("name", "mesh_shape"), diagonals(IN_PLACE, MESHES, every=3), ids=str)
+@pytest.mark.parametrize(("name", "mesh_shape"), keep_diagonals_fast(IN_PLACE, MESHES, every=3), ids=str)
 def test_in_place_random_operators_equal_plain_torch(name: str, mesh_shape: tuple[int, ...]) -> None:
-    try_all(Case(IN_PLACE[name], (floats(6, 20, low=0.1, high=0.9),), written=True, gradients=False), mesh_shape, 5)
+    check_many_placements(
+        RuleCase(IN_PLACE[name], (make_floats(6, 20, low=0.1, high=0.9),), written=True, gradients=False), mesh_shape, 5
+    )
 
 
 @pytest.mark.parametrize("name", ["rand_like", "dropout", "native_dropout", "bernoulli", "dropout1d"])
 def test_random_operators_do_not_communicate(name: str) -> None:
-    outcome = run(NEW[name], [X], (2, 2), [[Shard(0), Shard(1)]])
+    outcome = check_placement(NEW[name], [X], (2, 2), [[Shard(0), Shard(1)]])
     assert not outcome.events
     assert all(layout.placements == (Shard(0), Shard(1)) for layout in outcome.layouts)
 
 
 def test_native_dropout_keeps_partial_placement() -> None:
-    outcome = run(lambda x: torch.native_dropout(x, 0.3, True)[0], [X], (3,), [[Partial()]])
+    outcome = check_placement(lambda x: torch.native_dropout(x, 0.3, True)[0], [X], (3,), [[Partial()]])
     assert outcome.layouts[0].placements == (Partial(),)
     assert not outcome.events
 
@@ -95,6 +97,6 @@ def test_generator_advances_as_with_plain_torch() -> None:
 
 
 def test_multinomial_of_sharded_rows_does_not_communicate() -> None:
-    outcome = run(NEW["multinomial"], [X], (2,), [[Shard(0)]])
-    assert kinds(outcome) == []
+    outcome = check_placement(NEW["multinomial"], [X], (2,), [[Shard(0)]])
+    assert get_collective_kinds(outcome) == []
     assert outcome.layouts[0].placements == (Shard(0),)

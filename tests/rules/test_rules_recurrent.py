@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from fast_part import chosen
+from slow_case_marks import keep_chosen_fast
 from torch import nn
 
 import dtensor as dt
@@ -29,8 +29,8 @@ WEIGHTS = [R, Shard(0), Shard(1)]
 
 
 @pytest.mark.parametrize(("mesh", "batch"), BATCHES, ids=str)
-@pytest.mark.parametrize("first", chosen([True, False], [True]))
-@pytest.mark.parametrize("kind", chosen([nn.LSTM, nn.GRU, nn.RNN], [nn.LSTM]))
+@pytest.mark.parametrize("first", keep_chosen_fast([True, False], [True]))
+@pytest.mark.parametrize("kind", keep_chosen_fast([nn.LSTM, nn.GRU, nn.RNN], [nn.LSTM]))
 def test_recurrent_layers_outputs_and_states_equal_plain_torch(
     kind: type[nn.RNNBase], first: bool, mesh: Any, batch: list[Any]
 ) -> None:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from fast_part import diagonals
 from hypothesis import given
 from hypothesis import strategies as st
-from rule_tables import MESHES, Case, floats, integers, kinds, run, try_all
+from rule_tables import MESHES, RuleCase, check_many_placements, check_placement, get_collective_kinds, make_floats, make_integers
+from slow_case_marks import keep_diagonals_fast
 
 import dtensor as dt
 from dtensor import Partial, Replicate, Shard
@@ -18,57 +18,57 @@ from dtensor.errors import UnsupportedOperationError
 from dtensor.rules.dim_windows import cover_window_sizes, window_block_sizes
 from dtensor.testing import check
 
-X, Y, Z = floats(5, 6, 7), floats(5, 6), integers(5, 6)
-PAIRS = torch.view_as_complex(floats(5, 6, 2))
+X, Y, Z = make_floats(5, 6, 7), make_floats(5, 6), make_integers(5, 6)
+PAIRS = torch.view_as_complex(make_floats(5, 6, 2))
 
 CASES = {
-    "flatten": Case(lambda x: x.flatten(0, 1), (X,)),
-    "unflatten": Case(lambda x: x.unflatten(1, (2, 3)), (X,)),
-    "reshape": Case(lambda x: x.reshape(15, -1), (X,)),
-    "reshape of a transpose": Case(lambda x: x.transpose(0, 2).reshape(42, 5), (X,)),
-    "view and back": Case(lambda x: x.view(30, 7).view(5, 6, 7) * 2, (X,)),
-    "interleaved boundaries": Case(lambda x: x.view(6, 5), (Y,)),
-    "movedim": Case(lambda x: x.movedim((0, 1), (2, 0)), (X,)),
-    "swapaxes": Case(lambda x: x.swapaxes(-1, 0), (X,)),
-    "matrix transposes": Case(lambda x: (x.mT, x.mH, x.adjoint()), (X,)),
-    "squeeze": Case(lambda x: x.unsqueeze(1).squeeze(), (Y,)),
-    "squeeze of sharded ones": Case(lambda x: (x.squeeze(), x.squeeze(0), x.squeeze((0, 2))), (floats(1, 6, 1),)),
-    "dims of one among others": Case(
-        lambda x: (x.view(5, 6), x.view(30), x.view(1, 1, 30, 1), x.view(2, 15)), (floats(1, 5, 1, 6),), ("sum",)
+    "flatten": RuleCase(lambda x: x.flatten(0, 1), (X,)),
+    "unflatten": RuleCase(lambda x: x.unflatten(1, (2, 3)), (X,)),
+    "reshape": RuleCase(lambda x: x.reshape(15, -1), (X,)),
+    "reshape of a transpose": RuleCase(lambda x: x.transpose(0, 2).reshape(42, 5), (X,)),
+    "view and back": RuleCase(lambda x: x.view(30, 7).view(5, 6, 7) * 2, (X,)),
+    "interleaved boundaries": RuleCase(lambda x: x.view(6, 5), (Y,)),
+    "movedim": RuleCase(lambda x: x.movedim((0, 1), (2, 0)), (X,)),
+    "swapaxes": RuleCase(lambda x: x.swapaxes(-1, 0), (X,)),
+    "matrix transposes": RuleCase(lambda x: (x.mT, x.mH, x.adjoint()), (X,)),
+    "squeeze": RuleCase(lambda x: x.unsqueeze(1).squeeze(), (Y,)),
+    "squeeze of sharded ones": RuleCase(lambda x: (x.squeeze(), x.squeeze(0), x.squeeze((0, 2))), (make_floats(1, 6, 1),)),
+    "dims of one among others": RuleCase(
+        lambda x: (x.view(5, 6), x.view(30), x.view(1, 1, 30, 1), x.view(2, 15)), (make_floats(1, 5, 1, 6),), ("sum",)
     ),
-    "all dims of one": Case(lambda x: (x.view(1), x.view(()), x.view(1, 1, 1)), (floats(1, 1),)),
-    "expand": Case(lambda x: x.unsqueeze(1).expand(-1, 3, -1), (Y,)),
-    "expand_as": Case(lambda x: x[:1].expand_as(x) + x, (Y,)),
-    "view_as": Case(lambda x: x.view_as(x.view(6, 5)), (Y,)),
-    "real and imag": Case(lambda x: (x.real * 2, x.imag + 1, torch.view_as_real(x)), (PAIRS,), ("sum",)),
-    "conjugate": Case(lambda x: (x.conj() * x, x.conj().t()[2]), (PAIRS,), ("sum",)),
-    "other dtype": Case(lambda x: (x.view(torch.int32), x.view(torch.int8)[:, ::8]), (Z,), ("sum",)),
-    "slices": Case(lambda x: (x[1:4], x[:, ::2], x[-2:, 1:-1], x[3:3]), (Y,)),
-    "slice with step of a slice": Case(lambda x: x[1:][::2][1:], (Y,)),
-    "rows": Case(lambda x: (x[2], x[:, -1], x[1, 2], x[..., 0, None]), (X,)),
-    "rows of integers": Case(lambda x: (x[0], x[-1, 3]), (Z,)),
-    "split": Case(lambda x: [part * 2 for part in x.split(2)], (Y,)),
-    "split with sizes": Case(lambda x: x.split([1, 0, 5], 1)[2], (Y,)),
-    "chunk": Case(lambda x: [part.sum() for part in x.chunk(4, 1)], (Y,)),
-    "tensor_split": Case(lambda x: x.tensor_split((1, 4)), (Y,)),
-    "hsplit and vsplit": Case(lambda x: (*x.hsplit(2), *x.vsplit([2])), (Y,)),
-    "unbind": Case(lambda x: x.unbind(1)[3], (X,)),
-    "iteration": Case(lambda x: [row * 2 for row in x], (Y,)),
-    "narrow": Case(lambda x: x.narrow(0, 1, 3), (Y,)),
-    "diagonal": Case(lambda x: (x.diagonal(1), x.diagonal(-2, 1, 0)), (Y,)),
-    "unfold": Case(lambda x: x.unfold(1, 3, 2), (X,)),
-    "as_strided": Case(lambda x: x.as_strided((2, 3), (7, 2), 1), (Y,)),
-    "scatter into": Case(
-        lambda x, y: (torch.slice_scatter(x, y, 1, 2, 4), torch.select_scatter(x, y[:, 0], 1, 5)), (Y, floats(5, 2, seed=1))
+    "all dims of one": RuleCase(lambda x: (x.view(1), x.view(()), x.view(1, 1, 1)), (make_floats(1, 1),)),
+    "expand": RuleCase(lambda x: x.unsqueeze(1).expand(-1, 3, -1), (Y,)),
+    "expand_as": RuleCase(lambda x: x[:1].expand_as(x) + x, (Y,)),
+    "view_as": RuleCase(lambda x: x.view_as(x.view(6, 5)), (Y,)),
+    "real and imag": RuleCase(lambda x: (x.real * 2, x.imag + 1, torch.view_as_real(x)), (PAIRS,), ("sum",)),
+    "conjugate": RuleCase(lambda x: (x.conj() * x, x.conj().t()[2]), (PAIRS,), ("sum",)),
+    "other dtype": RuleCase(lambda x: (x.view(torch.int32), x.view(torch.int8)[:, ::8]), (Z,), ("sum",)),
+    "slices": RuleCase(lambda x: (x[1:4], x[:, ::2], x[-2:, 1:-1], x[3:3]), (Y,)),
+    "slice with step of a slice": RuleCase(lambda x: x[1:][::2][1:], (Y,)),
+    "rows": RuleCase(lambda x: (x[2], x[:, -1], x[1, 2], x[..., 0, None]), (X,)),
+    "rows of integers": RuleCase(lambda x: (x[0], x[-1, 3]), (Z,)),
+    "split": RuleCase(lambda x: [part * 2 for part in x.split(2)], (Y,)),
+    "split with sizes": RuleCase(lambda x: x.split([1, 0, 5], 1)[2], (Y,)),
+    "chunk": RuleCase(lambda x: [part.sum() for part in x.chunk(4, 1)], (Y,)),
+    "tensor_split": RuleCase(lambda x: x.tensor_split((1, 4)), (Y,)),
+    "hsplit and vsplit": RuleCase(lambda x: (*x.hsplit(2), *x.vsplit([2])), (Y,)),
+    "unbind": RuleCase(lambda x: x.unbind(1)[3], (X,)),
+    "iteration": RuleCase(lambda x: [row * 2 for row in x], (Y,)),
+    "narrow": RuleCase(lambda x: x.narrow(0, 1, 3), (Y,)),
+    "diagonal": RuleCase(lambda x: (x.diagonal(1), x.diagonal(-2, 1, 0)), (Y,)),
+    "unfold": RuleCase(lambda x: x.unfold(1, 3, 2), (X,)),
+    "as_strided": RuleCase(lambda x: x.as_strided((2, 3), (7, 2), 1), (Y,)),
+    "scatter into": RuleCase(
+        lambda x, y: (torch.slice_scatter(x, y, 1, 2, 4), torch.select_scatter(x, y[:, 0], 1, 5)), (Y, make_floats(5, 2, seed=1))
     ),
-    "empty tensors": Case(lambda x: (x.view(4, 0), x[:, 1:], x.flatten(), x.t()), (floats(0, 4),), ("sum",)),
-    "0-d": Case(lambda x: (x.view(1, 1), x.expand(3), x[None]), (floats(),)),
+    "empty tensors": RuleCase(lambda x: (x.view(4, 0), x[:, 1:], x.flatten(), x.t()), (make_floats(0, 4),), ("sum",)),
+    "0-d": RuleCase(lambda x: (x.view(1, 1), x.expand(3), x[None]), (make_floats(),)),
 }
 
 
-@pytest.mark.parametrize(("name", "mesh_shape"), diagonals(CASES, MESHES, every=3), ids=str)
+@pytest.mark.parametrize(("name", "mesh_shape"), keep_diagonals_fast(CASES, MESHES, every=3), ids=str)
 def test_view_values_and_gradients_equal_plain_torch(name: str, mesh_shape: tuple[int, ...]) -> None:
-    try_all(CASES[name], mesh_shape, 7)
+    check_many_placements(CASES[name], mesh_shape, 7)
 
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
@@ -99,8 +99,8 @@ def test_views_keep_shards_without_communication(
     fn: Callable[[torch.Tensor], Any], given: list[Any], expected: list[Any]
 ) -> None:
     shape = (2,) * len(given)
-    outcome = run(lambda x: fn(x).clone(), (Y,), shape, [given])  # a view is computed when it is read
-    assert kinds(outcome) == []
+    outcome = check_placement(lambda x: fn(x).clone(), (Y,), shape, [given])  # a view is computed when it is read
+    assert get_collective_kinds(outcome) == []
     assert outcome.layouts[0].placements == dt.Layout.of(outcome.layouts[0].mesh, expected, outcome.layouts[0].shape).placements
 
 
@@ -115,8 +115,8 @@ def test_views_keep_shards_without_communication(
 )
 def test_view_of_sharded_dim_of_size_1_keeps_all_elements_on_one_rank(new: tuple[int, ...], dim: int, expected: Shard) -> None:
     """Check views of a tensor with a sharded dim of size 1: one rank has all elements and keeps them."""
-    outcome = run(lambda x: x.view(new).clone(), (floats(1, 5, 1, 6),), (2,), [[Shard(dim)]])
-    assert kinds(outcome) == []
+    outcome = check_placement(lambda x: x.view(new).clone(), (make_floats(1, 5, 1, 6),), (2,), [[Shard(dim)]])
+    assert get_collective_kinds(outcome) == []
     assert outcome.layouts[0].placements == (expected,)
 
 

@@ -1,4 +1,4 @@
-"""Lists of cases that run in this process and on four: ``@case`` adds one, and ``held`` gives the local tensors of ranks."""
+"""Case lists: functions that run as tests in one process and on four gloo processes, and helpers that they share."""
 
 from __future__ import annotations
 
@@ -21,24 +21,25 @@ from dtensor.testing.placements import get_or_make_mesh
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 
 
-class Cases(dict[str, Callable[..., Any]]):
-    """Cases by name, in the order in which they were added, the same in every process that imports their module.
+class CaseList(dict[str, Callable[..., Any]]):
+    """Cases by name, in the order in which they were added. The order is equal in every process that imports the module of the
+    cases.
 
     Attributes:
-        elsewhere: cases that run only on processes, since other tests check more in one process.
+        only_on_processes: cases that run only on processes, since other tests check more in one process.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.elsewhere: set[str] = set()
+        self.only_on_processes: set[str] = set()
 
     @property
-    def here(self) -> list[str]:
+    def names_in_one_process(self) -> list[str]:
         """Return the names of the cases that run in one process."""
-        return [name for name in self if name not in self.elsewhere]
+        return [name for name in self if name not in self.only_on_processes]
 
     def on_processes(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        self.elsewhere.add(fn.__name__)
+        self.only_on_processes.add(fn.__name__)
         return self.case(fn)
 
     def case(self, fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -46,7 +47,7 @@ class Cases(dict[str, Callable[..., Any]]):
         return fn
 
     def report(self, thread: int | str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Add a case that was reported under this issue number."""
+        """Return a decorator that adds a case named by the issue number ``thread`` and the name of the function."""
 
         def add(fn: Callable[..., Any]) -> Callable[..., Any]:
             self[f"{thread}_{fn.__name__}"] = fn
@@ -55,12 +56,13 @@ class Cases(dict[str, Callable[..., Any]]):
         return add
 
     def run(self, folder: str | None = None) -> list[str]:
-        """Run all cases, each in its own subfolder of ``folder`` if given; return their names. Errors get a note with the case's
-        name."""
+        """Run all cases on this rank of a process group, and return their names. With ``folder`` each case gets its own
+        subfolder.
+        """
         torch.set_num_threads(1)
         for name, fn in self.items():
             try:
-                fn(*(() if folder is None else (_made(Path(folder) / name),)))
+                fn(*(() if folder is None else (_make_shared_folder(Path(folder) / name),)))
             except pytest.skip.Exception:
                 continue
             except BaseException as error:
@@ -70,22 +72,25 @@ class Cases(dict[str, Callable[..., Any]]):
         return list(self)
 
 
-def _made(folder: Path) -> Path:
+def _make_shared_folder(folder: Path) -> Path:
+    """Create a folder on the first rank; all ranks return its path after it exists."""
     if dist.get_rank() == 0:
         folder.mkdir()
     dist.barrier()
     return folder
 
 
-def on_four(module: ModuleType, *args: Any, timeout_s: float = 280.0) -> None:
-    """Run all cases of a module (or its ``main``, if it has one) on four processes."""
-    assert run_gloo(_run, 4, module.__name__, *args, timeout_s=timeout_s) == [list(module.CASES)] * 4
+def run_cases_on_four_processes(module: ModuleType, *args: Any, timeout_s: float = 280.0) -> None:
+    """Run all cases of a module (or its ``main``, if it has one) on four gloo processes, and assert that each rank ran all of
+    them.
+    """
+    assert run_gloo(_run_module_cases, 4, module.__name__, *args, timeout_s=timeout_s) == [list(module.CASES)] * 4
 
 
-def here_and_on_four(
+def make_case_tests(
     module: ModuleType, *, folders: bool = False, gather: bool = False, slow: tuple[str, ...] = ()
 ) -> tuple[Callable[..., None], Callable[..., None]]:
-    """Return two tests: each case of a module in one process, and all of them on four.
+    """Return two tests: one runs each case of a module in one process, the other runs all cases on four gloo processes.
 
     Args:
         folders: give each case its own folder.
@@ -93,7 +98,7 @@ def here_and_on_four(
         slow: cases that run in one process only where slow tests run.
     """
     warned = "ignore" if gather else "error"
-    names = [pytest.param(name, marks=[pytest.mark.slow] * (name in slow)) for name in module.CASES.here]
+    names = [pytest.param(name, marks=[pytest.mark.slow] * (name in slow)) for name in module.CASES.names_in_one_process]
 
     @pytest.mark.filterwarnings(f"{warned}::dtensor.errors.GatherWarning")
     @pytest.mark.parametrize("name", names)
@@ -102,62 +107,64 @@ def here_and_on_four(
 
     @pytest.mark.gloo
     def on_four_processes(tmp_path: Path) -> None:
-        on_four(module, *[str(tmp_path)] * folders)
+        run_cases_on_four_processes(module, *[str(tmp_path)] * folders)
 
     return in_one_process, on_four_processes
 
 
-def _run(module: str, *args: Any) -> list[str]:
+def _run_module_cases(module: str, *args: Any) -> list[str]:
+    """Import a module by name and run its cases on this rank; return the names of the cases."""
     cases = import_module(module)
     ran: list[str] = (cases.main if hasattr(cases, "main") else cases.CASES.run)(*args)
     return ran
 
 
 # --- what cases are written with -----------------------------------------------------------------------------------------
-def line() -> dt.DeviceMesh:
+def get_line_mesh() -> dt.DeviceMesh:
     return get_or_make_mesh((4,))
 
 
-def square() -> dt.DeviceMesh:
+def get_square_mesh() -> dt.DeviceMesh:
     return get_or_make_mesh((2, 2))
 
 
-def value(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+def make_values(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     return torch.randint(-9, 10, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def put(x: torch.Tensor, *placements: Any, mesh: Any = None) -> DTensor:
-    return dt.distribute_tensor(x, mesh or (line() if len(placements) == 1 else square()), list(placements))
+def distribute_values(x: torch.Tensor, *placements: Any, mesh: Any = None) -> DTensor:
+    return dt.distribute_tensor(x, mesh or (get_line_mesh() if len(placements) == 1 else get_square_mesh()), list(placements))
 
 
-def held(x: Any) -> dict[int, torch.Tensor]:
-    """Return the local tensor of each rank in this process."""
+def local_tensors_by_rank(x: Any) -> dict[int, torch.Tensor]:
+    """Return the local tensors of a DTensor or a ``PerRank`` by rank, for the ranks that this process has."""
     local = x._local if isinstance(x, DTensor) else x
     if isinstance(local, dt.PerRank):
         return dict(enumerate(local.shards))
     return {dist.get_rank(): local}
 
 
-def by_rank(make: Callable[[int], torch.Tensor], count: int = 4) -> torch.Tensor:
-    """Return the tensor that ``make`` returns for every rank, or for this process's rank."""
+def make_per_rank(make: Callable[[int], torch.Tensor], count: int = 4) -> torch.Tensor:
+    """Return ``make(rank)`` for this rank, or in one process a ``PerRank`` of ``make(rank)`` for ``count`` ranks."""
     return make(dist.get_rank()) if dist.is_initialized() else dt.per_rank([make(rank) for rank in range(count)])
 
 
-def raises(kind: type[Exception], text: str, fn: Callable[[], Any]) -> None:
-    """Assert that ``fn`` raises on every rank with the same message."""
+def assert_raises(kind: type[Exception], text: str, fn: Callable[[], Any]) -> None:
+    """Assert that ``fn`` raises ``kind`` with a message that matches ``text``; cases call it on every rank."""
     with pytest.raises(kind, match=text):
         fn()
 
 
-def equal(x: Any, expected: torch.Tensor) -> None:
+def assert_full_value(x: Any, expected: torch.Tensor) -> None:
+    """Assert that the full tensor of ``x`` is close to ``expected`` on every rank."""
     whole = x.full_tensor()
     for piece in whole.shards if isinstance(whole, dt.PerRank) else (whole,):
         assert torch.allclose(piece, expected), (piece, expected)
 
 
-def everywhere(fn: Callable[..., Any], *tensors: torch.Tensor, **options: Any) -> None:
-    """Assert that ``fn`` is right with its tensors sharded unevenly, nested, along other dims, replicated and partial."""
-    for mesh, choices in ((line(), ([S0], [R], [Partial()])), (square(), ([S0, S1], [S0, S0], [R, Shard(-1)]))):
+def check_under_layouts(fn: Callable[..., Any], *tensors: torch.Tensor, **options: Any) -> None:
+    """Compare ``fn`` on DTensors with ``fn`` on plain tensors, for tensors sharded unevenly, nested, replicated and partial."""
+    for mesh, choices in ((get_line_mesh(), ([S0], [R], [Partial()])), (get_square_mesh(), ([S0, S1], [S0, S0], [R, Shard(-1)]))):
         for where in choices:
             fitting = [[p if not isinstance(p, Shard) or x.ndim > p.dim else R for p in where] for x in tensors]
             fitting = [

@@ -1,4 +1,4 @@
-"""Faults of checkpoints: ranks killed at any point, full disks, read-only folders, concurrent saves.
+"""Checkpoint faults: save and load while ranks are killed, disks are full, folders are read-only, or other ranks save too.
 
 python tests/support/checkpoint_faults.py 100  # 100 kills in saves and 100 in loads at random points; prints failing seeds
 """
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from killable_processes import DEAD, Points, run_killable
+from killable_processes import DEAD, CallCounter, run_killable
 
 import dtensor as dt
 from dtensor import Replicate, Shard
@@ -28,8 +28,8 @@ from dtensor.errors import CheckpointError
 RANKS = 4
 
 
-def state_of(step: int) -> dict[str, Any]:
-    """Return tensors filled with ``step``."""
+def make_state(step: int) -> dict[str, Any]:
+    """Return a state of tensors in several layouts, all filled with ``step``."""
     grid, line = dt.init_device_mesh("cpu", (2, 2)), dt.init_device_mesh("cpu", (RANKS,))
     big = dt.full((300, 700), float(step), device_mesh=grid, placements=[Shard(0), Shard(1)])
     few = dt.full((7, 3), step, dtype=torch.int32, device_mesh=line, placements=[Shard(0)])
@@ -37,8 +37,8 @@ def state_of(step: int) -> dict[str, Any]:
     return {"big": big, "few": few, "same": same, "plain": torch.full((20,), float(step)), "step": step}
 
 
-def step_of(folder: Path) -> int:
-    """Return the step of a checkpoint, read in this process; assert that all of its tensors hold it."""
+def read_step(folder: Path) -> int:
+    """Load a checkpoint in this process and return its step; assert that all tensors are filled with this step."""
     step = int(read_tree(folder)["step"])
     state = {"big": torch.zeros(300, 700), "few": torch.zeros(7, 3, dtype=torch.int32), "same": torch.zeros(50)}
     whole: dict[str, Any] = {**state, "plain": torch.zeros(20), "step": -1}
@@ -50,9 +50,12 @@ def step_of(folder: Path) -> int:
 
 
 # --- on the ranks ----------------------------------------------------------------------------------------------------------
-def saving(folder: str, step: int, victim: int, point: int | None, in_background: bool = False) -> tuple[str, Any]:
-    state = state_of(step)
-    points = Points(point if dist.get_rank() == victim else None)
+def save_with_kill(folder: str, step: int, victim: int, point: int | None, in_background: bool = False) -> tuple[str, Any]:
+    """Save on this rank, killed at the call number ``point`` if it is the victim. Return ("done", number of calls) or ("error",
+    message).
+    """
+    state = make_state(step)
+    points = CallCounter(point if dist.get_rank() == victim else None)
     try:
         save(state, f"{folder}-warm")  # imports are a thousand times as many calls
         with points:
@@ -64,12 +67,12 @@ def saving(folder: str, step: int, victim: int, point: int | None, in_background
     return "done", points.count
 
 
-def loading(folder: str, step: int, victim: int, point: int | None) -> tuple[str, Any]:
-    """Assert that every surviving rank has loaded everything or nothing."""
-    state = state_of(0)
-    points = Points(point if dist.get_rank() == victim else None)
+def load_with_kill(folder: str, step: int, victim: int, point: int | None) -> tuple[str, Any]:
+    """Load on this rank, killed at call ``point`` if it is the victim; assert that everything or nothing was loaded."""
+    state = make_state(0)
+    points = CallCounter(point if dist.get_rank() == victim else None)
     try:
-        load(state_of(0), folder)  # as above
+        load(make_state(0), folder)  # as above
         with points:
             load(state, folder)
         outcome: tuple[str, Any] = "done", points.count
@@ -84,18 +87,18 @@ def loading(folder: str, step: int, victim: int, point: int | None) -> tuple[str
 
 
 # --- one fault -------------------------------------------------------------------------------------------------------------
-def kill_while(what: str, seed: int, folder: Path) -> str:
-    """Kill one rank at a random point of a save or load and return the result. ``folder`` holds a checkpoint of step 1, and
-    ``calls`` the number of calls.
+def kill_rank_during(what: str, seed: int, folder: Path) -> str:
+    """Kill one rank at a random time of a save or load, and assert that a complete checkpoint is left. Return a line about the
+    result. ``folder`` has a checkpoint of step 1.
     """
     dice = random.Random(f"{what} {seed}")
     victim, from_outside = dice.randrange(RANKS), dice.random() < 0.3
-    run = saving if what == "save" else loading
+    run = save_with_kill if what == "save" else load_with_kill
     args: tuple[Any, ...] = (str(folder), 2 if what == "save" else 1, victim)
     if what == "save" and dice.random() < 0.3:
-        calls, extra = calls_of("save", folder), (True,)
+        calls, extra = count_calls("save", folder), (True,)
     else:
-        calls, extra = calls_of(what, folder), ()
+        calls, extra = count_calls(what, folder), ()
     if from_outside:
         outcomes = run_killable(run, RANKS, *args, None, *extra, kill=(victim, dice.random() * 0.4))
     else:
@@ -103,7 +106,7 @@ def kill_while(what: str, seed: int, folder: Path) -> str:
     left = [outcome for outcome in outcomes if outcome != DEAD]
     kinds = {kind for kind, _ in left}
     told = {words for kind, words in left if kind == "error"}
-    step = step_of(folder)
+    step = read_step(folder)
     assert len(left) >= RANKS - 1
     assert step in (1, 2)
     if victim != 0:  # the first rank tells all that are left the same
@@ -115,9 +118,9 @@ def kill_while(what: str, seed: int, folder: Path) -> str:
         assert step == 2
     assert all("lost" in words for words in told), told
     shutil.rmtree(f"{folder}-warm", ignore_errors=True)
-    save(state_of(3), folder)  # whatever was left behind is in nobody's way
-    assert step_of(folder) == 3
-    save(state_of(1), folder)
+    save(make_state(3), folder)  # whatever was left behind is in nobody's way
+    assert read_step(folder) == 3
+    save(make_state(1), folder)
     assert len(list(folder.glob("*.distcp"))) <= 2, list(folder.iterdir())
     return f"{what} {seed}: rank {victim} killed, {len(left)} left: {sorted(kinds)}, step {step}"
 
@@ -125,25 +128,27 @@ def kill_while(what: str, seed: int, folder: Path) -> str:
 _CALLS: dict[str, list[int]] = {}
 
 
-def calls_of(what: str, folder: Path) -> list[int]:
-    """Return about how many calls each rank makes."""
+def count_calls(what: str, folder: Path) -> list[int]:
+    """Return about how many Python calls each rank makes in a save or load; measured once for each."""
     if what not in _CALLS:
         with tempfile.TemporaryDirectory() as other:
             shutil.copytree(folder, f"{other}/c")
-            run = saving if what == "save" else loading
+            run = save_with_kill if what == "save" else load_with_kill
             _CALLS[what] = [count for _, count in run_killable(run, RANKS, f"{other}/c", 1, 0, None)]
     return _CALLS[what]
 
 
 # --- a series of checkpoints ------------------------------------------------------------------------------------------------
-def keeping(folder: str, victim: int, point: int | None) -> tuple[str, Any]:
-    """Save steps until one fails; return the last one known to be complete."""
-    save(state_of(1), f"{folder}-warm")
-    points, complete = Points(point if dist.get_rank() == victim else None), 0
+def save_steps_with_kill(folder: str, victim: int, point: int | None) -> tuple[str, Any]:
+    """Save steps 1 to 4 with a manager, killed at ``point`` if this rank is the victim. Return ("error", last complete step) or
+    ("done", number of calls).
+    """
+    save(make_state(1), f"{folder}-warm")
+    points, complete = CallCounter(point if dist.get_rank() == victim else None), 0
     try:
         with points, Manager(folder, keep=2, best="min") as manager:
             for step in range(1, 5):
-                manager.save(step, state_of(step), metric=float(step))
+                manager.save(step, make_state(step), metric=float(step))
                 manager.wait()
                 complete = step
     except CheckpointError:
@@ -151,51 +156,53 @@ def keeping(folder: str, victim: int, point: int | None) -> tuple[str, Any]:
     return "done", points.count
 
 
-def kill_in_a_series(seed: int, folder: Path) -> None:
-    """Kill a rank at any time; resuming must find the last complete step or the next one."""
+def kill_rank_in_series(seed: int, folder: Path) -> None:
+    """Kill a rank at a random time of a series of saves; assert that resuming finds the last complete step or the next one."""
     dice = random.Random(f"series {seed}")
     victim = 0 if dice.random() < 0.6 else dice.randrange(RANKS)
     if "series" not in _CALLS:
         with tempfile.TemporaryDirectory() as other:
-            _CALLS["series"] = [count for _, count in run_killable(keeping, RANKS, f"{other}/c", 0, None)]
-    outcomes = run_killable(keeping, RANKS, str(folder), victim, dice.randrange(1, _CALLS["series"][victim]))
+            _CALLS["series"] = [count for _, count in run_killable(save_steps_with_kill, RANKS, f"{other}/c", 0, None)]
+    outcomes = run_killable(save_steps_with_kill, RANKS, str(folder), victim, dice.randrange(1, _CALLS["series"][victim]))
     complete = max((step for kind, step in (o for o in outcomes if o != DEAD) if kind == "error"), default=4)
-    state = state_of(0)
+    state = make_state(0)
     with Manager(folder, keep=2, best="min") as manager:
         found = manager.resume(state)
         assert complete <= found <= complete + 1, outcomes
         if found:
-            assert step_of(folder / f"step-{found:09d}") == state["step"] == found
-        assert manager.save(7, state_of(7), metric=0.0)
+            assert read_step(folder / f"step-{found:09d}") == state["step"] == found
+        assert manager.save(7, make_state(7), metric=0.0)
     assert len(list(folder.iterdir())) <= 3  # the lock and two checkpoints
 
 
 # --- disks and rivals ------------------------------------------------------------------------------------------------------
-def full_disk(folder: str) -> list[str]:
-    """Limit the file size of one rank: all ranks must raise and keep the old checkpoint. The first rank writes the manifest."""
+def save_on_full_disk(folder: str) -> list[str]:
+    """Save while one rank's file size is limited; assert that the old checkpoint is kept, and return the error messages. The
+    first rank writes the manifest.
+    """
     told = []
-    save(state_of(1), folder)
+    save(make_state(1), folder)
     for rank, most in ((2, 100_000), (0, 150_000), (0, 300)):
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
         if dist.get_rank() == rank:
             resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
         try:
-            save(state_of(2), folder)
+            save(make_state(2), folder)
         except CheckpointError as error:
             told.append(str(error))
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        state = state_of(0)
+        state = make_state(0)
         load(state, folder)
         assert state["step"] == 1
         dist.barrier()
         assert len({path.name.split("_")[3] for path in Path(folder).glob("*.distcp")}) <= 2
-    save(state_of(3), folder)
+    save(make_state(3), folder)
     return told
 
 
-def read_only(folder: str) -> list[str]:
-    """Check folders that cannot be written, made or read."""
-    save(state_of(1), folder)
+def save_to_unwritable_folders(folder: str) -> list[str]:
+    """Save to folders that cannot be written or created; assert that the old checkpoint loads, and return the error messages."""
+    save(make_state(1), folder)
     dist.barrier()
     if dist.get_rank() == 0:
         os.chmod(folder, 0o555)
@@ -206,10 +213,10 @@ def read_only(folder: str) -> list[str]:
     told = []
     for place in (folder, f"{folder}/below", f"{folder}/manifest.json/x"):
         try:
-            save(state_of(2), place)
+            save(make_state(2), place)
         except CheckpointError as error:
             told.append(str(error))
-    state = state_of(0)
+    state = make_state(0)
     load(state, folder)
     assert state["step"] == 1
     if user == 0:
@@ -219,10 +226,10 @@ def read_only(folder: str) -> list[str]:
     return told
 
 
-def rivals(folder: str, seconds: float) -> tuple[int, int, int]:
-    """Let two pairs of ranks repeatedly save into one folder and load from it; count saves, refusals and loads of this rank. On a
-    busy machine a pair may be refused, and its files replaced, all these seconds; each continues until one save succeeds, which
-    happens at the latest when the other pair has ended.
+def save_concurrently(folder: str, seconds: float) -> tuple[int, int, int]:
+    """Let two pairs of ranks save into one folder and load from it repeatedly; return this rank's numbers of saves, refusals and
+    loads. On a busy machine a pair may be refused, and its files replaced, for all ``seconds``. Each pair continues until one
+    save and one load succeed, at the latest when the other pair has ended.
     """
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     mine = dist.get_rank() // 2
@@ -252,11 +259,12 @@ def rivals(folder: str, seconds: float) -> tuple[int, int, int]:
 
 
 def main(count: int, first: int = 0) -> None:
+    """Kill ranks in ``count`` saves and ``count`` loads with seeds from ``first`` on, and print a line for each."""
     with tempfile.TemporaryDirectory() as folder:
-        save(state_of(1), Path(folder) / "c")
+        save(make_state(1), Path(folder) / "c")
         for seed in range(first, first + count):
             for what in ("save", "load"):
-                print(kill_while(what, seed, Path(folder) / "c"), flush=True)
+                print(kill_rank_during(what, seed, Path(folder) / "c"), flush=True)
     print(f"{count} kills during save and {count} during load: every one left a complete checkpoint, and no rank waiting")
 
 

@@ -1,4 +1,4 @@
-"""``run_gloo``: one function on the processes of a real gloo group, failing loudly and never hanging."""
+"""Gloo processes: ``run_gloo`` runs one function on each rank of a real gloo group, fails loudly and never hangs."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def run_gloo(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: flo
                 with contextlib.suppress(EOFError):
                     if pipe.poll(timeout_s + IMPORTS_S):
                         pipe.recv_bytes()
-            return _collect(ranks, Path(folder), time.monotonic() + timeout_s + GRACE_S)
+            return _collect_results(ranks, Path(folder), time.monotonic() + timeout_s + GRACE_S)
         finally:
             for process, _ in ranks:
                 process.kill()
@@ -64,6 +64,7 @@ def run_gloo(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: flo
 def _rank_main(
     pipe: Connection, fn: Callable[..., Any], args: tuple[Any, ...], rank: int, world_size: int, folder: str, timeout_s: float
 ) -> None:
+    """Join the gloo group in a new process, run ``fn`` and send its pickled result or its traceback through the pipe."""
     stacks = open(f"{folder}/stacks-{rank}", "w")  # noqa: SIM115 - faulthandler writes to it until the process ends
     faulthandler.enable(stacks)
     faulthandler.dump_traceback_later(timeout_s, exit=True, file=stacks)
@@ -87,7 +88,8 @@ def _rank_main(
     faulthandler.cancel_dump_traceback_later()
 
 
-def _collect(ranks: list[tuple[BaseProcess, Connection]], folder: Path, deadline: float) -> list[Any]:
+def _collect_results(ranks: list[tuple[BaseProcess, Connection]], folder: Path, deadline: float) -> list[Any]:
+    """Receive the results of all ranks until the deadline; raise ``RankFailed`` if a rank fails, dies or is late."""
     results: dict[int, Any] = {}
     failures: list[str] = []
     waiting = {pipe: rank for rank, (_, pipe) in enumerate(ranks)}
@@ -102,7 +104,7 @@ def _collect(ranks: list[tuple[BaseProcess, Connection]], folder: Path, deadline
                 succeeded, value = pickle.loads(pipe.recv_bytes())
             except EOFError:  # it died without a word: a signal, os._exit, or faulthandler's time-out
                 ranks[rank][0].join(GRACE_S)
-                succeeded, value = False, f"exit code {ranks[rank][0].exitcode}\n{_read(folder / f'stacks-{rank}')}"
+                succeeded, value = False, f"exit code {ranks[rank][0].exitcode}\n{_read_if_exists(folder / f'stacks-{rank}')}"
             if succeeded:
                 results[rank] = value
             else:
@@ -116,5 +118,5 @@ def _collect(ranks: list[tuple[BaseProcess, Connection]], folder: Path, deadline
     return [results[rank] for rank in range(len(ranks))]
 
 
-def _read(path: Path) -> str:
+def _read_if_exists(path: Path) -> str:
     return path.read_text() if path.exists() else ""

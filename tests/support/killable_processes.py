@@ -1,4 +1,4 @@
-"""``run_killable``: run one function on the processes of a gloo group, some of which may be killed."""
+"""Killable processes: ``run_killable`` runs one function on each rank of a gloo group, of which some may be killed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DEAD = "killed"
 def run_killable(
     fn: Callable[..., Any], world_size: int, *args: Any, kill: tuple[int, float] | None = None, timeout_s: float = 60.0
 ) -> list[Any]:
-    """Run ``fn(*args)`` on each rank and return the results, ``DEAD`` for killed ranks.
+    """Run ``fn(*args)`` on each rank and return the results by rank, with ``DEAD`` for killed ranks.
 
     Args:
         kill: a rank to kill from outside, and the seconds to wait after all ranks are ready.
@@ -39,7 +39,7 @@ def run_killable(
         ranks: list[tuple[BaseProcess, Connection]] = []
         for rank in range(world_size):
             ours, theirs = _processes.Pipe()
-            process = _processes.Process(target=_main, args=(theirs, fn, args, rank, world_size, folder, timeout_s))
+            process = _processes.Process(target=_run_rank, args=(theirs, fn, args, rank, world_size, folder, timeout_s))
             process.start()
             theirs.close()
             ranks.append((process, ours))
@@ -51,16 +51,17 @@ def run_killable(
             if kill is not None:
                 time.sleep(kill[1])
                 ranks[kill[0]][0].kill()
-            return _outcomes(ranks, time.monotonic() + timeout_s)
+            return _collect_outcomes(ranks, time.monotonic() + timeout_s)
         finally:
             for process, _ in ranks:
                 process.kill()
                 process.join()
 
 
-def _main(
+def _run_rank(
     pipe: Connection, fn: Callable[..., Any], args: tuple[Any, ...], rank: int, size: int, folder: str, timeout_s: float
 ) -> None:
+    """Join the gloo group in a new process, wait for all ranks, run ``fn`` and send its pickled result or traceback."""
     faulthandler.dump_traceback_later(timeout_s, exit=False)
     try:
         torch.set_num_threads(1)
@@ -77,7 +78,8 @@ def _main(
     os._exit(0)
 
 
-def _outcomes(ranks: list[tuple[BaseProcess, Connection]], deadline: float) -> list[Any]:
+def _collect_outcomes(ranks: list[tuple[BaseProcess, Connection]], deadline: float) -> list[Any]:
+    """Receive the results of all ranks until the deadline, ``DEAD`` for a rank whose process ended; raise if a rank raised."""
     found: dict[int, Any] = {}
     waiting = {pipe: rank for rank, (_, pipe) in enumerate(ranks)}
     while waiting:
@@ -97,19 +99,20 @@ def _outcomes(ranks: list[tuple[BaseProcess, Connection]], deadline: float) -> l
     return [found[rank] for rank in range(len(ranks))]
 
 
-class Points:
-    """Counts a process's calls of Python and built-in functions, and kills the process at one of them."""
+class CallCounter:
+    """Counts this process's calls of Python and built-in functions, and kills the process at the call number ``last``."""
 
     def __init__(self, last: int | None = None) -> None:
         self.count, self.last = 0, last
 
     def __call__(self, frame: Any, event: str, arg: Any) -> None:
+        """Count one call; kill the process if it is the last one (profile function of ``sys.setprofile``)."""
         if event in ("call", "c_call"):
             self.count += 1
             if self.count == self.last:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    def __enter__(self) -> Points:
+    def __enter__(self) -> CallCounter:
         threading.setprofile(self)
         sys.setprofile(self)
         return self

@@ -1,4 +1,4 @@
-"""``Live``: the memory of this process's tensors, now and at its peak."""
+"""Live memory: count the bytes of this process's tensors, now and at the peak."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from dtensor.comm import shards_of
 from dtensor.tensor.dtensor import DTensor
 
 
-class Live(TorchDispatchMode):
-    """Counts the bytes of the live storages of the given plain tensors and of operators' results. Tensors without data count
-    zero.
+class LiveTensorMemory(TorchDispatchMode):
+    """Dispatch mode that counts the bytes of live storages: those of ``given`` plain tensors and of results of operators. Tensors
+    without data count zero.
 
     Attributes:
         now, peak: bytes now, and the maximum so far.
 
     >>> import torch
     >>> given = torch.zeros(4)
-    >>> with Live([given]) as live:
+    >>> with LiveTensorMemory([given]) as live:
     ...     x = torch.ones(8) + torch.ones(8)
     >>> live.peak, live.now
     (112, 48)
@@ -40,6 +40,7 @@ class Live(TorchDispatchMode):
             self._count(x)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator on local tensors and count the storages of its results."""
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         made = func(*args, **(kwargs or {}))
@@ -49,6 +50,7 @@ class Live(TorchDispatchMode):
         return made
 
     def _count(self, x: torch.Tensor) -> None:
+        """Add the bytes of each storage of ``x`` that is not counted yet; a weak reference subtracts them when it is freed."""
         for shard in shards_of(x._local if isinstance(x, DTensor) else x):
             if shard.device.type == "meta" or has_no_values(shard):  # an operator is asked what its results look like
                 continue

@@ -45,7 +45,7 @@ declaration passes counts as the rule's own, except for the parts of reductions 
 
 
 def make_page() -> str:
-    """Return the page."""
+    """Return the text of ``docs/ops.md``."""
     counts = Counter(classify_rule(rule) for name, rule in rules().items() if name.startswith("aten::"))
     rows = ["| names | their rule is |", "|---|---|", *(f"| {counts[kind]} | {text} |" for kind, text in _KINDS.items())]
     note = _KINDS_NOTE.format(table="\n".join(rows), count=counts["notation"] + counts["combinators"])

@@ -1,5 +1,5 @@
-"""Expressions of random programs, over ``{x}``, ``{y}`` and a tensor dim ``{d}``. Thresholds are unusual constants that no value
-equals by chance, so that rounding by another summation order cannot change a comparison.
+"""Program forms: templates of expressions of random programs, over ``{x}``, ``{y}`` and a tensor dim ``{d}``. Thresholds are
+unusual constants that no value equals by chance, so that rounding by another summation order cannot change a comparison.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ REDUCE = (
     "{x}.min({d})[0]",
     "{x}.contiguous().median({d}).values",  # of an expanded tensor torch gives other values
 )
-ALONG = (
+ALONG_DIM = (
     "torch.softmax({x}, {d})",
     "torch.log_softmax({x}, {d})",
     "torch.cumsum({x}, {d})",
@@ -89,7 +89,7 @@ ALONG = (
     "{x}.topk(1, {d}).values",
     "torch.renorm({x}, 2, {d}, 1.0)",
 )
-WHOLE = (
+FULL_REDUCTION = (
     "{x}.sum()",
     "{x}.mean()",
     "{x}.amax()",

@@ -1,4 +1,6 @@
-"""Lines of random programs: each maker picks operands among the values so far and returns one Python statement, or None."""
+"""Program lines: makers of the lines of random programs. Each picks operands among the values so far and returns one Python
+statement, or None if no value fits.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +9,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
-from program_forms import ALONG, BINARY, REDUCE, UNARY, WHOLE
+from program_forms import ALONG_DIM, BINARY, FULL_REDUCTION, REDUCE, UNARY
 
-Make = Callable[["Scope"], str | None]
+LineMaker = Callable[["Scope"], str | None]
 
 
 @dataclass(slots=True)
 class Scope:
-    """The values that a line may use, and the random generator."""
+    """The values that a line of a random program may use, by name, and the random generator."""
 
     values: Mapping[str, torch.Tensor]
     rng: random.Random
@@ -22,7 +24,7 @@ class Scope:
     def pick(
         self, *, floating: bool | None = True, ndim: int | None = None, least: int = 0, dtype: torch.dtype | None = None
     ) -> str | None:
-        """Pick a value of that kind, later ones more often."""
+        """Return the name of a random value of the given kind, or None. The last four values are picked more often."""
         fitting = [
             name
             for name, x in self.values.items()
@@ -35,87 +37,90 @@ class Scope:
             return None
         return self.rng.choice(fitting[-4:] if self.rng.random() < 0.6 else fitting)
 
-    def like(self, name: str, fits: Callable[[torch.Tensor, torch.Tensor], bool]) -> str | None:
-        """Pick another floating value of a shape that fits the first."""
+    def pick_fitting(self, name: str, fits: Callable[[torch.Tensor, torch.Tensor], bool]) -> str | None:
+        """Return the name of a random value ``y`` with the dtype of the named ``x`` and with ``fits(x, y)``, or None."""
         x = self.values[name]
         fitting = [other for other, y in self.values.items() if y.dtype == x.dtype and fits(x, y)]
         return self.rng.choice(fitting) if fitting else None
 
-    def dim(self, name: str) -> int:
+    def pick_dim(self, name: str) -> int:
         ndim = self.values[name].ndim
         return self.rng.randrange(-ndim, ndim) if ndim else 0
 
-    def span(self, size: int) -> tuple[int, int]:
+    def pick_slice_bounds(self, size: int) -> tuple[int, int]:
         """Return the bounds of a non-empty slice."""
         start = self.rng.randrange(size)
         return start, self.rng.randrange(start + 1, size + 1)
 
 
-def unary(s: Scope) -> str | None:
-    x = s.pick()
-    return x and s.rng.choice(UNARY).format(x=x)
+def make_unary_line(scope: Scope) -> str | None:
+    x = scope.pick()
+    return x and scope.rng.choice(UNARY).format(x=x)
 
 
-def binary(s: Scope) -> str | None:
-    x = s.pick()
-    y = x and s.like(x, broadcastable)
-    return y and s.rng.choice(BINARY).format(x=x, y=y)
+def make_binary_line(scope: Scope) -> str | None:
+    x = scope.pick()
+    y = x and scope.pick_fitting(x, are_broadcastable)
+    return y and scope.rng.choice(BINARY).format(x=x, y=y)
 
 
-def reduction(s: Scope) -> str | None:
-    x = s.pick(least=1)
-    return x and s.rng.choice(REDUCE).format(x=x, d=s.dim(x))
+def make_reduction_line(scope: Scope) -> str | None:
+    x = scope.pick(least=1)
+    return x and scope.rng.choice(REDUCE).format(x=x, d=scope.pick_dim(x))
 
 
-def several_dims(s: Scope) -> str | None:
-    x = s.pick(least=2)
+def make_several_dims_line(scope: Scope) -> str | None:
+    """Return a reduction or flip over two tensor dims."""
+    x = scope.pick(least=2)
     if not x:
         return None
-    dims = s.rng.sample(range(s.values[x].ndim), 2)
-    return s.rng.choice(("{x}.sum({d})", "{x}.mean({d}, keepdim=True)", "{x}.amax({d})", "{x}.var({d})", "{x}.flip({d})")).format(
-        x=x, d=dims
-    )
+    dims = scope.rng.sample(range(scope.values[x].ndim), 2)
+    return scope.rng.choice(
+        ("{x}.sum({d})", "{x}.mean({d}, keepdim=True)", "{x}.amax({d})", "{x}.var({d})", "{x}.flip({d})")
+    ).format(x=x, d=dims)
 
 
-def along(s: Scope) -> str | None:
-    x = s.pick(least=1)
-    return x and s.rng.choice(ALONG).format(x=x, d=s.dim(x))
+def make_along_dim_line(scope: Scope) -> str | None:
+    x = scope.pick(least=1)
+    return x and scope.rng.choice(ALONG_DIM).format(x=x, d=scope.pick_dim(x))
 
 
-def whole(s: Scope) -> str | None:
-    x = s.pick()
-    return x and s.rng.choice(WHOLE).format(x=x)
+def make_full_reduction_line(scope: Scope) -> str | None:
+    x = scope.pick()
+    return x and scope.rng.choice(FULL_REDUCTION).format(x=x)
 
 
-def product(s: Scope) -> str | None:
-    x = s.pick(least=1)
-    y = x and s.like(
+def make_matmul_line(scope: Scope) -> str | None:
+    """Return a matrix product of two values whose contracted dims have equal size."""
+    x = scope.pick(least=1)
+    y = x and scope.pick_fitting(
         x,
         lambda a, b: (
             b.ndim >= 1
             and a.shape[-1] == b.shape[-2 if b.ndim > 1 else 0]
-            and (min(a.ndim, b.ndim) <= 2 or broadcastable(a[..., 0, 0], b[..., 0, 0]))
+            and (min(a.ndim, b.ndim) <= 2 or are_broadcastable(a[..., 0, 0], b[..., 0, 0]))
         ),
     )
-    return y and s.rng.choice(("{x} @ {y}", "torch.matmul({x}, {y})")).format(x=x, y=y)
+    return y and scope.rng.choice(("{x} @ {y}", "torch.matmul({x}, {y})")).format(x=x, y=y)
 
 
-def linear(s: Scope) -> str | None:
-    x = s.pick(least=1)
-    w = x and s.like(x, lambda a, b: b.ndim == 2 and a.shape[-1] == b.shape[-1])
-    return w and s.rng.choice(
+def make_linear_line(scope: Scope) -> str | None:
+    x = scope.pick(least=1)
+    w = x and scope.pick_fitting(x, lambda a, b: b.ndim == 2 and a.shape[-1] == b.shape[-1])
+    return w and scope.rng.choice(
         ("F.linear({x}, {w})", "torch.einsum('...k,nk->...n', {x}, {w})", "F.linear({x}, {w}, {w}[:, 0])")
     ).format(x=x, w=w)
 
 
-def normed(s: Scope) -> str | None:
-    x = s.pick(least=1)
+def make_norm_or_loss_line(scope: Scope) -> str | None:
+    """Return a layer norm or RMS norm over the last dim, or a loss against the value itself."""
+    x = scope.pick(least=1)
     if not x:
         return None
-    n = s.values[x].shape[-1]
-    w = s.like(x, lambda a, b: b.ndim == 1 and b.shape[0] == n)
+    n = scope.values[x].shape[-1]
+    w = scope.pick_fitting(x, lambda a, b: b.ndim == 1 and b.shape[0] == n)
     weight = f", {w}, {w}" if w else ""
-    return s.rng.choice(
+    return scope.rng.choice(
         (
             f"F.layer_norm({x}, ({n},){weight})",
             f"F.rms_norm({x}, ({n},))",
@@ -125,15 +130,16 @@ def normed(s: Scope) -> str | None:
     )
 
 
-def entropy(s: Scope) -> str | None:
-    x = s.pick(ndim=2)
+def make_cross_entropy_line(scope: Scope) -> str | None:
+    """Return a cross-entropy loss of a matrix with integer labels, one for each row."""
+    x = scope.pick(ndim=2)
     if not x:
         return None
-    rows, classes = s.values[x].shape
-    labels = s.pick(floating=False, ndim=1, dtype=torch.int64)
-    if not labels or s.values[labels].shape[0] != rows:
+    rows, classes = scope.values[x].shape
+    labels = scope.pick(floating=False, ndim=1, dtype=torch.int64)
+    if not labels or scope.values[labels].shape[0] != rows:
         return None
-    return s.rng.choice(
+    return scope.rng.choice(
         (
             f"F.cross_entropy({x}, {labels} % {classes})",
             f"F.nll_loss(F.log_softmax({x}, 1), {labels} % {classes}, reduction='sum')",
@@ -141,14 +147,15 @@ def entropy(s: Scope) -> str | None:
     )
 
 
-def view(s: Scope) -> str | None:
-    x = s.pick(least=1)
+def make_reshape_line(scope: Scope) -> str | None:
+    """Return a view, reshape, expand or repeat of a value."""
+    x = scope.pick(least=1)
     if not x:
         return None
-    value = s.values[x]
+    value = scope.values[x]
     dims = list(range(value.ndim))
-    s.rng.shuffle(dims)
-    d = s.dim(x)
+    scope.rng.shuffle(dims)
+    d = scope.pick_dim(x)
     forms = [
         f"{x}.permute({dims})",
         f"{x}.flatten()",
@@ -168,16 +175,17 @@ def view(s: Scope) -> str | None:
         f"{x}.repeat({', '.join(['2'] + ['1'] * (value.ndim - 1))})",
         f"{x}.repeat_interleave(2, {d})",
     ]
-    return s.rng.choice(forms)
+    return scope.rng.choice(forms)
 
 
-def slices(s: Scope) -> str | None:
-    x = s.pick(least=1)
-    if not x or 0 in s.values[x].shape:
+def make_slice_line(scope: Scope) -> str | None:
+    """Return a part of a value along one dim: a slice, a chunk, a diagonal or a triangle; or a padded value."""
+    x = scope.pick(least=1)
+    if not x or 0 in scope.values[x].shape:
         return None
-    d = s.rng.randrange(s.values[x].ndim)
-    size = s.values[x].shape[d]
-    start, stop = s.span(size)
+    d = scope.rng.randrange(scope.values[x].ndim)
+    size = scope.values[x].shape[d]
+    start, stop = scope.pick_slice_bounds(size)
     lead = ":, " * d
     forms = [
         f"{x}[{lead}{start}:{stop}]",
@@ -188,36 +196,38 @@ def slices(s: Scope) -> str | None:
         f"{x}.unbind({d})[{start}]",
         f"{x}.chunk(2, {d})[0]",
         f"{x}.split([{start}, {size - start}], {d})[1]",
-        f"torch.diagonal({x})" if s.values[x].ndim >= 2 else f"{x}[-1:]",
-        f"torch.tril({x})" if s.values[x].ndim >= 2 else f"{x}[:-1]",
-        f"torch.triu({x}, 1)" if s.values[x].ndim >= 2 else f"{x}[1:]",
+        f"torch.diagonal({x})" if scope.values[x].ndim >= 2 else f"{x}[-1:]",
+        f"torch.tril({x})" if scope.values[x].ndim >= 2 else f"{x}[:-1]",
+        f"torch.triu({x}, 1)" if scope.values[x].ndim >= 2 else f"{x}[1:]",
         f"F.pad({x}, (1, 2))",
     ]
-    return s.rng.choice(forms)
+    return scope.rng.choice(forms)
 
 
-def index(s: Scope) -> str | None:
-    x = s.pick(least=1)
-    if not x or 0 in s.values[x].shape:
+def make_index_line(scope: Scope) -> str | None:
+    """Return a value indexed by an integer tensor, gathered or scattered."""
+    x = scope.pick(least=1)
+    if not x or 0 in scope.values[x].shape:
         return None
-    labels = s.pick(floating=False, ndim=1, dtype=torch.int64)
+    labels = scope.pick(floating=False, ndim=1, dtype=torch.int64)
     if not labels:
         return None
-    d = s.rng.randrange(s.values[x].ndim)
-    i = f"({labels} % {s.values[x].shape[d]})"
+    d = scope.rng.randrange(scope.values[x].ndim)
+    i = f"({labels} % {scope.values[x].shape[d]})"
     forms = [f"{x}[{':, ' * d}{i}]", f"{x}.index_select({d}, {i})"]
-    if s.values[x].ndim == 2:
+    if scope.values[x].ndim == 2:
         forms += [
-            f"F.embedding({labels} % {s.values[x].shape[0]}, {x})",
-            f"{x}.gather(0, (({x} > 0.3137).long() + 1) % {s.values[x].shape[0]})",
+            f"F.embedding({labels} % {scope.values[x].shape[0]}, {x})",
+            f"{x}.gather(0, (({x} > 0.3137).long() + 1) % {scope.values[x].shape[0]})",
         ]
-        forms += [f"torch.zeros_like({x}).scatter_add(0, ({x} > 0.3137).long() % {s.values[x].shape[0]}, {x})"]
-    return s.rng.choice(forms)
+        forms += [f"torch.zeros_like({x}).scatter_add(0, ({x} > 0.3137).long() % {scope.values[x].shape[0]}, {x})"]
+    return scope.rng.choice(forms)
 
 
-def masked(s: Scope) -> str | None:
-    x = s.pick()
-    return x and s.rng.choice(
+def make_mask_line(scope: Scope) -> str | None:
+    """Return an expression with a boolean mask of a value."""
+    x = scope.pick()
+    return x and scope.rng.choice(
         (
             "{x}[{x} > 0.3137]",
             "torch.nonzero({x} > 0.3137)",
@@ -228,23 +238,27 @@ def masked(s: Scope) -> str | None:
     ).format(x=x)
 
 
-def joined(s: Scope) -> str | None:
-    x = s.pick(least=1)
+def make_concat_line(scope: Scope) -> str | None:
+    """Return a ``cat`` or ``stack`` of values of fitting shapes."""
+    x = scope.pick(least=1)
     if not x:
         return None
-    d = s.dim(x)
+    d = scope.pick_dim(x)
 
     def fits(a: torch.Tensor, b: torch.Tensor) -> bool:
         return a.ndim == b.ndim and all(m == n for k, (m, n) in enumerate(zip(a.shape, b.shape, strict=True)) if k != d % a.ndim)
 
-    y = s.like(x, fits)
-    same = s.like(x, lambda a, b: a.shape == b.shape)
-    return s.rng.choice((f"torch.cat([{x}, {y}], {d})", f"torch.stack([{x}, {same}], {d})", f"torch.cat([{y}, {x}, {y}], {d})"))
+    y = scope.pick_fitting(x, fits)
+    same = scope.pick_fitting(x, lambda a, b: a.shape == b.shape)
+    return scope.rng.choice(
+        (f"torch.cat([{x}, {y}], {d})", f"torch.stack([{x}, {same}], {d})", f"torch.cat([{y}, {x}, {y}], {d})")
+    )
 
 
-def integers(s: Scope) -> str | None:
-    x = s.pick(floating=False, dtype=torch.int64)
-    return x and s.rng.choice(
+def make_integer_line(scope: Scope) -> str | None:
+    """Return an elementwise expression or a reduction of an integer value."""
+    x = scope.pick(floating=False, dtype=torch.int64)
+    return x and scope.rng.choice(
         (
             "{x} + 1",
             "{x} * 3",
@@ -262,13 +276,13 @@ def integers(s: Scope) -> str | None:
     ).format(x=x)
 
 
-def in_place(s: Scope) -> str | None:
-    """Return a statement that writes in place; it writes only to values that lines have made."""
-    made = [name for name, x in s.values.items() if name.startswith("v") and x.dtype.is_floating_point]
+def make_in_place_line(scope: Scope) -> str | None:
+    """Return a statement that writes in place to a value that an earlier line made (not to an input)."""
+    made = [name for name, x in scope.values.items() if name.startswith("v") and x.dtype.is_floating_point]
     if not made:
         return None
-    x = s.rng.choice(made[-4:])
-    value = s.values[x]
+    x = scope.rng.choice(made[-4:])
+    value = scope.values[x]
     forms = [
         f"{x}.add_(1)",
         f"{x}.mul_(0.5)",
@@ -280,7 +294,9 @@ def in_place(s: Scope) -> str | None:
         f"{x} *= 2",
         f"{x}.masked_fill_({x} > 0.3137, 0.5)",
     ]
-    y = s.like(x, lambda a, b: b.ndim <= a.ndim and broadcastable(a, b) and torch.broadcast_shapes(a.shape, b.shape) == a.shape)
+    y = scope.pick_fitting(
+        x, lambda a, b: b.ndim <= a.ndim and are_broadcastable(a, b) and torch.broadcast_shapes(a.shape, b.shape) == a.shape
+    )
     if y and y != x:
         forms += [
             f"{x}.add_({y})",
@@ -288,11 +304,11 @@ def in_place(s: Scope) -> str | None:
             f"{x}.mul_({y})",
             f"{x} += {y}",
             f"{x}.addcmul_({y}, {y})",
-            f"torch._foreach_add_([{x}], [{y}])" if value.shape == s.values[y].shape else f"{x}.sub_({y})",
+            f"torch._foreach_add_([{x}], [{y}])" if value.shape == scope.values[y].shape else f"{x}.sub_({y})",
         ]
     if value.ndim and 0 not in value.shape:
-        d = s.rng.randrange(value.ndim)
-        start, stop = s.span(value.shape[d])
+        d = scope.rng.randrange(value.ndim)
+        start, stop = scope.pick_slice_bounds(value.shape[d])
         lead = ":, " * d
         forms += [
             f"{x}[{lead}{start}:{stop}] = 0.5",
@@ -302,30 +318,30 @@ def in_place(s: Scope) -> str | None:
         ]
     if value.ndim == 2:
         forms += [f"{x}.t().mul_(2)"]
-    return s.rng.choice(forms)
+    return scope.rng.choice(forms)
 
 
-def broadcastable(a: torch.Tensor, b: torch.Tensor) -> bool:
+def are_broadcastable(a: torch.Tensor, b: torch.Tensor) -> bool:
     return all(m == n or 1 in (m, n) for m, n in zip(reversed(a.shape), reversed(b.shape), strict=False))
 
 
 # How often each is tried.
-MAKERS: tuple[tuple[int, Make], ...] = (
-    (4, unary),
-    (5, binary),
-    (3, reduction),
-    (1, several_dims),
-    (3, along),
-    (1, whole),
-    (3, product),
-    (2, linear),
-    (1, normed),
-    (1, entropy),
-    (5, view),
-    (4, slices),
-    (2, index),
-    (1, masked),
-    (2, joined),
-    (1, integers),
-    (3, in_place),
+LINE_MAKERS: tuple[tuple[int, LineMaker], ...] = (
+    (4, make_unary_line),
+    (5, make_binary_line),
+    (3, make_reduction_line),
+    (1, make_several_dims_line),
+    (3, make_along_dim_line),
+    (1, make_full_reduction_line),
+    (3, make_matmul_line),
+    (2, make_linear_line),
+    (1, make_norm_or_loss_line),
+    (1, make_cross_entropy_line),
+    (5, make_reshape_line),
+    (4, make_slice_line),
+    (2, make_index_line),
+    (1, make_mask_line),
+    (2, make_concat_line),
+    (1, make_integer_line),
+    (3, make_in_place_line),
 )

@@ -1,11 +1,11 @@
-"""Lines of random programs about memory: views of views, writes through them, and tensors whose shape changes in place. A line
-that writes binds the returned value, which must be the written tensor.
+"""Program views: makers of lines of random programs about memory: views of views, writes through them, and tensors whose shape
+changes in place. A line that writes binds the returned value, which must be the written tensor.
 """
 
 from __future__ import annotations
 
 import torch
-from program_lines import Make, Scope, broadcastable
+from program_lines import LineMaker, Scope, are_broadcastable
 
 from dtensor.base.memory_order import has_overlap, memory_order
 
@@ -20,18 +20,18 @@ _OTHER_DTYPES = {
 }
 
 
-def _any(s: Scope) -> str | None:
-    return s.pick(floating=None)
+def _pick_any(scope: Scope) -> str | None:
+    return scope.pick(floating=None)
 
 
-def viewed(s: Scope) -> str | None:
-    """Return a view of the same elements with other dims."""
-    x = _any(s)
+def make_view_line(scope: Scope) -> str | None:
+    """Return a view of the same elements with other dims, such as ``x.permute(...)``."""
+    x = _pick_any(scope)
     if not x:
         return None
-    value = s.values[x]
-    dims = s.rng.sample(range(value.ndim), value.ndim)
-    d = s.dim(x)
+    value = scope.values[x]
+    dims = scope.rng.sample(range(value.ndim), value.ndim)
+    d = scope.pick_dim(x)
     forms = [f"{x}.permute({dims})", f"{x}.unsqueeze({d})", f"{x}.squeeze()", f"{x}[None]", f"{x}[..., None]", f"{x}[...]"]
     forms += [f"{x}.detach()", f"{x}.view_as({x})", f"{x}.view({list(value.shape)})"]
     if value.ndim:
@@ -40,17 +40,17 @@ def viewed(s: Scope) -> str | None:
         forms += [f"{x}.view({n}, -1)" for n in (2, 3, 5) if value.numel() % n == 0 and value.numel()]
         forms += [f"{x}.unflatten({d}, (-1, {n}))" for n in (2, 3) if value.shape[d] % n == 0 and value.shape[d]]
         forms += [f"{x}.flatten({k}, {k + 1})" for k in range(value.ndim - 1)]
-    return s.rng.choice(forms)
+    return scope.rng.choice(forms)
 
 
-def part(s: Scope) -> str | None:
-    """Return a view of some of the elements."""
-    x = s.pick(floating=None, least=1)
-    if not x or not s.values[x].numel():
+def make_part_view_line(scope: Scope) -> str | None:
+    """Return a view of some of the elements, such as a slice or a diagonal."""
+    x = scope.pick(floating=None, least=1)
+    if not x or not scope.values[x].numel():
         return None
-    value = s.values[x]
-    d = s.rng.randrange(value.ndim)
-    start, stop = s.span(value.shape[d])
+    value = scope.values[x]
+    d = scope.rng.randrange(value.ndim)
+    start, stop = scope.pick_slice_bounds(value.shape[d])
     lead = ":, " * d
     forms = [
         f"{x}[{lead}{start}:{stop}]",
@@ -62,32 +62,32 @@ def part(s: Scope) -> str | None:
         f"{x}.chunk(2, {d})[-1]",
         f"{x}.split([{start}, {value.shape[d] - start}], {d})[1]",
         f"{x}.tensor_split(3, {d})[1]",
-        f"{x}.unfold({d}, {stop - start}, {s.rng.choice((1, 2))})",
+        f"{x}.unfold({d}, {stop - start}, {scope.rng.choice((1, 2))})",
     ]
     if value.ndim > 1:
-        forms += [f"{x}.diagonal({s.rng.randrange(-1, 3)})", f"{x}.diagonal(0, {d}, {(d + 1) % value.ndim})"]
+        forms += [f"{x}.diagonal({scope.rng.randrange(-1, 3)})", f"{x}.diagonal(0, {d}, {(d + 1) % value.ndim})"]
         forms += [f"{x}[..., {start % value.shape[-1]}]", f"{x}[{start % value.shape[0]}, ..., -1]"]
     gaps = memory_order(tuple(value.shape), value.stride()) is None  # the view does not have what is in them
     if value.ndim <= 2 and value.numel() >= 6 and not x.startswith(("v", "_")) and not (gaps or value.storage_offset()):
         forms += [f"{x}.as_strided((2, 2), (2, 1))", f"{x}.as_strided((3,), (1,), {x}.storage_offset() + 1)"]
-    return s.rng.choice(forms)
+    return scope.rng.choice(forms)
 
 
-def reinterpreted(s: Scope) -> str | None:
-    """Return a view of the same bytes, or of the parts of complex numbers."""
-    x = _any(s)
+def make_reinterpreted_view_line(scope: Scope) -> str | None:
+    """Return a view of the same bytes in another dtype, or of the real or imaginary parts of complex numbers."""
+    x = _pick_any(scope)
     if not x:
         return None
-    value = s.values[x]
+    value = scope.values[x]
     if value.is_complex():
         forms = [f"{x}.real", f"{x}.imag", f"torch.view_as_real({x})", f"{x}.conj()", f"{x}.conj().imag", f"{x}.mH"]
     else:
         forms = [f"torch.view_as_complex({x})"] * 2
     others = _OTHER_DTYPES.get(value.dtype, ())
-    return s.rng.choice(forms + [f"{x}.view(torch.{name})" for name in others if _no_zero(value, getattr(torch, name))])
+    return scope.rng.choice(forms + [f"{x}.view(torch.{name})" for name in others if _has_no_zero(value, getattr(torch, name))])
 
 
-def _no_zero(value: torch.Tensor, dtype: torch.dtype) -> bool:
+def _has_no_zero(value: torch.Tensor, dtype: torch.dtype) -> bool:
     """Return whether no element is zero, also viewed as ``dtype``: arithmetic on partial values or blocks may change a zero's
     sign."""
     try:
@@ -96,21 +96,23 @@ def _no_zero(value: torch.Tensor, dtype: torch.dtype) -> bool:
         return False
 
 
-def _operand(s: Scope, x: str) -> str:
+def _pick_write_operand(scope: Scope, x: str) -> str:
     """Return an operand for a write to ``x``."""
-    y = s.like(x, lambda a, b: broadcastable(a, b) and b.ndim <= a.ndim and torch.broadcast_shapes(a.shape, b.shape) == a.shape)
-    if not y or s.rng.random() < 0.4:
-        return s.rng.choice(("2", "1", "-1"))
-    same = s.values[y].untyped_storage().data_ptr() == s.values[x].untyped_storage().data_ptr()
+    y = scope.pick_fitting(
+        x, lambda a, b: are_broadcastable(a, b) and b.ndim <= a.ndim and torch.broadcast_shapes(a.shape, b.shape) == a.shape
+    )
+    if not y or scope.rng.random() < 0.4:
+        return scope.rng.choice(("2", "1", "-1"))
+    same = scope.values[y].untyped_storage().data_ptr() == scope.values[x].untyped_storage().data_ptr()
     return f"{y}.clone()" if same else y  # of overlapping ones torch says nothing
 
 
-def written(s: Scope) -> str | None:
-    """Return an elementwise write, or the write of a reduction."""
-    x = _any(s)
-    if not x or has_overlap(s.values[x].shape, s.values[x].stride()):
+def make_write_line(scope: Scope) -> str | None:
+    """Return a statement that writes to a value in place: elementwise, from a cumulative sum, or at indices."""
+    x = _pick_any(scope)
+    if not x or has_overlap(scope.values[x].shape, scope.values[x].stride()):
         return None
-    y, value = _operand(s, x), s.values[x]
+    y, value = _pick_write_operand(scope, x), scope.values[x]
     forms = [f"{x}.add_({y})", f"{x}.mul_({y})", f"{x}.sub_({y})", f"{x}.zero_()", f"{x}.fill_(3)", f"{x}.neg_()", f"{x}.mul_(2)"]
     forms += [f"torch.add({x}, {y}, out={x})", f"torch.mul({x}, 2, out={x})", f"torch._foreach_add_([{x}], 1)"]
     forms += [f"{x}.copy_({y})" if y not in ("2", "1", "-1") else f"{x}.copy_({x}.flip(0))" if value.ndim else f"{x}.fill_(1)"]
@@ -120,7 +122,7 @@ def written(s: Scope) -> str | None:
         forms += [f"{x}.random_(0, 5)", f"{x}.remainder_(3)", f"torch.maximum({x}, {x}.new_ones(()), out={x})"]
         forms += [f"{x}.bernoulli_(0.5)"]
     if value.ndim:
-        d = s.dim(x)
+        d = scope.pick_dim(x)
         forms += [
             f"{x}.cumsum_({d})",
             f"torch.cumsum({x}, {d}, out={x})",
@@ -134,41 +136,41 @@ def written(s: Scope) -> str | None:
             f"{x}.index_copy_({d}, {x}.new_zeros(1, dtype=torch.int64), {x}.narrow({d}, {value.shape[d % value.ndim] - 1}, 1))"
         ] * bool(value.numel())
     if value.ndim > 1:
-        k = s.rng.randrange(-1, 2)
+        k = scope.rng.randrange(-1, 2)
         forms += [f"{x}.tril_({k})", f"{x}.triu_({k})", f"{x}.fill_diagonal_(7)", f"torch.triu({x}, {k}, out={x})"]
     if value.ndim == 2:
         # torch writes outside of a block whose rows are not one after the other, as those of a column may be
         forms += [f"{x}.fill_diagonal_(7, True)"] * (value.stride() == (value.shape[1], 1))
         forms += [f"{x}.addmm_({x}.clone(), {x}.new_ones({value.shape[1]}, {value.shape[1]}))"]
-    return f"_ = {s.rng.choice(forms)}"
+    return f"_ = {scope.rng.choice(forms)}"
 
 
-def assigned(s: Scope) -> str | None:
-    """Return an assignment ``x[...] = value``."""
-    x = s.pick(floating=None, least=1)
-    if not x or not s.values[x].numel() or has_overlap(s.values[x].shape, s.values[x].stride()):
+def make_assignment_line(scope: Scope) -> str | None:
+    """Return an assignment ``x[...] = value`` or ``x[...] += 2``."""
+    x = scope.pick(floating=None, least=1)
+    if not x or not scope.values[x].numel() or has_overlap(scope.values[x].shape, scope.values[x].stride()):
         return None
-    value = s.values[x]
-    d = s.rng.randrange(value.ndim)
-    start, stop = s.span(value.shape[d])
+    value = scope.values[x]
+    d = scope.rng.randrange(value.ndim)
+    start, stop = scope.pick_slice_bounds(value.shape[d])
     lead = ":, " * d
     places = [f"{lead}{start}", f"{lead}{start}:{stop}", f"{lead}{start}::2", "...", f"..., {start % value.shape[-1]}", "None"]
     places += [f"{lead}[{start}, {stop - 1}]", f"{lead}[{start}]", "..., None", f"{lead}{start - value.shape[d]}"]
     places += [f"{x} == 1", f"{x} != 0", f"{x}.new_zeros((), dtype=torch.int64)"]
     if value.ndim > 1:
         places += [f"{start % value.shape[0]}, -1", f"{start % value.shape[0]}, [0, {value.shape[1] - 1}]", "0, ..., None"]
-    place = s.rng.choice(places)
-    if s.rng.random() < 0.5:
-        return f"{x}[{place}] = {s.rng.choice(('3', '2', f'{x}[{place}] * 2'))}"
-    return f"{x}[{place}] {s.rng.choice(('+=', '*=', '-='))} 2"
+    place = scope.rng.choice(places)
+    if scope.rng.random() < 0.5:
+        return f"{x}[{place}] = {scope.rng.choice(('3', '2', f'{x}[{place}] * 2'))}"
+    return f"{x}[{place}] {scope.rng.choice(('+=', '*=', '-='))} 2"
 
 
-def seen_anew(s: Scope) -> str | None:
-    """Return a statement that changes the tensor's own shape."""
-    x = _any(s)
-    if not x or s.values[x].is_conj() or s.values[x].is_neg():  # which torch carries out in the base's memory, or forgets
+def make_shape_change_line(scope: Scope) -> str | None:
+    """Return a statement that changes the shape or the storage of a tensor object in place, such as ``x.unsqueeze_(0)``."""
+    x = _pick_any(scope)
+    if not x or scope.values[x].is_conj() or scope.values[x].is_neg():  # which torch carries out in the base's memory, or forgets
         return None
-    value, d = s.values[x], s.dim(x)
+    value, d = scope.values[x], scope.pick_dim(x)
     forms = [
         f"{x}.unsqueeze_({d})",
         f"{x}.squeeze_()",
@@ -180,27 +182,29 @@ def seen_anew(s: Scope) -> str | None:
     if value.is_contiguous() and value.ndim:
         forms += [f"{x}.resize_({list(value.shape[::-1])})", f"{x}.resize_({value.numel() // 2})"]
         forms += [f"{x}.as_strided_({list(value.shape)}, {list(value.stride())})"]
-    y = s.like(x, lambda a, b: b is not a and not b.is_conj() and not b.is_neg())  # the bits stay behind
+    y = scope.pick_fitting(x, lambda a, b: b is not a and not b.is_conj() and not b.is_neg())  # the bits stay behind
     if y:
-        forms += [f"{x}.resize_as_({y})"] * (value.is_contiguous() and s.values[y].numel() == value.numel()) + [f"{x}.set_({y})"]
-        if s.rng.random() < 0.3:
+        forms += [f"{x}.resize_as_({y})"] * (value.is_contiguous() and scope.values[y].numel() == value.numel()) + [
+            f"{x}.set_({y})"
+        ]
+        if scope.rng.random() < 0.3:
             return f"{x}.data = {y}"
-    return f"_ = {s.rng.choice(forms)}"
+    return f"_ = {scope.rng.choice(forms)}"
 
 
-def computed(s: Scope) -> str | None:
-    """Return a new value computed from a view."""
-    x = _any(s)
-    return x and s.rng.choice((f"{x} + 1", f"{x}.clone()", f"{x}.sum()", f"{x} * {x}", f"{x}.contiguous()"))
+def make_computed_line(scope: Scope) -> str | None:
+    """Return an expression that computes a new value from a view."""
+    x = _pick_any(scope)
+    return x and scope.rng.choice((f"{x} + 1", f"{x}.clone()", f"{x}.sum()", f"{x} * {x}", f"{x}.contiguous()"))
 
 
 # How often each is tried.
-VIEW_MAKERS: tuple[tuple[int, Make], ...] = (
-    (6, viewed),
-    (7, part),
-    (2, reinterpreted),
-    (6, written),
-    (4, assigned),
-    (3, seen_anew),
-    (1, computed),
+VIEW_LINE_MAKERS: tuple[tuple[int, LineMaker], ...] = (
+    (6, make_view_line),
+    (7, make_part_view_line),
+    (2, make_reinterpreted_view_line),
+    (6, make_write_line),
+    (4, make_assignment_line),
+    (3, make_shape_change_line),
+    (1, make_computed_line),
 )

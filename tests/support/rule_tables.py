@@ -1,4 +1,4 @@
-"""Helpers for tests of rule families: run operations under many placements, and check their collectives."""
+"""Rule tables: helpers for tests of rule families that run operations under many placements and check their collectives."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MESHES = ((3,), (2, 2), (2,))  # three ranks have uneven blocks, two dims even o
 
 
 @dataclass(frozen=True)
-class Case:
+class RuleCase:
     """A function, its tensors, the reductions to try as Partial, and whether it writes to its arguments."""
 
     fn: Callable[..., Any]
@@ -27,38 +27,40 @@ class Case:
     gradients: bool = True
 
 
-def try_all(case: Case, mesh_shape: tuple[int, ...], limit: int = 16) -> None:
-    """Assert that the case equals plain torch under ``limit`` placements."""
+def check_many_placements(case: RuleCase, mesh_shape: tuple[int, ...], limit: int = 16) -> None:
+    """Assert that the case gives plain torch's results under up to ``limit`` random combinations of placements."""
     mesh = init_device_mesh("cpu", mesh_shape)
     for placements in placement_combinations(case.tensors, mesh_shape, case.ops, limit, random.Random(str(mesh_shape))):
         check(case.fn, *case.tensors, mesh=mesh, placements=placements, cloned=case.written, gradients=case.gradients)
 
 
-def run(
+def check_placement(
     fn: Callable[..., Any],
     tensors: Sequence[torch.Tensor],
     mesh_shape: tuple[int, ...],
     placements: Sequence[Sequence[Placement]],
     **options: Any,
 ) -> Outcome:
-    """Compare under one placement; return the collectives of the forward pass."""
+    """Compare ``fn`` with plain torch under one combination of placements; return the outcome, with the collectives of the
+    forward pass.
+    """
     return check(fn, *tensors, mesh=init_device_mesh("cpu", mesh_shape), placements=placements, **options)
 
 
-def kinds(outcome: Outcome) -> list[str]:
-    """The collectives of the forward pass."""
+def get_collective_kinds(outcome: Outcome) -> list[str]:
+    """Return the kinds of the collectives of the forward pass, in order."""
     return [event.kind for event in outcome.events]
 
 
-def received(outcome: Outcome) -> int:
+def get_received_bytes(outcome: Outcome) -> int:
     """Return the bytes that one rank receives in the forward pass."""
     return sum(event.bytes for event in outcome.events)
 
 
-def floats(*shape: int, seed: int = 0, low: float = -2.0, high: float = 2.0) -> torch.Tensor:
+def make_floats(*shape: int, seed: int = 0, low: float = -2.0, high: float = 2.0) -> torch.Tensor:
     drawn = torch.rand(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * (high - low) + low
     return (drawn * 64).round() / 64
 
 
-def integers(*shape: int, seed: int = 0, low: int = -4, high: int = 5) -> torch.Tensor:
+def make_integers(*shape: int, seed: int = 0, low: int = -4, high: int = 5) -> torch.Tensor:
     return torch.randint(low, high, shape, generator=torch.Generator().manual_seed(seed))

@@ -1,4 +1,6 @@
-"""A minimal communication backend: six methods and a row of ``BACKENDS``. Its ranks are threads that exchange messages."""
+"""Thread backend: a minimal communication backend of six methods and a row of ``BACKENDS``, with ranks that are threads of a
+process.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,10 @@ from dtensor.mesh.device_mesh import DeviceMesh
 from dtensor.mesh.root import Root
 
 
-class Post:
-    """Messages by (number and ranks of the exchange, sender, receiver); exchanges are numbered, so they may end in any order."""
+class Mailboxes:
+    """Messages between threads by (ranks and number of the exchange, sender, receiver). Numbers allow exchanges to end in any
+    order.
+    """
 
     def __init__(self) -> None:
         self._boxes: defaultdict[Any, Queue[Any]] = defaultdict(Queue)
@@ -31,7 +35,7 @@ class Post:
         self._lock = threading.Lock()
 
     def exchange(self, group: Dims, me: int, letters: Sequence[Any]) -> Callable[[], list[Any]]:
-        """Send ``letters[k]`` to ``group[k]``; the returned function waits for the received messages, by position."""
+        """Send ``letters[k]`` to member ``group[k]``; return a function that waits for all letters, by position."""
         with self._lock:
             self._counts[group, me] += 1
             which = group, self._counts[group, me]
@@ -41,10 +45,10 @@ class Post:
         return lambda: [box.get(timeout=30) for box in theirs]
 
 
-class Threads(Communicator):
-    """The communicator of one rank, that of the thread in which it was made."""
+class ThreadCommunicator(Communicator):
+    """The communicator of one rank, which is the thread that made it."""
 
-    post = Post()
+    post = Mailboxes()
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__(mesh)
@@ -55,36 +59,40 @@ class Threads(Communicator):
         return fn(self.me, *args, **kwargs)
 
     def _transfer(self, dims: Dims, transfer: Transfer) -> BoundCollective:
-        return self._routed(self.mesh.members_of(dims, self.me), self.me, transfer.route_of(self.me))
+        return self._make_transfer(self.mesh.members_of(dims, self.me), self.me, transfer.route_of(self.me))
 
     def _transfer_to(self, target: DeviceMesh, ranks: Dims, transfer: Transfer) -> BoundCollective:
         position = ranks.index(self.mesh.ranks[self.me])
-        return self._routed(tuple(range(len(ranks))), position, transfer.route_of(position))
+        return self._make_transfer(tuple(range(len(ranks))), position, transfer.route_of(position))
 
     def _make_all_reduce(self, dims: Dims, op: Any, dtype: torch.dtype) -> BoundReduction:
         def run(x: Tensor) -> Pending[Tensor]:
-            receive = self._sent(dims, [x.detach().clone()] * self.group_size(dims))
+            receive = self._send_to_group(dims, [x.detach().clone()] * self.group_size(dims))
             return Pending(lambda: fold(receive(), op))
 
         return BoundReduction(run)
 
     def _make_reduce_scatter(self, dims: Dims, scatter: Scatter) -> BoundCollective:
         def run(x: Tensor) -> Pending[Tensor]:
-            receive = self._sent(dims, _cut(x, scatter.chunks_of(self.me)))
+            receive = self._send_to_group(dims, _copy_regions(x, scatter.chunks_of(self.me)))
             return Pending(lambda: fold(receive(), scatter.op))
 
         return run
 
     def _all_gather_object(self, value: Any, dims: Dims) -> list[Any]:
-        return self._sent(dims, [value] * self.group_size(dims))()
+        return self._send_to_group(dims, [value] * self.group_size(dims))()
 
-    def _sent(self, dims: Dims, letters: Sequence[Any]) -> Callable[[], list[Any]]:
+    def _send_to_group(self, dims: Dims, letters: Sequence[Any]) -> Callable[[], list[Any]]:
         return self.post.exchange(self.mesh.members_of(dims, self.me), self.me, letters)
 
-    def _routed(self, group: Dims, me: int, route: SendRecvPlan) -> BoundCollective:
+    def _make_transfer(self, group: Dims, me: int, route: SendRecvPlan) -> BoundCollective:
+        """Return a collective that sends blocks of its input to the group and assembles the rank's new tensor from the received
+        blocks.
+        """
+
         def run(x: Tensor) -> Pending[Tensor]:
             result = x.new_empty(route.new)
-            receive = self.post.exchange(group, me, _cut(x, route.sends))
+            receive = self.post.exchange(group, me, _copy_regions(x, route.sends))
             if route.kept is not None:
                 view_region(result, route.kept[1]).copy_(view_region(x.detach(), route.kept[0]))
 
@@ -99,21 +107,23 @@ class Threads(Communicator):
         return run
 
 
-def _cut(x: Tensor, boxes: Sequence[Box | None]) -> list[Tensor | None]:
+def _copy_regions(x: Tensor, boxes: Sequence[Box | None]) -> list[Tensor | None]:
     return [None if box is None else view_region(x.detach(), box).clone() for box in boxes]
 
 
-def on_threads(monkeypatch: pytest.MonkeyPatch, ranks: int, program: Callable[[Callable[..., DeviceMesh]], Any]) -> list[Any]:
-    """Run ``program(mesh_of)`` on each rank's thread; ``mesh_of(*shape)`` returns the thread's mesh."""
-    monkeypatch.setitem(BACKENDS, "threads", Threads)
+def run_on_threads(monkeypatch: pytest.MonkeyPatch, ranks: int, program: Callable[[Callable[..., DeviceMesh]], Any]) -> list[Any]:
+    """Run ``program(mesh_of)`` on one thread for each rank and return the results by rank. ``mesh_of(*shape)`` makes a mesh of
+    the ranks.
+    """
+    monkeypatch.setitem(BACKENDS, "threads", ThreadCommunicator)
 
     def mesh_of(*shape: int) -> DeviceMesh:
         root = Root("cpu", tuple(range(ranks)), shape, None, "threads")
         return DeviceMesh("cpu", None, _root=root, _dims=tuple((dim,) for dim in range(len(shape))))
 
-    def one(rank: int) -> Any:
+    def run_rank(rank: int) -> Any:
         with run_as_member(mesh_of(ranks)._root, rank):
             return program(mesh_of)
 
     with ThreadPoolExecutor(ranks) as pool:
-        return list(pool.map(one, range(ranks)))
+        return list(pool.map(run_rank, range(ranks)))

@@ -1,4 +1,4 @@
-"""Checks of the documented trace event format, so that Perfetto and chrome://tracing open a file."""
+"""Trace format: check files against the documented trace event format, so that Perfetto and chrome://tracing open them."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ FORMAT: dict[str, dict[str, Any]] = {
 }
 
 
-def events_in(path: Path) -> list[dict[str, Any]]:
-    """Return the events of a file; assert that it follows the format."""
+def read_trace_events(path: Path) -> list[dict[str, Any]]:
+    """Return the events of a trace file; assert that the file follows the trace event format."""
     text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     read = json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
     assert read["displayTimeUnit"] in ("ms", "ns")
@@ -48,12 +48,12 @@ def events_in(path: Path) -> list[dict[str, Any]]:
         begin = starts[end["id"]]
         assert (end["cat"], end["name"], end["bp"]) == (begin["cat"], begin["name"], "e")
         assert end["pid"] != begin["pid"]
-        assert any(inside(event, end) for event in events if event["ph"] == "X")
-        assert any(inside(event, begin) for event in events if event["ph"] == "X")
+        assert any(is_inside_span(event, end) for event in events if event["ph"] == "X")
+        assert any(is_inside_span(event, begin) for event in events if event["ph"] == "X")
     return events
 
 
-def inside(span: dict[str, Any], at: dict[str, Any]) -> bool:
-    """Assert that arrows end inside a span, to which they bind."""
+def is_inside_span(span: dict[str, Any], at: dict[str, Any]) -> bool:
+    """Return whether an arrow's end is on the thread and within the time of a span, to which viewers bind it."""
     same = (span["pid"], span["tid"]) == (at["pid"], at["tid"])
     return bool(same and span["ts"] <= at["ts"] <= span["ts"] + span["dur"] + 1e-3)

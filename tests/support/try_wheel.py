@@ -1,4 +1,4 @@
-"""``make wheel``: install the built packages into fresh environments, and use them from a folder outside the repository.
+"""Try a wheel: install the built packages into fresh environments and use them outside the repository (``make wheel``).
 
 python tests/support/try_wheel.py FOLDER CONSTRAINTS PYTHON...
 """
@@ -30,11 +30,12 @@ ENVIRONMENT = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "P
 
 
 def main(folder: Path, constraints: Path, pythons: list[str]) -> int:
+    """Install the wheel for each Python and the sdist for the first; print the results and return 1 if one of them fails."""
     (wheel,), (sdist,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
     wrong = 0
     for python in pythons:
         for built in (wheel, sdist) if python == pythons[0] else (wheel,):
-            problem = tried(python, built.resolve(), constraints.resolve())
+            problem = find_install_errors(python, built.resolve(), constraints.resolve())
             wrong += bool(problem)
             print(f"{version_of(python)}, {built.name}: {problem or 'right'}", flush=True)
     return 1 if wrong else 0
@@ -44,8 +45,8 @@ def version_of(python: str) -> str:
     return subprocess.run([python, "--version"], capture_output=True, text=True).stdout.strip()
 
 
-def tried(python: str, built: Path, constraints: Path) -> str:
-    """Return the errors of ``built`` in a fresh environment; "" if there are none."""
+def find_install_errors(python: str, built: Path, constraints: Path) -> str:
+    """Install ``built`` into a new virtual environment and run a program there; return the error output, or "" without errors."""
     with tempfile.TemporaryDirectory(prefix="try-wheel-") as folder:
         own = f"{folder}/venv/bin/python"
         steps = [

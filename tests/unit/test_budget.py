@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from case_lists import S0, S1, put, value
+from case_lists import S0, S1, distribute_values, make_values
 
 import dtensor as dt
 from dtensor.debug import CommDebugMode
@@ -16,23 +16,23 @@ from dtensor.errors import ArgumentError, BudgetError
 
 
 def test_budget_passes_at_the_limit_and_names_the_line_beyond_it() -> None:
-    x, y = put(value(5, 6), S0), put(value(5, 6), S1)
+    x, y = distribute_values(make_values(5, 6), S0), distribute_values(make_values(5, 6), S1)
     with CommDebugMode() as comm:
         x + y
     received = sum(comm.get_comm_bytes().values())
     for exact in ({"bytes": received}, {"collectives": 1}, {"bytes": received, "collectives": 1}):
         with dt.budget(**exact):
-            put(value(5, 6), S0) + put(value(5, 6), S1)
+            distribute_values(make_values(5, 6), S0) + distribute_values(make_values(5, 6), S1)
     for less in ({"bytes": received - 1}, {"collectives": 0}):
         with pytest.raises(BudgetError, match=r"test_budget.py:\d+  put.*# too much"), dt.budget(**less):
-            put(value(5, 6), S0) + put(value(5, 6), S1)  # too much
+            distribute_values(make_values(5, 6), S0) + distribute_values(make_values(5, 6), S1)  # too much
 
 
 def test_budget_decorator_limits_each_call() -> None:
     @dt.budget(collectives=1)
     def step(times: int) -> None:
         for _ in range(times):
-            put(value(5), S0).full_tensor()
+            distribute_values(make_values(5), S0).full_tensor()
 
     step(1)
     step(1)
@@ -42,7 +42,7 @@ def test_budget_decorator_limits_each_call() -> None:
 
 def test_budget_keeps_errors_of_the_block_and_needs_a_limit() -> None:
     with pytest.raises(ZeroDivisionError), dt.budget(bytes=0):
-        _ = put(value(5), S0).full_tensor(), 1 / 0
+        _ = distribute_values(make_values(5), S0).full_tensor(), 1 / 0
     with pytest.raises(ArgumentError, match="at least one limit"), dt.budget():
         pass
     assert not torch.is_anomaly_enabled()

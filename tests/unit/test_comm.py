@@ -12,9 +12,9 @@ import comm_cases
 import pytest
 import torch
 import torch.distributed as dist
-from fast_part import diagonals
 from gloo_processes import run_gloo
-from thread_backend import on_threads
+from slow_case_marks import keep_diagonals_fast
+from thread_backend import run_on_threads
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dtensor.comm import PerRank, RankValues, per_rank
@@ -45,7 +45,7 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize(("case", "mesh"), diagonals(comm_cases.CASES, MESHES, every=5))
+@pytest.mark.parametrize(("case", "mesh"), keep_diagonals_fast(comm_cases.CASES, MESHES, every=5))
 def test_collective_case_in_process(case: str, mesh: str) -> None:
     comm_cases.run_case(case, MESHES[mesh])
 
@@ -61,12 +61,12 @@ def test_collective_cases_on_gloo() -> None:
     assert all(len(names) == 7 for names in ran)
 
 
-@pytest.mark.parametrize(("case", "shape"), diagonals(comm_cases.CASES, [(4,), (2, 2)]))
+@pytest.mark.parametrize(("case", "shape"), keep_diagonals_fast(comm_cases.CASES, [(4,), (2, 2)]))
 def test_collective_case_on_a_backend_of_threads(case: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     def program(mesh_of: Callable[..., DeviceMesh]) -> None:
         comm_cases.run_case(case, mesh_of(*shape))
 
-    on_threads(monkeypatch, 4, program)
+    run_on_threads(monkeypatch, 4, program)
 
 
 # --- map ------------------------------------------------------------------------------------------------------------

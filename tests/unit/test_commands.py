@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch_versions import needs_whole
-from trace_format import events_in
+from torch_version_marks import needs_undecomposed_linear
+from trace_format import read_trace_events
 
 import dtensor as dt
 from dtensor.__main__ import main
@@ -64,7 +64,7 @@ def test_trace_runs_a_script_and_writes_its_collectives(tmp_path: Path, capsys: 
     script.write_text(SCRIPT)
     assert main(["trace", "--output", str(trace_file), str(script), "3"]) == 3
     assert f"written to {trace_file}" in capsys.readouterr().out
-    collectives = [event for event in events_in(trace_file) if event["ph"] == "X" and event["tid"] == COMMUNICATION]
+    collectives = [event for event in read_trace_events(trace_file) if event["ph"] == "X" and event["tid"] == COMMUNICATION]
     assert [(event["pid"], event["name"], event["args"]["bytes"]) for event in collectives] == [
         (k, "all_gather", 72) for k in (0, 1)
     ]
@@ -100,7 +100,7 @@ def test_explain_and_trace_under_torchrun_report_once(verb: str, tmp_path: Path)
         assert output.count("1 collective, 72 B received per rank") == output.count("train.py:6") == 1
     else:
         assert output.count("written to") == 1
-        collectives = [event for event in events_in(trace_file) if event["ph"] == "X" and event["tid"] == COMMUNICATION]
+        collectives = [event for event in read_trace_events(trace_file) if event["ph"] == "X" and event["tid"] == COMMUNICATION]
         assert sorted((event["pid"], event["args"]["bytes"]) for event in collectives) == [(0, 72), (1, 72)]
 
 
@@ -136,7 +136,7 @@ model(dt.ones(6, 4, device_mesh=mesh))
 """
 
 
-@needs_whole
+@needs_undecomposed_linear
 def test_explain_names_line_reason_and_fix_of_an_extra_all_gather(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script, html_file = tmp_path / "model.py", tmp_path / "page.html"
     script.write_text(MODEL_SCRIPT)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from compare_with_one_device import same_gradients, same_parameters
+from compare_with_one_device import assert_same_gradients, assert_same_parameters
 from torch import nn
 
 import dtensor as dt
@@ -59,7 +59,7 @@ def test_distribute_module_shards_by_partition_fn_and_replicates_other_parameter
     assert torch.allclose(module(x), plain(x), atol=1e-6)
     module(x).square().sum().backward()
     plain(x).square().sum().backward()
-    same_gradients(module, plain)
+    assert_same_gradients(module, plain)
 
 
 def test_a_parameter_of_a_dtensor_is_a_parameter_and_a_dtensor() -> None:
@@ -86,7 +86,7 @@ def test_optimizers_update_parameters_as_on_one_device(optimizer: Any, foreach: 
         for step in steps:
             step.step()
             step.zero_grad()
-    same_parameters(distributed, plain)
+    assert_same_parameters(distributed, plain)
     moments = [s for state in steps[1].state.values() for s in state.values() if isinstance(s, torch.Tensor) and s.ndim]
     assert all(isinstance(moment, DTensor) for moment in moments)
 
@@ -98,7 +98,7 @@ def test_clip_grad_norm_uses_the_global_norm() -> None:
     distributed(dt.distribute_tensor(x, MESH, [Shard(0)])).square().sum().backward()
     norms = [nn.utils.clip_grad_norm_(module.parameters(), 0.1) for module in (plain, distributed)]
     assert norms[1].item() == pytest.approx(norms[0].item(), rel=1e-5)
-    same_gradients(distributed, plain)
+    assert_same_gradients(distributed, plain)
 
 
 def test_load_state_dict_restores_values_and_placements() -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 from gloo_processes import run_gloo
-from torch_versions import needs_whole
+from torch_version_marks import needs_undecomposed_linear
 
 import dtensor
 
@@ -99,7 +99,7 @@ SHOWS_OPERATOR_NAMES = ("debugging.md",)  # they depend on the torch version
 
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(page, marks=needs_whole) if page.name in SHOWS_OPERATOR_NAMES else page for page in PAGES],
+    [pytest.param(page, marks=needs_undecomposed_linear) if page.name in SHOWS_OPERATOR_NAMES else page for page in PAGES],
     ids=lambda page: str(page.relative_to(ROOT)),
 )
 def test_page_runs_as_written(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

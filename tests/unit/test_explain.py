@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from case_lists import S0, S1, R, line, put, value
+from case_lists import S0, S1, R, distribute_values, get_line_mesh, make_values
 from gloo_processes import run_gloo
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
-from torch_versions import needs_whole
+from torch_version_marks import needs_undecomposed_linear
 
 import dtensor as dt
 from dtensor.__main__ import main
@@ -48,39 +48,39 @@ class Twice(torch.autograd.Function):
 
 
 def implicit_redistribution() -> None:
-    a, b = put(value(5, 6), S0), put(value(5, 6), S1)
+    a, b = distribute_values(make_values(5, 6), S0), distribute_values(make_values(5, 6), S1)
     (a + b).relu()  # aten::add forward
 
 
 def explicit_redistribution() -> None:
-    x = put(value(5, 6), S0).requires_grad_()
+    x = distribute_values(make_values(5, 6), S0).requires_grad_()
     y = x.redistribute(placements=[R])  # DTensor.redistribute forward
     y.to_local(grad_placements=[P]).sum().backward()
 
 
 def full_tensor() -> None:
-    put(value(5), S0).full_tensor()  # DTensor.full_tensor forward
+    distribute_values(make_values(5), S0).full_tensor()  # DTensor.full_tensor forward
 
 
 def backward_of_redistribute() -> None:
-    x = put(value(6, 4), S0).requires_grad_()
+    x = distribute_values(make_values(6, 4), S0).requires_grad_()
     y = x.redistribute(placements=[R]).to_local(grad_placements=[P])  # gradient backward
     z = y * 2
     z.sum().backward()
 
 
 def gradient_of_a_leaf() -> None:
-    x, w = put(value(6, 4), S0), put(value(4, 5), R).requires_grad_()
+    x, w = distribute_values(make_values(6, 4), S0), distribute_values(make_values(4, 5), R).requires_grad_()
     y = x @ w  # gradient backward
     y.sum().backward()
 
 
 def kernel_with_collectives() -> None:
-    put(value(7), S0).cumsum(0)  # aten::cumsum forward
+    distribute_values(make_values(7), S0).cumsum(0)  # aten::cumsum forward
 
 
 def recomputed_redistribution() -> None:
-    a, b = put(value(5, 6), S0).requires_grad_(), put(value(5, 6), R)
+    a, b = distribute_values(make_values(5, 6), S0).requires_grad_(), distribute_values(make_values(5, 6), R)
 
     def inner(x: Any) -> Any:
         return x.redistribute(placements=[R]) * b  # DTensor.redistribute backward
@@ -89,11 +89,13 @@ def recomputed_redistribution() -> None:
 
 
 def custom_backward() -> None:
-    (Twice.apply(put(value(5, 6), S0).requires_grad_()) * put(value(5, 6), S0)).sum().backward()
+    (
+        Twice.apply(distribute_values(make_values(5, 6), S0).requires_grad_()) * distribute_values(make_values(5, 6), S0)
+    ).sum().backward()
 
 
 def double_backward() -> None:
-    x, w = put(value(6, 4), S0), put(value(4, 5), R).requires_grad_()
+    x, w = distribute_values(make_values(6, 4), S0), distribute_values(make_values(4, 5), R).requires_grad_()
     y = x @ w
     z = y * y
     (grad,) = torch.autograd.grad(z.sum(), w, create_graph=True)
@@ -135,21 +137,21 @@ def test_explain_attributes_backward_collectives_to_custom_backward_or_forward_l
 
 
 def test_explain_names_modules_in_forward_and_backward() -> None:
-    model = parallelize_module(MLP(), line(), {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    model = parallelize_module(MLP(), get_line_mesh(), {"up": ColwiseParallel(), "down": RowwiseParallel()})
     x = torch.ones(2, 4, requires_grad=True)
     report = dt.explain(lambda: model(x).sum().backward())
     assert [(m.phase, m.module, m.place.source) for m in report.movements] == [
         ("forward", "MLP.down", "return self.down(self.up(x).relu())  # MLP"),
         ("backward", "MLP.up", "return self.down(self.up(x).relu())  # MLP"),
     ]
-    model = fully_shard(MLP(), mesh=line())
+    model = fully_shard(MLP(), mesh=get_line_mesh())
     report = dt.explain(lambda: model(torch.ones(2, 4)).sum().backward())
     assert {m.event.kind for m in report.movements} == {"all_gather", "reduce_scatter"}
     assert all(str(m.place).startswith(HERE) for m in report.movements)
 
 
 def test_explain_shows_strategies_and_a_redistribute_call_that_removes_the_collective() -> None:
-    a, b = put(value(5, 6), S0), put(value(5, 6), S1)
+    a, b = distribute_values(make_values(5, 6), S0), distribute_values(make_values(5, 6), S1)
     (one,) = dt.explain(lambda: a + b).lines
     text = str(one)
     (instead,) = (row for row in text.splitlines() if "write instead:" in row)
@@ -161,7 +163,11 @@ def test_explain_shows_strategies_and_a_redistribute_call_that_removes_the_colle
 
 
 def test_explain_restores_listeners_and_anomaly_mode() -> None:
-    listeners_before, a, b = set(events.listeners), put(value(5, 6), S0), put(value(5, 6), S1)
+    listeners_before, a, b = (
+        set(events.listeners),
+        distribute_values(make_values(5, 6), S0),
+        distribute_values(make_values(5, 6), S1),
+    )
     with pytest.raises(ZeroDivisionError):
         dt.explain(lambda: 1 / 0)
     assert not torch.is_anomaly_enabled()
@@ -174,7 +180,7 @@ def test_explain_restores_listeners_and_anomaly_mode() -> None:
 
 
 def test_explain_attributes_a_replayed_capture_to_the_calling_line() -> None:
-    x, w = put(value(6, 4), S0), put(value(4, 5), S0)
+    x, w = distribute_values(make_values(6, 4), S0), distribute_values(make_values(4, 5), S0)
     step = dt.capture(lambda x, w: (x @ w).redistribute(placements=[R]))
     step(x, w)
     found = movements_of(lambda: step(x, w))  # the replay
@@ -184,8 +190,8 @@ def test_explain_attributes_a_replayed_capture_to_the_calling_line() -> None:
 
 def _explain_step() -> tuple[int, int, list[str]]:
     mesh = dt.init_device_mesh("cpu", (2,))
-    x = dt.distribute_tensor(value(6, 4), mesh, [S0])
-    w = dt.distribute_tensor(value(4, 5), mesh, [R]).requires_grad_()
+    x = dt.distribute_tensor(make_values(6, 4), mesh, [S0])
+    w = dt.distribute_tensor(make_values(4, 5), mesh, [R]).requires_grad_()
 
     def step() -> None:
         y = x @ w
@@ -205,7 +211,7 @@ def test_explain_on_two_processes_counts_bytes_and_names_lines() -> None:
 
 
 def test_explain_prints_a_loop_once_with_its_count() -> None:
-    a = put(value(5, 6), S0)
+    a = distribute_values(make_values(5, 6), S0)
     report = dt.explain(lambda: [a.redistribute(placements=[R]) for _ in range(3)])
     assert str(report).count("DTensor.redistribute") == 1
     assert "(3 times)" in str(report)
@@ -214,7 +220,7 @@ def test_explain_prints_a_loop_once_with_its_count() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*Profiler clears events:UserWarning")  # torch 2.11 warns at each profile
 def test_torch_profiler_shows_redistributions_and_collectives() -> None:
-    a, b = put(value(5, 6), S0), put(value(5, 6), S1)
+    a, b = distribute_values(make_values(5, 6), S0), distribute_values(make_values(5, 6), S1)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         a + b
         a.redistribute(placements=[R])
@@ -226,7 +232,7 @@ def test_torch_profiler_shows_redistributions_and_collectives() -> None:
 
 def test_explain_trace_budget_and_comm_debug_mode_count_equal_bytes_and_flops(tmp_path: Any) -> None:
     def step() -> None:
-        x, w = put(value(6, 4), S0), put(value(4, 6), S1).requires_grad_()
+        x, w = distribute_values(make_values(6, 4), S0), distribute_values(make_values(4, 6), S1).requires_grad_()
         (x @ w).relu().sum().backward()
 
     with CommDebugMode() as comm, dt.trace(tmp_path / "trace.json"):
@@ -248,7 +254,7 @@ def test_explain_trace_budget_and_comm_debug_mode_count_equal_bytes_and_flops(tm
             step()
 
 
-@needs_whole
+@needs_undecomposed_linear
 def test_explain_counts_the_flops_of_one_rank() -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
     x, w = dt.ones(6, 4, device_mesh=mesh, placements=[S0]), dt.ones(4, 5, device_mesh=mesh)
@@ -264,7 +270,7 @@ def test_explain_counts_the_flops_of_one_rank() -> None:
 
 
 def test_explain_sums_bytes_and_flops_of_submodules() -> None:
-    model = parallelize_module(MLP(), line(), {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    model = parallelize_module(MLP(), get_line_mesh(), {"up": ColwiseParallel(), "down": RowwiseParallel()})
     report = dt.explain(lambda: model(torch.ones(2, 4)).sum().backward())
     by_name = {module.name: module for module in report.modules}
     assert set(by_name) == {"MLP", "MLP.up", "MLP.down"}
@@ -404,7 +410,9 @@ y.sum().backward()
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=needs_whole) if name == "weights" else name for name in PROGRAMS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=needs_undecomposed_linear) if name == "weights" else name for name in PROGRAMS]
+)
 def test_explain_prints_line_reason_and_fix_of_an_extra_collective(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from fast_part import diagonals
+from slow_case_marks import keep_diagonals_fast
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -54,7 +54,7 @@ PROGRAMS: list[tuple[Callable[..., Any], bool]] = [
 ]
 
 
-@pytest.mark.parametrize(("case", "batch"), diagonals(PROGRAMS, BATCH_PLACEMENTS))
+@pytest.mark.parametrize(("case", "batch"), keep_diagonals_fast(PROGRAMS, BATCH_PLACEMENTS))
 def test_matmul_of_a_sharded_batch_equals_plain_torch(case: tuple[Callable[..., Any], bool], batch: Any) -> None:
     program, biased = case
     generator = torch.Generator().manual_seed(0)
@@ -101,7 +101,7 @@ ATTENTIONS: list[Callable[..., Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("attention", "heads"), diagonals(ATTENTIONS, HEAD_PLACEMENTS))
+@pytest.mark.parametrize(("attention", "heads"), keep_diagonals_fast(ATTENTIONS, HEAD_PLACEMENTS))
 def test_batched_matmuls_of_attention_equal_plain_torch(attention: Callable[..., Any], heads: Any) -> None:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(3, 5, n, 7, dtype=torch.float64, generator=generator) for n in (4, 5, 5))
@@ -134,7 +134,7 @@ FLATTENED_PROGRAMS: list[Callable[..., Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("program", "batch"), diagonals(FLATTENED_PROGRAMS, BATCH_PLACEMENTS, every=3))
+@pytest.mark.parametrize(("program", "batch"), keep_diagonals_fast(FLATTENED_PROGRAMS, BATCH_PLACEMENTS, every=3))
 def test_operators_on_a_flattened_batch_equal_plain_torch(program: Callable[..., Any], batch: Any) -> None:
     generator = torch.Generator().manual_seed(0)
     x, w = (torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in ((3, 5, 7), (7, 7)))
@@ -161,7 +161,7 @@ def write_regrouped(x: Any, w: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("program", "batch"), diagonals([*REGROUPING_PROGRAMS, write_regrouped], [*BATCH_PLACEMENTS, [Shard(2), Shard(1)]])
+    ("program", "batch"), keep_diagonals_fast([*REGROUPING_PROGRAMS, write_regrouped], [*BATCH_PLACEMENTS, [Shard(2), Shard(1)]])
 )
 def test_flattening_with_a_regrouped_last_dim_equals_plain_torch(program: Callable[..., Any], batch: Any) -> None:
     generator = torch.Generator().manual_seed(0)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from fast_part import diagonals, some
+from slow_case_marks import keep_diagonals_fast, keep_every_nth_fast
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import dtensor as dt
@@ -78,7 +78,7 @@ TRANSFORMS: dict[str, Callable[[Callable[[Any], Any], Any, Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize(("write", "transform"), some(list(itertools.product(WRITES, TRANSFORMS)), every=3))
+@pytest.mark.parametrize(("write", "transform"), keep_every_nth_fast(list(itertools.product(WRITES, TRANSFORMS)), every=3))
 def test_transforms_of_writes_to_views_equal_plain_torch(write: Callable[[Any], None], transform: str) -> None:
     def program(x: Any) -> Any:
         y = x * 2
@@ -185,7 +185,7 @@ BATCHES: dict[str, Callable[[Callable[[Any], Any], Any], Any]] = {
 
 @pytest.mark.parametrize(
     ("case", "batch"),
-    diagonals([(distribute_squares, 1), (gather_squares, 1), (rebuild_squares_from_local, 2)], BATCHES),
+    keep_diagonals_fast([(distribute_squares, 1), (gather_squares, 1), (rebuild_squares_from_local, 2)], BATCHES),
 )
 def test_redistribution_gather_and_to_local_under_vmap_equal_plain_torch(case: tuple[Any, int], batch: str) -> None:
     program, scale = case

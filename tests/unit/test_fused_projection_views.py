@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch_versions import needs_whole
+from torch_version_marks import needs_undecomposed_linear
 
 import dtensor as dt
 from dtensor import Replicate, Shard
@@ -53,7 +53,7 @@ def attention(x: Any, w: Any, split: Callable[[Any], Any]) -> Any:
 SPLITS = [split_by_unbind, split_by_chunk, split_by_index, split_by_slice, split_flattened]
 
 
-@needs_whole
+@needs_undecomposed_linear
 @pytest.mark.parametrize("split", SPLITS, ids=lambda fn: fn.__name__)
 def test_attention_of_a_fused_projection_receives_only_the_needed_heads(split: Callable[[Any], Any]) -> None:
     """Forward sends four heads to a rank. Backward sends the weight and its gradient, and reduces the gradient of the input."""

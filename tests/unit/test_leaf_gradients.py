@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from compare_with_one_device import same_gradients, same_parameters
+from compare_with_one_device import assert_same_gradients, assert_same_parameters
 from gloo_processes import run_gloo
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from torch_versions import WHOLE
+from torch_version_marks import LINEAR_REACHES_DTENSOR
 
 import dtensor as dt
 from dtensor import Replicate, Shard
@@ -49,7 +49,7 @@ def make_batch(mesh: Any = MESH) -> tuple[torch.Tensor, Any]:
 
 
 def check_gradients(model: nn.Module, plain: nn.Module) -> None:
-    same_gradients(model, plain)
+    assert_same_gradients(model, plain)
 
 
 @pytest.mark.parametrize("placements", [replicated, sharded_rows])
@@ -76,7 +76,7 @@ def test_leaf_gradients_beyond_the_batch_limit_are_reduced_in_several_collective
         loss.backward()
     plain(x).square().sum().backward()
     check_gradients(model, plain)
-    assert comm.get_total_counts() == 2 + WHOLE  # batches end inside the norm and inside the last layer
+    assert comm.get_total_counts() == 2 + LINEAR_REACHES_DTENSOR  # batches end inside the norm and inside the last layer
 
 
 def test_gradient_hooks_receive_gradients_with_the_placements_of_the_leaf() -> None:
@@ -98,7 +98,7 @@ def test_gradient_hooks_receive_gradients_with_the_placements_of_the_leaf() -> N
     model(dx).square().sum().backward()
     plain(x).square().sum().backward()
     assert observed == [(Replicate(),)] * 6
-    same_parameters(model, plain)
+    assert_same_parameters(model, plain)
 
 
 def test_autograd_grad_returns_gradients_with_the_placements_of_the_leaf() -> None:

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from fast_part import some
+from slow_case_marks import keep_every_nth_fast
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
-from torch_versions import WHOLE
+from torch_version_marks import LINEAR_REACHES_DTENSOR
 
 import dtensor as dt
 from dtensor import Partial, Placement, Replicate, Shard
@@ -69,7 +69,7 @@ def total(x: Tensor, y: Tensor, grad: Tensor) -> Tensor:
     return (x * y * grad).sum()
 
 
-@pytest.mark.parametrize(("function", "first", "second", "undecomposed"), some(CASES, every=3))
+@pytest.mark.parametrize(("function", "first", "second", "undecomposed"), keep_every_nth_fast(CASES, every=3))
 def test_linear_and_matmul_values_strides_and_two_derivatives_equal_plain_torch(
     function: Function, first: tuple[int, ...], second: tuple[int, ...], undecomposed: bool
 ) -> None:
@@ -85,7 +85,7 @@ def test_linear_and_matmul_values_strides_and_two_derivatives_equal_plain_torch(
         result, expected = function(*distributed), function(*plain)
         assert_same([result], [expected])
         name = type(result.grad_fn).__name__
-        assert (name in ("LinearBackward0", "MatmulBackward0")) == (undecomposed and WHOLE), name
+        assert (name in ("LinearBackward0", "MatmulBackward0")) == (undecomposed and LINEAR_REACHES_DTENSOR), name
         grad = make_tensor(*expected.shape, seed=9)
         leaves, plain_leaves = ([t for t in operands if t.requires_grad] for operands in (distributed, plain))
         dgrad = make_dtensor(grad, (R, R))
@@ -183,7 +183,7 @@ def test_dispatch_modes_observe_local_operators_decomposed(mode: type[RecordingM
         torch.matmul(x.detach(), weight.detach().t())
     assert "mm" in recorder.names
     assert not {"linear", "matmul", "linear_backward", "matmul_backward"} & recorder.names
-    assert ("Linear" in type(result.grad_fn).__name__) == (mode is PassiveRecordingMode and WHOLE)
+    assert ("Linear" in type(result.grad_fn).__name__) == (mode is PassiveRecordingMode and LINEAR_REACHES_DTENSOR)
 
 
 def test_linear_and_matmul_under_autocast_forward_ad_and_torch_func() -> None:

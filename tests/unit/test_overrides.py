@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch_versions import needs_whole
+from torch_version_marks import needs_undecomposed_linear
 
 import dtensor as dt
 from dtensor import Partial, Replicate, Shard
@@ -151,7 +151,7 @@ def test_matrix_rank_of_empty_matrices_writes_zeros_to_out() -> None:
     )
 
 
-@needs_whole
+@needs_undecomposed_linear
 def test_eigh_of_a_complex_matrix_is_twice_differentiable() -> None:
     def second(x: Any) -> Any:
         x = x.detach().requires_grad_()

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import random_cases
 import torch
-from case_lists import here_and_on_four
+from case_lists import make_case_tests
 
 import dtensor as dt
 from dtensor import Shard
@@ -16,7 +16,7 @@ from dtensor.debug import CommDebugMode
 from dtensor.random.philox import philox
 from dtensor.testing.placements import get_or_make_mesh
 
-test_case_in_one_process, test_all_cases_on_four_processes = here_and_on_four(random_cases, gather=True)
+test_case_in_one_process, test_all_cases_on_four_processes = make_case_tests(random_cases, gather=True)
 
 
 # --- the Philox generator -------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ EVERY = 60  # one of 60 cases is in the fast set: the second one, as the first o
 PROGRAMS = [
     pytest.param(name, case, id=case, marks=() if k % EVERY == 1 else pytest.mark.slow)
     for name in LISTS
-    for k, case in enumerate(importlib.import_module(name).CASES.here)
+    for k, case in enumerate(importlib.import_module(name).CASES.names_in_one_process)
 ]
 
 

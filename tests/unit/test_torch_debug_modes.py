@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from case_lists import S0, S1, R, put, value
+from case_lists import S0, S1, R, distribute_values, make_values
 from gloo_processes import run_gloo
 from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
@@ -55,7 +55,7 @@ def test_debug_mode_records_operators_redistributions_and_local_operators() -> N
 
 
 def test_debug_mode_records_explicit_redistributions_and_backward() -> None:
-    x = put(value(4, 6), S0).requires_grad_()
+    x = distribute_values(make_values(4, 6), S0).requires_grad_()
     entries = "\n".join(record_lines(lambda: x.redistribute(placements=[R]).sum().backward()))
     assert "[record function] dtensor::all_gather over mesh dim 0: (S(0)) -> (R)" in entries
     assert "aten::sum(" in entries

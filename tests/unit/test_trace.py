@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from case_lists import S0, S1, R, put, value
+from case_lists import S0, S1, R, distribute_values, make_values
 from gloo_processes import run_gloo
 from torch import nn
-from trace_format import events_in
+from trace_format import read_trace_events
 
 import dtensor as dt
 from dtensor.debug import CommDebugMode
@@ -28,7 +28,7 @@ def test_trace_has_each_collective_operator_and_memory_kind_on_each_rank(tmp_pat
     mesh = dt.init_device_mesh(device, (3,))
     with CommDebugMode() as comm, dt.trace(tmp_path / "trace.json"):
         train_step(mesh)
-    events = events_in(tmp_path / "trace.json")
+    events = read_trace_events(tmp_path / "trace.json")
     ranks = range(3) if device == "cpu" else range(1)
     for rank in ranks:
         collectives = [event for event in events if event["ph"] == "X" and event["tid"] == 1 and event["pid"] == rank]
@@ -47,7 +47,7 @@ def test_trace_arrows_of_a_submesh_collective_stay_within_its_group(tmp_path: Pa
     x = dt.ones(5, 6, device_mesh=mesh["tp"], placements=[S0])
     with dt.trace(tmp_path / "trace.json"):
         x.redistribute(placements=[R])
-    arrows = {event["id"]: event["pid"] for event in events_in(tmp_path / "trace.json") if event["ph"] in "f"}
+    arrows = {event["id"]: event["pid"] for event in read_trace_events(tmp_path / "trace.json") if event["ph"] in "f"}
     assert arrows == {"0-1/0/1": 1, "2-3/0/3": 3}
 
 
@@ -61,7 +61,7 @@ def test_trace_of_a_dry_run_has_the_estimated_durations(tmp_path: Path) -> None:
     report = dt.explain(program)
     with dt.trace(tmp_path / "trace.json"):
         program()
-    spans = sorted((event["ts"], event["dur"]) for event in events_in(tmp_path / "trace.json") if event["ph"] == "X")
+    spans = sorted((event["ts"], event["dur"]) for event in read_trace_events(tmp_path / "trace.json") if event["ph"] == "X")
     expected = report.seconds + sum(operation.seconds for operation in report.operations)
     assert sum(duration for _, duration in spans) == pytest.approx(expected * 1e6)
     assert all(a + length <= b + 1e-6 for (a, length), (b, _) in pairwise(spans))
@@ -69,7 +69,7 @@ def test_trace_of_a_dry_run_has_the_estimated_durations(tmp_path: Path) -> None:
 
 def test_trace_block_that_raises_writes_no_file(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), dt.trace(tmp_path / "trace.json"):
-        _ = put(value(5), S0) + put(value(5), S0), 1 / 0
+        _ = distribute_values(make_values(5), S0) + distribute_values(make_values(5), S0), 1 / 0
     assert not (tmp_path / "trace.json").exists()
 
 
@@ -79,7 +79,7 @@ def test_trace_with_a_gz_path_is_compressed_with_equal_events(tmp_path: Path) ->
         with dt.trace(tmp_path / name):
             train_step(mesh)
     plain, compressed = tmp_path / "trace.json", tmp_path / "trace.json.gz"
-    assert len(events_in(plain)) == len(events_in(compressed)) > 0
+    assert len(read_trace_events(plain)) == len(read_trace_events(compressed)) > 0
     assert compressed.stat().st_size < plain.stat().st_size / 4
 
 
@@ -96,14 +96,16 @@ def test_trace_memory_counters_have_the_peak_and_skip_small_changes(tmp_path: Pa
     with dt.trace(tmp_path / "trace.json"):
         program()
     for rank in (0, 1):
-        sizes = [sum(e["args"].values()) for e in events_in(tmp_path / "trace.json") if e["ph"] == "C" and e["pid"] == rank]
+        sizes = [
+            sum(e["args"].values()) for e in read_trace_events(tmp_path / "trace.json") if e["ph"] == "C" and e["pid"] == rank
+        ]
         assert (max(sizes), sizes[-1]) == (found.peaks[rank], found.timeline[rank][-1].bytes)
         assert len(sizes) < 10
 
 
 @dt.trace("/dev/null")
 def decorated() -> dt.DTensor:
-    return put(value(5, 6), S0) + put(value(5, 6), S1)
+    return distribute_values(make_values(5, 6), S0) + distribute_values(make_values(5, 6), S1)
 
 
 def test_trace_can_decorate_a_function() -> None:
@@ -120,7 +122,7 @@ def _trace_on_processes(folder: str) -> int:
 @pytest.mark.gloo
 def test_trace_on_processes_writes_one_file(tmp_path: Path) -> None:
     counts = run_gloo(_trace_on_processes, 2, str(tmp_path))
-    events = events_in(tmp_path / "trace.json")
+    events = read_trace_events(tmp_path / "trace.json")
     for rank, count in enumerate(counts):
         assert sum(event["ph"] == "X" and event["tid"] == 1 and event["pid"] == rank for event in events) == count
         assert any(event["ph"] == "C" and event["pid"] == rank for event in events)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from fast_part import diagonals, some
+from slow_case_marks import keep_diagonals_fast, keep_every_nth_fast
 
 import dtensor as dt
 from dtensor import Partial, Replicate, Shard
@@ -51,7 +51,7 @@ def check_on_all_meshes(program: Callable[..., Any], x: torch.Tensor = X, **opti
             check(program, x, mesh=mesh, placements=[placements], cloned=True, gradients=False, **options)
 
 
-@pytest.mark.parametrize(("view", "change"), some(list(itertools.product(VIEWS, IN_PLACE_CHANGES)), every=5))
+@pytest.mark.parametrize(("view", "change"), keep_every_nth_fast(list(itertools.product(VIEWS, IN_PLACE_CHANGES)), every=5))
 def test_a_view_keeps_its_elements_after_its_base_changes_shape_in_place(view: str, change: str) -> None:
     def program(x: Any) -> Any:
         before, read = VIEWS[view](x), VIEWS[view](x)
@@ -244,7 +244,7 @@ WRITES_AFTER: dict[str, Callable[[Any, Any], Any]] = {
 
 @pytest.mark.parametrize(
     ("base", "change", "write", "shape"),
-    some(list(itertools.product(BASE_KINDS, METADATA_CHANGES, WRITES_AFTER, [(4, 4), (3, 5)])), every=13),
+    keep_every_nth_fast(list(itertools.product(BASE_KINDS, METADATA_CHANGES, WRITES_AFTER, [(4, 4), (3, 5)])), every=13),
 )
 def test_gradients_of_views_taken_before_an_in_place_metadata_change(
     base: str, change: str, write: str, shape: tuple[int, int]
@@ -383,7 +383,7 @@ def test_as_strided_in_inference_mode_counts_from_the_storage_offset_of_the_view
 # --- views of another dtype, real and imaginary parts ---------------------------------------------------------------
 @pytest.mark.parametrize(
     ("other", "write"),
-    diagonals(
+    keep_diagonals_fast(
         [torch.int64, torch.int32, torch.float32, torch.complex128, torch.uint8], ["mask", "element", "add", "copy", "row"]
     ),
 )

@@ -1,8 +1,8 @@
-"""Copies of offloading between the host and a fake device: the devices of tensors, and which copies may block.
+"""Offload to a fake device: check the devices of offloaded parameters and gradients, and which copies between devices may block.
 
-    python tests/support/offload_device.py
+    python tests/support/offload_to_fake_device.py
 
-A separate program, like ``other_device.py``. Backward is not run, since errors of torch's engine on such a device end the
+A separate program, like ``rules_on_fake_device.py``. Backward is not run, since errors of torch's engine on such a device end the
 process; the gradients to reduce are made here.
 """
 
@@ -24,14 +24,15 @@ from dtensor.parallel.data.units.unit import unit_of
 DEVICE = "pretended"
 
 
-class Copies(TorchDispatchMode):
-    """Copies between devices: (from, to, whether it may block)."""
+class DeviceCopyRecorder(TorchDispatchMode):
+    """Dispatch mode that records copies between devices as (source device type, target device type, non_blocking)."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: set[tuple[str, str, bool]] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator; if it copies between devices, record the devices and ``non_blocking``."""
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         if name in ("_to_copy", "copy_"):
@@ -47,8 +48,8 @@ class Copies(TorchDispatchMode):
         return result
 
 
-class Event:
-    """An event, which the fake device lacks."""
+class FakeEvent:
+    """Replacement of ``torch.Event``, which the fake device lacks; counts calls of ``synchronize``."""
 
     waited = 0
 
@@ -59,10 +60,13 @@ class Event:
         pass
 
     def synchronize(self) -> None:
-        Event.waited += 1
+        FakeEvent.waited += 1
 
 
-def watched(make: Any, pin: bool, meta: bool) -> tuple[set[tuple[str, str, bool]], int]:
+def run_offloaded_unit(make: Any, pin: bool, meta: bool) -> tuple[set[tuple[str, str, bool]], int]:
+    """Run forward and one gradient reduction of an offloaded unit; return the recorded copies and how many events were waited
+    for.
+    """
     mesh = dt.init_device_mesh(DEVICE, (2,))
     seen: list[str] = []
 
@@ -75,8 +79,8 @@ def watched(make: Any, pin: bool, meta: bool) -> tuple[set[tuple[str, str, bool]
     if meta:
         materialize(model)
     assert {shard.device.type for p in model.parameters() for shard in p._local.shards} == {"cpu"}
-    Event.waited = 0
-    with Copies() as copies, torch.no_grad():
+    FakeEvent.waited = 0
+    with DeviceCopyRecorder() as copies, torch.no_grad():
         model(dt.per_rank([torch.ones(2, 5, device=DEVICE)] * 2))
         assert seen == [DEVICE]
         (group,) = unit_of(model).groups
@@ -86,24 +90,25 @@ def watched(make: Any, pin: bool, meta: bool) -> tuple[set[tuple[str, str, bool]
         }
         (reduction,) = start_reductions(group, column, True, SendBufferPool())
         reduction.finish_first_round()
-        early = Event.waited
+        early = FakeEvent.waited
         assert all(p.grad is None for p in model.parameters())
         reduction.deliver()
     assert not early
     assert {shard.device.type for p in model.parameters() for shard in p.grad._local.shards} == {"cpu"}
-    return copies.seen, Event.waited
+    return copies.seen, FakeEvent.waited
 
 
 def main() -> None:
+    """Assert that copies block only without pinned memory, for both data-parallel modes and for models that start on meta."""
     _setup_privateuseone_for_python_backend(DEVICE)
-    torch.Event = Event
+    torch.Event = FakeEvent
     with FakeTensorMode(allow_non_fake_inputs=True):
         for make in (fully_shard, replicate):
             for meta in (False, True):
-                moved, waits = watched(make, True, meta)
+                moved, waits = run_offloaded_unit(make, True, meta)
                 assert moved == {("cpu", DEVICE, True), (DEVICE, "cpu", True)}, moved
                 assert waits == 2, waits  # a copy for each member
-                moved, waits = watched(make, False, meta)
+                moved, waits = run_offloaded_unit(make, False, meta)
                 assert (DEVICE, "cpu", True) not in moved, moved
                 assert (DEVICE, "cpu", False) in moved, moved
                 assert not waits

@@ -1,6 +1,6 @@
-"""Run every rule on a fake device, where a tensor, mask or offset made on the CPU raises when combined with the device's.
+"""Rules on a fake device: run every rule where a tensor, mask or offset made on the CPU raises when combined with the device's.
 
-    python tests/support/other_device.py PART PARTS CASES
+    python tests/support/rules_on_fake_device.py PART PARTS CASES
 
 CPU tensors that torch accepts (indices, index masks, numbers) must be accepted. Forward only: operators of backward passes have
 rules too, and errors in torch's own engine on such a device end the process. A separate program, since torch registers the
@@ -35,7 +35,7 @@ DEVICE = "pretended"
 # Where torch's inference on such a device raises and its kernels do not: interpolation of empty tensors; a view of a term whose
 # memory has another order than the global tensor's, which runs as a copy; gradients of group norm on a block without channels.
 # Where its kernels raise and its inference does not: values on the CPU to be put.
-TORCHS = (
+PYTORCH_ERRORS = (
     "cond must be a bool",
     "Cannot view a tensor with shape",
     "integer division or modulo by zero",
@@ -43,37 +43,45 @@ TORCHS = (
 )
 
 
-def on_device(value: Any, device: str = DEVICE) -> Any:
+def make_fake_device_value(value: Any, device: str = DEVICE) -> Any:
     if isinstance(value, torch.Tensor):
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
     return torch.device(DEVICE) if isinstance(value, torch.device) else value
 
 
-def devices(x: torch.Tensor) -> set[str]:
+def get_device_types(x: torch.Tensor) -> set[str]:
     local = x._local if isinstance(x, dt.DTensor) else x
     return {piece.device.type for piece in getattr(local, "shards", [local])}
 
 
-def problems(name: str, cases: int) -> Iterator[str]:
-    """Return the problems of some cases of a rule."""
+def find_rule_problems(name: str, cases: int) -> Iterator[str]:
+    """Yield the problems of up to ``cases`` cases of a rule, each with all operands on the device or with one plain operand on
+    the CPU.
+    """
     rng = random.Random(zlib.crc32(name.encode()))
     for case in placed_cases(name, samples_of(name), MESHES, 200, cases, rng):
         variant, shape, placements = case.variant, case.mesh_shape, case.placements
         mesh = dt.init_device_mesh(DEVICE, shape)
         for on_cpu in (None, *range(1, len(placements))):
-            yield from _problems_of(variant, mesh, placements, on_cpu)
+            yield from _find_case_problems(variant, mesh, placements, on_cpu)
 
 
-def _problems_of(variant: Variant, mesh: dt.DeviceMesh, placements: Combination, on_cpu: int | None = None) -> Iterator[str]:
-    """Return the problems of one case. ``on_cpu``: the operands that every rank has on the CPU."""
+def _find_case_problems(
+    variant: Variant, mesh: dt.DeviceMesh, placements: Combination, on_cpu: int | None = None
+) -> Iterator[str]:
+    """Yield the error or the wrong result devices of one case. ``on_cpu`` is the number of the operand that is plain and on the
+    CPU.
+    """
     if not placements:
         return
     given = tuple(variant.sample.args), dict(variant.sample.kwargs)
     try:
         with FakeTensorMode():
             count = itertools.count()
-            args, kwargs = tree_map(lambda x: on_device(x, "cpu" if is_at(x, count, on_cpu) else DEVICE), given)
-            expected = [devices(result) for result in tensor_leaves(variant.call(*args, **kwargs))]
+            args, kwargs = tree_map(
+                lambda x: make_fake_device_value(x, "cpu" if is_tensor_at_position(x, count, on_cpu) else DEVICE), given
+            )
+            expected = [get_device_types(result) for result in tensor_leaves(variant.call(*args, **kwargs))]
         args, kwargs = tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, given)
         variant.call(*args, **kwargs)
     except Exception:  # torch refuses it, or cannot pretend
@@ -81,35 +89,40 @@ def _problems_of(variant: Variant, mesh: dt.DeviceMesh, placements: Combination,
     where, count = iter(placements), itertools.count()
     try:
         with FakeTensorMode(), dt.implicit_replication():
-            args, kwargs = tree_map(lambda x: placed_of(x, mesh, where, is_at(x, count, on_cpu)), given)
-            where_they_are = [devices(result) for result in tensor_leaves(variant.call(*args, **kwargs))]
+            args, kwargs = tree_map(
+                lambda x: distribute_on_fake_device(x, mesh, where, is_tensor_at_position(x, count, on_cpu)), given
+            )
+            where_they_are = [get_device_types(result) for result in tensor_leaves(variant.call(*args, **kwargs))]
         if where_they_are != expected and any(found != {DEVICE} for found in where_they_are):
             yield f"{variant.name} {mesh.shape} {placements}: results on {where_they_are}"
     except (DataDependentOutputException, DynamicOutputShapeException):
         return
     except Exception as error:
-        if any(said in str(error) for said in TORCHS):
+        if any(said in str(error) for said in PYTORCH_ERRORS):
             return
         yield f"{variant.name} {mesh.shape} {placements} (on the CPU: {on_cpu}): {type(error).__name__}: {error}"
 
 
-def is_at(value: Any, count: Iterator[int], place: int | None) -> bool:
+def is_tensor_at_position(value: Any, count: Iterator[int], place: int | None) -> bool:
     return isinstance(value, torch.Tensor) and next(count) == place
 
 
-def placed_of(value: Any, mesh: dt.DeviceMesh, where: Iterator[tuple[Placement, ...]], on_cpu: bool) -> Any:
+def distribute_on_fake_device(value: Any, mesh: dt.DeviceMesh, where: Iterator[tuple[Placement, ...]], on_cpu: bool) -> Any:
     if not isinstance(value, torch.Tensor):
-        return on_device(value)
+        return make_fake_device_value(value)
     placements = next(where)
-    return on_device(value, "cpu") if on_cpu else dt.distribute_tensor(on_device(value), mesh, placements)
+    return (
+        make_fake_device_value(value, "cpu") if on_cpu else dt.distribute_tensor(make_fake_device_value(value), mesh, placements)
+    )
 
 
 def main(part: int, parts: int, cases: int) -> int:
+    """Print the problems of every ``parts``-th rule from ``part`` on; return whether there are any."""
     warnings.simplefilter("ignore")
     _setup_privateuseone_for_python_backend(DEVICE)
     found = 0
     for name in sorted(rules())[part::parts]:
-        for problem in problems(name, cases):
+        for problem in find_rule_problems(name, cases):
             found += 1
             print(problem[:400])
     print(f"{found} problems")
