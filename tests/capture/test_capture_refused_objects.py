@@ -23,10 +23,12 @@ import sys
 import sysconfig
 import threading
 import tracemalloc
+import types
 import weakref
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import numpy
 import pytest
@@ -200,3 +202,35 @@ def test_installed_code_that_computes_names_does_not_read_a_trainer(tmp_path: pa
         assert torch.equal(step(X).full_tensor(), fn(X).full_tensor())
     trainer.close()
     assert step.cache_info().replayed >= 2
+
+
+INSTALLED = """
+import itertools
+TOKENS, STATE = itertools.count(2), {"next": itertools.count(5)}
+class Pool:
+    ids = itertools.count(7)
+def draw(): return next(TOKENS)
+def draw_of_state(): return next(STATE["next"])
+def draw_of_class(): return next(Pool.ids)
+def scale(x, drawing=None):
+    if drawing == "global": return x * draw()
+    if drawing == "item": return x * draw_of_state()
+    if drawing == "class": return x * draw_of_class()
+    return x * 2
+"""
+
+
+@pytest.mark.parametrize("drawing", [None, "global", "item", "class"])
+def test_opaque_objects_of_installed_code_are_refused_only_if_code_that_runs_names_them(drawing: str | None) -> None:
+    space: dict[str, Any] = {"__name__": "given_drawing", "__file__": sysconfig.get_path("purelib") + "/given_drawing.py"}
+    module = types.ModuleType("given_drawing")
+    module.__dict__.update(space)
+    with mock.patch.dict(sys.modules, given_drawing=module):
+        exec(INSTALLED, module.__dict__)
+        captured = dt.capture(lambda x: module.scale(x, drawing))
+        if drawing is None:
+            assert all(torch.equal(captured(X).full_tensor(), X.full_tensor() * 2) for _ in range(3))
+            assert captured.cache_info().replayed == 2
+        else:
+            with pytest.raises(CaptureError, match="a count"):
+                _ = [captured(X) for _ in range(3)]

@@ -15,7 +15,8 @@ The walk lists every reachable tensor and every Python value on the way, in a fi
 Objects that only a computed name leads to, or an attribute that no code reads, are walked *as data*: their code is not looked
 into. The recorder sees which of it runs, and later discoveries look into this.
 
-Opaque objects (iterators, files that are read, compressors) are refused, unless they are walked as data.
+Opaque objects (iterators, files that are read, compressors) are refused, unless they are walked as data. Those that only code of
+installed packages names are refused when code runs that has this name: a model reaches much of its library, and runs little.
 
 Not guarded are things outside of the program (clocks, files), and the internals of objects of other libraries.
 """
@@ -26,6 +27,7 @@ import abc
 import functools
 import math
 import operator
+import re
 import sys
 import types
 from collections import deque
@@ -44,23 +46,19 @@ from .guard_set import GuardSet, ObservedCode, cell_contents
 from .object_model import MISSING, VALUES, ById
 from .setting_guards import settings_of
 
+_NAME = re.compile(r"(?:^|[ .])([^\W\d]\w*)")  # of a variable or an attribute in a path; not the keys in brackets
 _LONG_LIST = 64  # a longer list of plain values is one entry of the key
 _GETTER_TYPES = (operator.attrgetter, operator.methodcaller)
 _NAME_COMPUTERS = (getattr, hasattr, vars, dir)
 _FUNCTION_TEXTS = ("__name__", "__qualname__", "__doc__", "__module__", "__annotations__")
 _MODULE_CALLS = ("forward", "__call__", "_call_impl", "_wrapped_call_impl")  # methods that torch calls without naming them
 _IS_HEAP_TYPE = 1 << 9  # the type flag of classes made by a class statement; their attributes may be set
+# fmt: off
 _CODE_TYPES = (
-    types.ModuleType,
-    types.FunctionType,
-    types.BuiltinFunctionType,
-    types.MethodType,
-    property,
-    staticmethod,
-    classmethod,
-    functools.cached_property,
-    functools.partialmethod,
+    types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, property, staticmethod, classmethod,
+    functools.cached_property, functools.partialmethod,
 )
+# fmt: on
 _BOUND_METHODS = (types.MethodType, types.BuiltinMethodType)
 _DEFINITIONS = (type, types.FunctionType, types.BuiltinFunctionType)  # objects with the name of the module that defines them
 _GLOBAL_HOOKS = {name: x for name, x in vars(torch.nn.modules.module).items() if "_hooks" in name and isinstance(x, dict)}
@@ -82,9 +80,12 @@ class _Discovery:
 
     def __init__(self, guards: GuardSet) -> None:
         self.guards, self.containers = guards, guards.containers
-        self._pending: deque[tuple[Any, str, bool]] = deque()  # (object, path, as data), still to be looked into
+        self._pending: deque[tuple[Any, str, bool, bool]] = (
+            deque()
+        )  # (object, path, as data, by installed code), to be looked into
         self._as_data = False  # whether the present object is walked as data
         self._walked_as_data: set[int] = set()
+        self._by_installed_code = False  # whether code of an installed package led to the present object
         self._user_modules: dict[int, types.ModuleType] = {}
         self._escaping_modules: dict[int, types.ModuleType] = {}  # modules that code passes on
         self._computed_modules: set[int] = set()  # modules that only computed names lead to
@@ -118,9 +119,9 @@ class _Discovery:
     # --- the walk ------------------------------------------------------------------------------------------------------
     def _walk_pending(self) -> None:
         while self._pending:
-            value, path, self._as_data = self._pending.popleft()
+            value, path, self._as_data, self._by_installed_code = self._pending.popleft()
             self._look_into(value, path)
-        self._as_data = False
+        self._as_data = self._by_installed_code = False
 
     def _visit_all(self, values: Iterable[Any], names: Iterable[str], path: str) -> None:
         values = list(values)
@@ -159,10 +160,10 @@ class _Discovery:
             guards.add_known_object(value, path)
             if not self._as_data and id(value) in self._walked_as_data:
                 self._walked_as_data.discard(id(value))
-                self._pending.append((value, path, False))
+                self._pending.append((value, path, False, self._by_installed_code))
         else:
             guards.add(objects.value_key(value) if isinstance(value, VALUES) else type(value), path)
-            self._pending.append((value, path, self._as_data))
+            self._pending.append((value, path, self._as_data, self._by_installed_code))
             if self._as_data:
                 self._walked_as_data.add(id(value))
 
@@ -216,7 +217,9 @@ class _Discovery:
             CaptureError: the object is opaque, and code reads it.
         """
         if objects.is_opaque(value):
-            if not self._as_data:
+            if self._by_installed_code and (names := _NAME.findall(path)):
+                self.guards.opaque_objects.setdefault(names[-1], (value, path))
+            elif not self._as_data:
                 raise objects.opaque_object_error(value, path)
             return
         get_content, get_children = objects.make_content_getter(value), objects.make_children_getter(value)
@@ -345,6 +348,7 @@ class _Discovery:
         if objects.is_library(fn):
             self._visit([x for x in map(cell_contents, cells) if objects.is_user_object(x)], f"{path} variables")
             return
+        self._by_installed_code = self._by_installed_code or objects.is_installed(fn)
         self.containers.add_function(fn)
         if not objects.is_installed(fn):
             self._functions.append(fn)
@@ -511,9 +515,9 @@ class _Discovery:
                 if (done := names_done.get(key, 0)) != len(self._attribute_names):
                     names_done[key] = len(self._attribute_names)
                     names = [name for name in ("__getattr__", *islice(self._attribute_names, done, None)) if name in namespace]
-                    self._as_data = key in self._computed_modules
-                    self._visit_names(namespace, names, module.__name__)
-                    self._as_data = False
+                    self._as_data, self._by_installed_code = key in self._computed_modules, objects.is_installed(module)
+                    self._visit_names(namespace, names, f"{module.__name__}.")
+                    self._as_data = self._by_installed_code = False
                 if self._computes_attributes and key in self._escaping_modules:
                     self._open_namespaces[id(namespace)] = namespace, module.__name__
             for namespace, path in list(self._open_namespaces.values()):
@@ -523,7 +527,7 @@ class _Discovery:
     def _visit_class_members(self) -> None:
         """Visit the members of classes that any reached code names, or that library code may call."""
         for kind, library_names, path, as_data in self._classes:
-            self._as_data = as_data
+            self._as_data, self._by_installed_code = as_data, objects.is_installed(kind)
             for name, value in list(vars(kind).items()):
                 if (id(kind), name) in self._read:
                     continue
@@ -577,12 +581,8 @@ class _Discovery:
         is_fixed = objects.module_name(kind).startswith(("dtensor.", "torch._C")) and kind is not DTensor
         if is_fixed or not kind.__flags__ & _IS_HEAP_TYPE:
             return
-        with_special = not issubclass(kind, torch.Tensor)
-        names = [
-            name
-            for name in members
-            if name in self._attribute_names or name in _MODULE_CALLS or (with_special and name[:2] == "__")
-        ]
+        called, prefix = {*self._attribute_names, *_MODULE_CALLS}, "" if issubclass(kind, torch.Tensor) else "__"
+        names = [name for name in members if name in called or (prefix and name.startswith(prefix))]
         self.containers.add_names(members, names)
         self.containers.add_dict_size(members)
         self.guards.add(tuple(ById(members[name]) for name in names), kind.__name__)

@@ -74,6 +74,8 @@ class GuardSet:
         compiled_callables: compiled functions in partials and the like. No profile event shows their calls.
         library_states: state that the library keeps from one call for the next.
         codes: the code that discovery has looked into.
+        opaque_objects: by the name of a variable or attribute, an opaque object that only code of installed packages names, and
+            its path.
         containers: compares the contents of all containers with their snapshot.
         version: how often only floats have changed.
     """
@@ -87,6 +89,7 @@ class GuardSet:
         self.compiled_callables: list[Any] = []
         self.library_states: list[CrossCallState] = []
         self.codes: set[CodeType] = set()
+        self.opaque_objects: dict[str, tuple[Any, str]] = {}
         self.containers = ContainerGuards()
         self.unchanged = self.containers.unchanged  # bound here, because each call of a captured function calls it
         self.version = 0

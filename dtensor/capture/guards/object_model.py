@@ -147,10 +147,12 @@ def is_library(value: Any) -> bool:
     return root in _LIBRARIES
 
 
-def is_installed(value: types.FunctionType | type) -> bool:
-    """Return True if a function or class belongs to an installed package. Its name, docstring and bases are not guarded."""
+def is_installed(value: types.FunctionType | types.ModuleType | type) -> bool:
+    """Return True if code belongs to an installed package. Names, docstrings and bases in it are not guarded."""
     if isinstance(value, types.FunctionType):
         namespace = value.__globals__
+    elif isinstance(value, types.ModuleType):
+        namespace = vars(value)
     else:
         namespace = vars(sys.modules.get(module_name(value), types))
     return str(namespace.get("__file__")).startswith(_INSTALL_FOLDERS)

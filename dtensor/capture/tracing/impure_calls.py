@@ -30,8 +30,8 @@ import torch
 from ...base import tensor_tree
 from ...errors import CaptureError
 from ..guards.bytecode_names import read_code_names
-from ..guards.guard_set import ObservedCode, cell_contents
-from ..guards.object_model import MISSING
+from ..guards.guard_set import GuardSet, ObservedCode, cell_contents
+from ..guards.object_model import MISSING, opaque_object_error
 from .tape import Step, Var
 
 _VALUE_READERS = frozenset(  # methods of tensors that no dispatch key sees
@@ -107,12 +107,11 @@ class CallMonitor:
         reading_operator: returns the running operator for a read of a tensor (None: an unknown tensor); None if it is allowed.
         note_generator_set: is called when the state of a random generator is set.
         trusted: further modules with pure functions.
-        compiled_callables: compiled functions that compiled code may call, which the profile function does not see.
-        codes: the code that guard discovery has looked into.
-        computing: the code that is known to compute names.
+        guards: the guards of the function. Compiled functions in them are checked at once, because the profile function does not
+            see their calls. Code that runs must not name one of their opaque objects.
 
     Attributes:
-        observed: user code that ran and is not in ``codes``, and code that computes names and is not in ``computing``.
+        observed: user code that ran and that guard discovery has not looked into, and code that newly computes names.
     """
 
     def __init__(
@@ -120,15 +119,13 @@ class CallMonitor:
         reading_operator: Callable[[torch.Tensor | None], str | None],
         note_generator_set: Callable[[], None],
         trusted: Collection[str],
-        compiled_callables: Iterable[Any],
-        codes: Collection[CodeType],
-        computing: Collection[CodeType],
+        guards: GuardSet,
     ) -> None:
-        self._codes, self._computing = codes, computing
+        self._codes, self._computing, self._opaque_objects = guards.codes, guards.observed.computing, guards.opaque_objects
         self._seen_codes: set[CodeType] = set()
         self.observed = ObservedCode()
         self._reading_operator, self._note_generator_set = reading_operator, note_generator_set
-        self._compiled_callables = compiled_callables
+        self._compiled_callables = guards.compiled_callables
         self._trusted = {*trusted}
         self._pure: dict[tuple[Any, str], bool] = {}  # by module or class, and name
         self._print_depth = 0
@@ -185,6 +182,11 @@ class CallMonitor:
         root = _root_package(frame)
         if root in _LIBRARIES or root in _TRANSPARENT or code.co_name == "<module>":
             return
+        if self._opaque_objects:
+            name = next((name for name in (*code.co_names, *code.co_freevars) if name in self._opaque_objects), None)
+            if name is not None and _is_below_captured(frame):
+                self._error = opaque_object_error(*self._opaque_objects[name])
+                raise self._error
         if code in self._codes:
             names = read_code_names(code)
             computes_names = names.computes_attributes or names.reads_any_variable or names.computes_imports

@@ -56,14 +56,7 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self, trusted: Collection[str], guards: GuardSet) -> None:
         super().__init__()
-        self.calls = CallMonitor(
-            self._reading_operator,
-            self._note_generator_set,
-            trusted,
-            guards.compiled_callables,
-            guards.codes,
-            guards.observed.computing,
-        )
+        self.calls = CallMonitor(self._reading_operator, self._note_generator_set, trusted, guards)
         self.steps: list[Step] = []
         self.constants: dict[Var, torch.Tensor] = {}
         self.paused = 0
