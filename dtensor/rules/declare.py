@@ -7,7 +7,7 @@ blockwise   block by block: ``sums=`` names the letters with blocks that leave p
 reduce      the dims of an argument vanish, ``op`` combines their shards
 along       results have the shape of operands, the selected dims must be unsharded (or have a kernel)
 fold        block -> monoid -> finish: one collective by declaration (``folds.py``)
-scan        a running operation along a dim, each block continuing those before it (``aten/cumulative.py``)
+scan        a running operation along a dim, each block continuing those before it (``scans.py``)
 pointwise   every tensor dim of the (broadcast) result is a factor
 view        element order is kept, any partial kind passes
 kernel_rule a function of the call returns factors and kernels, where no notation does

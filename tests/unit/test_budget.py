@@ -24,7 +24,7 @@ def test_budget_passes_at_the_limit_and_names_the_line_beyond_it() -> None:
         with dt.budget(**exact):
             distribute_values(make_values(5, 6), S0) + distribute_values(make_values(5, 6), S1)
     for less in ({"bytes": received - 1}, {"collectives": 0}):
-        with pytest.raises(BudgetError, match=r"test_budget.py:\d+  put.*# too much"), dt.budget(**less):
+        with pytest.raises(BudgetError, match=r"test_budget.py:\d+  distribute_values.*# too much"), dt.budget(**less):
             distribute_values(make_values(5, 6), S0) + distribute_values(make_values(5, 6), S1)  # too much
 
 

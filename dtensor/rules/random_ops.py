@@ -1,0 +1,131 @@
+"""Random operators as declarations: a rank's block of one global random tensor, also if operand values decide what is
+generated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..layout.layout import Layout
+from ..random.distributions import Sampler, sampler_of
+from ..random.draw import RANDOM_MODE, as_graph_op, draw, draw_counted, map_from_one_state, take_block, view_block
+from .call import Call
+from .declared_factors import DeclaredFactors
+from .kernel_context import KernelContext
+from .notation import parse_notation
+from .partial_rules import combine_partials
+from .registry import register
+from .rule import Declaration, Rule
+
+
+@dataclass(frozen=True, slots=True)
+class DrawLike(Declaration):
+    """A block of the random tensor that the operator generates for the global tensor. Values of the operand have no influence."""
+
+    def __call__(self, at: KernelContext, like: Any, *args: Any, **kwargs: Any) -> Any:
+        result, func, (sampler, has_out) = at.results[0], at.call.func, at.once(_sampler_and_out)
+        assert result is not None
+
+        def generate(layouts: Sequence[Layout], args: Any, kwargs: Any) -> Any:
+            result_layout, operand_layout = layouts
+            if sampler is not None and RANDOM_MODE.mode == "counter":
+                named = _arguments_of(func, args, kwargs)
+                return draw_counted(result_layout, sampler, named, named.get("generator"))
+            return draw(result_layout, lambda device: run_operator(result_layout, operand_layout, device, args, kwargs))
+
+        def run_operator(result_layout: Layout, operand_layout: Layout, device: torch.device, args: Any, kwargs: Any) -> Tensor:
+            operand = allocate_global(operand_layout, device)
+            into = {"out": allocate_global(result_layout, device)} if has_out else {}
+            result_tensor: Tensor = func(operand, *args, **kwargs, **into)
+            return result_tensor
+
+        return as_graph_op((result, at.operands[0]), generate, args, kwargs)
+
+
+def allocate_global(layout: Layout, device: torch.device) -> Tensor:
+    """Return memory for a global result. The number generated for an element depends on its place in memory."""
+    return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=device)
+
+
+def _sampler_and_out(call: Call) -> tuple[Sampler | None, bool]:
+    """Return the sampler with which the operator generates by counters, or None, and whether it fills ``out=``."""
+    schema = call.func._schema
+    return sampler_of(schema.name.partition("::")[2]), any(argument.is_out for argument in schema.arguments)
+
+
+def _arguments_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments after the first by name, with defaults filled in."""
+    declared = func._schema.arguments[1:]
+    named = {argument.name: argument.default_value for argument in declared if argument.has_default_value()}
+    return named | dict(zip((argument.name for argument in declared), args, strict=False)) | kwargs
+
+
+@dataclass(frozen=True, slots=True)
+class DrawAround(Declaration):
+    """The operator on global tensors that contain one block each, and elsewhere ``other``, a value that the operator accepts.
+
+    How many numbers are generated does not depend on values. So each block is what one device generates, at the cost of the
+    global tensor's time and memory on each rank (see ``draw``).
+    """
+
+    other: float
+
+    def __call__(self, at: KernelContext, *args: Any, generator: Any = None, **kwargs: Any) -> Any:
+        result, call = at.results[0], at.call
+        assert result is not None
+        op, mesh = call.func, call.mesh  # not the packet, which takes one element as a number
+        _, has_out = at.once(_sampler_and_out)
+        places = [i for i, value in enumerate(args) if isinstance(value, Tensor)]
+        layouts = [
+            layout for layout, name in zip(at.operands, call.names, strict=True) if isinstance(call.arguments[name], Layout)
+        ]
+
+        def generate_block(layouts: Sequence[Layout], member: int | None, *values: Any) -> Tensor:
+            embedded = list(values)
+            for layout, i in zip(layouts[1:], places, strict=True):
+                embedded[i] = embed_block(values[i], layout, member, self.other)
+            into = {"out": allocate_global(layouts[0], values[places[0]].device)} if has_out else {}
+            return take_block(op(*embedded, generator=generator, **into), layouts[0], member)
+
+        def generate(layouts: Sequence[Layout], *args: Any) -> Any:
+            return map_from_one_state(mesh, generator, partial(generate_block, layouts), *args)
+
+        return as_graph_op((result, *layouts), generate, *args)
+
+
+def embed_block(block: Tensor, layout: Layout, member: int | None, fill_value: float) -> Tensor:
+    """Return a tensor of the global shape with one rank's block (None: no block) and ``fill_value`` elsewhere.
+
+    Its memory order is that of a tensor like the global one, which may be expanded.
+    """
+    if member is not None and block.shape == layout.shape and block.stride() == layout.stride:
+        return block
+    stride = torch.empty_like(torch.empty_strided(layout.shape, layout.stride, device="meta")).stride()
+    embedded = torch.empty_strided(layout.shape, stride, dtype=block.dtype, device=block.device).fill_(fill_value)
+    if member is not None:
+        view_block(embedded, layout, layout.mesh.coordinates[member]).copy_(block)
+    return embedded
+
+
+def drawn(
+    names: str,
+    pattern: str = "... -> ...",
+    *,
+    around: float | None = None,
+    run: Any = None,
+    partials: Any = (),
+    factors: Any = None,
+) -> Rule:
+    """Declare random operators.
+
+    ``around``: the value beside a rank's block if values decide what is generated. ``run``: another kernel.
+    """
+    kernel = run or (DrawLike() if around is None else DrawAround(around))
+    return register(
+        names, Rule(factors or DeclaredFactors(parse_notation(pattern)), combine_partials(partials), run=kernel, kind="random")
+    )
