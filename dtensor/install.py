@@ -1,7 +1,7 @@
 """Install: connect the packages of the library, and make its changes to torch.
 
-Lower packages do not import those above them, so this module registers what they use from there. No other module registers
-anything when it is imported.
+Lower packages do not import those above them, so this module registers what they use from there. All changes of the patch
+catalog are made here; a class or operator of the library registers itself with torch where it is defined.
 """
 
 from __future__ import annotations

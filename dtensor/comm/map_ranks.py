@@ -12,8 +12,8 @@ from ..mesh.device_mesh import DeviceMesh, as_mesh
 from ..ranks.per_rank import prepare_for_program, prepare_torch
 from ..ranks.rank_runs import RankRuns
 from .communicator import Communicator
-from .dry_run import DryRun
 from .in_process import InProcess
+from .processes.dry_run import DryRun
 from .processes.process_group import ProcessGroups
 
 # By ``mesh.kind``. A new backend is a class with six methods (see ``communicator.py``) and an entry here.

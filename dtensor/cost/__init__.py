@@ -1,1 +1,1 @@
-"""Cost model: profiles of links and devices, and estimated seconds by an alpha-beta model."""
+"""Cost of transfers and computations: profiles of links and devices, and estimated seconds by an alpha-beta model."""

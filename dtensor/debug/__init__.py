@@ -1,4 +1,4 @@
-"""Debugging tools: count collectives, draw shards of a tensor, and save reports as HTML."""
+"""Debugging tools: explain, trace and limit what a program does, draw shards of a tensor, and save reports as HTML."""
 
 from ..interop.dynamo import mark_untraced as _leave_untraced
 from ..recorders.comm_mode import CommDebugMode

@@ -1,4 +1,4 @@
-"""Planner API: ``plan`` records a program, chooses strategies and layouts for all of its calls together, and returns the plan."""
+"""Make a plan: ``plan`` records a program, chooses strategies and layouts for all of its calls together, and returns the plan."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""State: what is known of one tensor in addition to its values: wrapper, attributes, version counters, functorch levels."""
+"""State: make DTensors, and ask what is known of one: memory that it shares, version counters, functorch levels."""

@@ -31,7 +31,6 @@ from ..comm import PerRank, shards_of
 from ..comm.map_ranks import communicator_of
 from ..dispatch.announced_collectives import redistribute_under_policy
 from ..dispatch.programs.grad_redistribute import redistribute_grad_unless_planned
-from ..dispatch.programs.output_aliasing import check_unwritten, clone_if_aliased, storage_addresses
 from ..errors import UnsupportedOperationError
 from ..layout.expanded_storage import repeated_dims
 from ..layout.layout import Layout
@@ -39,6 +38,7 @@ from ..placement import Partial, Placement, Placements, Replicate
 from ..ranks.per_rank_functorch import join_ranks
 from ..redistribute import execute, move_between, plan, start
 from ..state.functorch import detach_any, is_inside_transform, is_wrapped_by_transform, layout_of
+from ..state.output_aliasing import check_unwritten, clone_if_aliased, storage_addresses
 from ..state.wrap import wrap_local, wrap_pending
 from .functorch_function import FunctorchFunction, make_apply
 from .observers import ACTIVE_OBSERVERS, notify_layout_read, notify_redistributed

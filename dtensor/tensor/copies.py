@@ -18,8 +18,8 @@ from ..layout.layout import Layout, restore_layout
 from ..mesh.device_mesh import restore_mesh
 from ..placement import Partial, Replicate, Shard
 from ..state.functorch import below_transforms
-from ..state.tensor_state import NOT_COPIED
 from ..state.wrap import wrap_local
+from .tensor_state import NOT_COPIED
 
 _AS_RANK_SHARDS: ModeStack[None] = ModeStack("rank_shards_while_loading")
 

@@ -19,12 +19,12 @@ from ..base.torch_internals import autograd_node, engine, graph_task
 from ..base.tracing import is_tracing
 from ..comm import Pending, shards_of
 from ..comm.events import CAUSES, listeners
-from ..dispatch.programs.output_aliasing import check_unwritten
 from ..errors import DTensorError
 from ..layout.layout import Layout
 from ..placement import Placement
 from ..redistribute import Plan, execute_many, plan
 from ..state.functorch import is_wrapped_by_transform
+from ..state.output_aliasing import check_unwritten
 from ..state.version_counters import WriteCheck
 from ..state.wrap import BATCH_TENSORS, wrap_pending
 from .autograd import grad_layout, is_recorded, redistribute_if_needed, to_dtensor_grad

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from ..dispatch.programs.output_aliasing import check_unwritten, clone_if_aliased, storage_addresses
 from ..errors import LayoutError, PlacementError
 from ..layout.layout import Layout
 from ..layout.placement_forms import is_placement_form
 from ..placement import Placement, Placements
 from ..redistribute import execute_many, plan
+from ..state.output_aliasing import check_unwritten, clone_if_aliased, storage_addresses
 from ..state.wrap import wrap_local, wrap_pending
 from .autograd import grad_layout, to_dtensor_grad
 from .dtensor import DTensor

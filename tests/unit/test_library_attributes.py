@@ -11,7 +11,7 @@ import torch
 
 import dtensor as dt
 from dtensor import DTensor, Shard
-from dtensor.state.tensor_state import ATTRIBUTES
+from dtensor.tensor.tensor_state import ATTRIBUTES
 
 
 def test_operators_store_only_declared_attributes() -> None:

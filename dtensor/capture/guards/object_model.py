@@ -40,7 +40,7 @@ import torch
 
 from ...base.caches import memoize
 from ...errors import CaptureError
-from ...state.tensor_state import NOT_FOLLOWED
+from ...tensor.tensor_state import NOT_FOLLOWED
 
 MISSING = object()  # a unique mark for "no value"
 

@@ -1,4 +1,4 @@
-"""Captured program: a recorded run that is ready for replay, and the autograd functions around the run and its replays.
+"""Replay program: a recorded run that is ready for replay, and the autograd functions around the run and its replays.
 
 A program has the tape of the forward pass, the tapes of its backward passes, and descriptions of its inputs and outputs.
 """

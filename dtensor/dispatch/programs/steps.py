@@ -28,6 +28,7 @@ from ...redistribute import Plan as RedistributionPlan
 from ...redistribute import execute, execute_many
 from ...redistribute import plan as plan_redistribution
 from ...rules.kernel_context import DataDependentResult
+from ...state.output_aliasing import clone_if_aliased, storage_addresses
 from ...state.version_counters import share_versions
 from ...state.wrap import wrap_local, wrap_view, write_value
 from .comm_report import describe_plan, warn_of_gather
@@ -35,7 +36,6 @@ from .facts import FACT_PASSES, note_local_indices, read_row_ownership
 from .frame import Args, Frame, Keywords, Pass, Step, argument_at, results_of
 from .list_ops import has_aliased_elements, run_per_element
 from .local_call import call_local_function, has_own_function, is_kernel
-from .output_aliasing import clone_if_aliased, storage_addresses
 from .redistribution_cache import Request, redistribute_cached, redistribute_cached_each, redistribute_cached_many
 
 

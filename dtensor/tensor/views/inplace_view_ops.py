@@ -15,9 +15,9 @@ import torch
 from ...base.recorder_hooks import ACTIVE_RECORDERS
 from ...base.torch_internals import CreationMeta, creation_meta, swap_impl
 from ...errors import UnsupportedOperationError
-from ...state.tensor_state import OF_MEMORY
 from ...state.version_counters import move_memory_state
 from ..dtensor import DTensor, wrap
+from ..tensor_state import OF_MEMORY
 from .lazy_view import LazyView, copy_view
 
 _INPLACE_METHODS = ("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "as_strided_")

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from ..mesh.device_mesh import DeviceMesh
-from ..mesh.process_groups import Group
-from .communicator import BoundCollective, BoundReduction, Communicator, Dims, Local
-from .local_reduce import Op
-from .pack import Packing, Scatter, Transfer
-from .pending import Pending
-from .processes.transfer import is_packed, make_packings
+from ...mesh.device_mesh import DeviceMesh
+from ...mesh.process_groups import Group
+from ..communicator import BoundCollective, BoundReduction, Communicator, Dims, Local
+from ..local_reduce import Op
+from ..pack import Packing, Scatter, Transfer
+from ..pending import Pending
+from .transfer import is_packed, make_packings
 
 
 class DryRun(Communicator):

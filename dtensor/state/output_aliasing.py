@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from ...comm import Pending, PerRank, shards_of
-from ...errors import DTensorError
-from ...state.version_counters import WriteCheck
+from ..comm import Pending, PerRank, shards_of
+from ..errors import DTensorError
+from .version_counters import WriteCheck
 
 
 def clone_if_aliased(local: Any, addresses: Collection[int]) -> Any:
