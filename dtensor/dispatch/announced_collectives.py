@@ -91,6 +91,7 @@ def redistribute_under_policy(x: Any, target: Layout, plan: Plan | None) -> Any:
 
 
 def _run_step_under_policy(x: Any, step: Step | None, bound: BoundStep, after: Layout) -> Any:
+    """Run one step of a redistribution so that a checkpoint policy sees it as one collective; None is a local step."""
     run = hides_from_policies(lambda: wrap_local(bound.run(x._local), after))
     if step is None or not step.communicates:
         return run()

@@ -79,6 +79,7 @@ def _make_home_runner(operator: OperatorSchema, bound: dict[str, Any]) -> Runner
     name = operator.name
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any], *_: Any) -> Any:
+        """Copy all operands to the mesh ``home``, then call the operator."""
         values = [*args, *kwargs.values()]
         _check_operands(name, values, home)
         copies = _copy_to_mesh(values, home, name)

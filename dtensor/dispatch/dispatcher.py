@@ -304,6 +304,7 @@ def _plan_and_bind(
 
 
 def _cache_program(entry: Entry, signature: tuple[Any, ...], program: Layout | Runner) -> Layout | Runner:
+    """Keep a new program under the signature of its call, with its fingerprint where ranks are compared, and return it."""
     entry.misses += 1
     cached = program if entry.fingerprints is None else entry.fingerprints.with_fingerprint(program, signature)
     PLANS.keep(entry.plans, signature, cached)

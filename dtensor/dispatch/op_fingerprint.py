@@ -41,6 +41,7 @@ def record_calls(operator: OperatorSchema, run: Callable[..., Any]) -> Callable[
     stores, unordered = operator.traits.stores or operator.is_view, operator.traits.accumulates
 
     def run_recorded(cls: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        """Run the rule, and add a fingerprint of the call and of its result layouts to the ring of the ranks that compute it."""
         if stores and isinstance(autograd_node(), AccumulateGrad):
             return run(cls, func, types, args, kwargs)
         layouts = list(_layouts_of(args, kwargs or {}))

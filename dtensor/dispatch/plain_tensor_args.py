@@ -210,6 +210,7 @@ def _run_on_copies(
     copies: list[tuple[torch.Tensor, Any]] = []  # each plain tensor and its copy
 
     def copy_plain(value: Any) -> Any:
+        """Return a replicated copy of a plain tensor that the operator writes to, and note the pair for the copy back."""
         if not _needs_copy(operator, value):
             return value
         copies.append((value, replicate_plain(value, mesh)))
@@ -253,6 +254,7 @@ def _run_with_constants(
     (mesh,) = meshes_of(bound.values())
 
     def replicate_constant(value: Any) -> Any:
+        """Return a replicated DTensor of a plain constant. Check that a random one is equal on all ranks."""
         if not _is_constant(value):
             return value
         if drawn_by:

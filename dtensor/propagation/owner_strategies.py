@@ -272,6 +272,7 @@ def _result_on_owner(mesh_dim: int, rank: int, meta: Meta, owned_operands: Seque
 
 
 def _layout_on_rank(owned: Layout, meta: Meta | Layout, dim: int, mesh_dim: int, rank: int) -> Layout:
+    """Return the layout of a result with all positions of ``dim`` on one rank along ``mesh_dim``, and empty shards elsewhere."""
     mesh = owned.mesh
     sizes = tuple([meta.shape[dim] if k == rank else 0 for k in range(mesh.shape[mesh_dim])])
     splits = [Split((mesh_dim,), sizes) if d == dim else None for d in range(len(meta.shape))]

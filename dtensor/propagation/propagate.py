@@ -372,6 +372,7 @@ def _view_offsets(operator: OperatorSchema, call: Call) -> tuple[int, ...]:
 
 
 def _map_metas(fn: Callable[[Meta], Layout], value: Any) -> Any:
+    """Apply ``fn`` to the metadata of a result, or to each of a list; None stays."""
     if isinstance(value, list):
         return [fn(item) if item is not None else None for item in value]
     return fn(value) if value is not None else None

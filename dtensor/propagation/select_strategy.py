@@ -104,6 +104,7 @@ def _select_free(
 def _rank_on_all_mesh_dims(
     rule: Rule, table: StrategyTable, factors: Factors, call: Call, inplace_results: Mapping[int, int], misaligned: bool
 ) -> list[list[tuple[Any, Strategy]]]:
+    """Return for each mesh dim the strategies and their costs, in order."""
     work = work_of(rule, factors, call)
     return [
         rank_strategies(table, factors, call, inplace_results, mesh_dim, work, misaligned) for mesh_dim in range(call.mesh.ndim)

@@ -326,6 +326,7 @@ def _call_without_outs(operator: OperatorSchema, bound: dict[str, Any]) -> tuple
 
 
 def _outs_fit(results: tuple[torch.Tensor, ...], outs: list[Layout], shape_depends_on_data: bool = False) -> bool:
+    """Return True if results have the dtypes and shapes of the ``out=`` tensors. Shapes that depend on data are not compared."""
     return all(
         x.dtype == out.dtype and (shape_depends_on_data or x.shape == out.shape) for x, out in zip(results, outs, strict=False)
     )

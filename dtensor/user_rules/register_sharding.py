@@ -135,6 +135,7 @@ def unregister_sharding(op: Any) -> None:
 
 
 def _declare_table(overloads: Sequence[Any], samples: Sequence[Any], table: Table) -> Table:
+    """Register a function that lists strategies as the rule of these operators, and return the function."""
     if not callable(table):
         raise RuleError(f"register_sharding decorates a function that returns strategies, got {table!r}")
     _register_rules({each: _make_table_rule(table, samples, operator_schema_of(each).outs) for each in overloads})

@@ -223,6 +223,7 @@ def mark_deferred_reductions(plan: CallPlan, operator: OperatorSchema, signature
     tensor = wrap.TENSOR
 
     def step(frame: Frame) -> None:
+        """Note on each partial operand the mesh dims along which its reduction is deferred."""
         for place, dims in marks:
             if type(x := frame.given(place)) is tensor:
                 x.__dict__[_DEFERRED] = dims

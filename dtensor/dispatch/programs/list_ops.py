@@ -41,6 +41,7 @@ def convert_scalars_once(plan: CallPlan, operator: OperatorSchema, func: Callabl
     (dtype,) = dtypes
 
     def run(elements: list[Tensor], scalars: Any) -> Any:
+        """Call the operator with the scalars as tensors, unless a recording, a mode or a graph must keep the numbers."""
         # recordings and graphs keep the scalars, which may be symbols; tensors made under a dispatch mode are no plain tensors
         keep = ACTIVE_RECORDERS or count_dispatch_modes() or is_traced(elements[0])
         return func(elements, scalars if keep else _make_scalar_tensors(scalars, len(elements), dtype))

@@ -100,6 +100,7 @@ def _draw_on_gathered(plan: CallPlan, operator: OperatorSchema) -> Callable[...,
         return operator.func(*positional, **keywords)
 
     def run(*local_args: Any, **local_kwargs: Any) -> Any:
+        """Run all ranks from one state of the random generator, and return values that do not differ between ranks as one."""
         result = map_from_one_state(plan.call.mesh, local_kwargs.get("generator"), run_one, local_args, local_kwargs)
         if not isinstance(result, tuple):
             return result
@@ -180,6 +181,7 @@ def _call_with_rank_constants(
         return LocalCall(func, by_position[member], by_name[member]) if empty is None else LocalCall(empty.skip(func))
 
     def run_one(member: int, *local_args: Any, **local_kwargs: Any) -> Any:
+        """Run the function of one rank, with the arguments that differ on each rank filled in."""
         filled = list(local_args)
         for position, value in by_position[member]:
             filled[position] = value
@@ -192,6 +194,7 @@ def _make_contiguous_if_refused(func: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``func``, a view operator; it copies a redistributed operand if its strides do not allow the view."""
 
     def run(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Run the kernel; run it again on a contiguous copy if it refuses the strides."""
         try:
             return func(x, *args, **kwargs)
         except KERNEL_ERRORS:
@@ -233,6 +236,7 @@ def _clone_if_refused(plan: CallPlan, func: Callable[..., Any]) -> Callable[...,
         return value.clone() if isinstance(value, torch.Tensor) else value
 
     def run_one(member: int, local_args: Sequence[Any], local_kwargs: dict[str, Any]) -> Any:
+        """Run the function of one rank; run it again on copies if the kernel refuses operands that share memory."""
         try:
             return func(*local_args, **local_kwargs)
         except KERNEL_ERRORS:
@@ -275,6 +279,7 @@ class EmptyRanks:
         """Return ``run_one(member, *locals)`` for ranks with elements, and empty results for these ranks."""
 
         def run(member: int, *args: Any, **kwargs: Any) -> Any:
+            """Run the function of one rank, or make its empty results if it has no elements to compute on."""
             is_empty = member in self.members
             result = self.make_results(member, args, kwargs) if is_empty else run_one(member, *args, **kwargs)
             return tuple(result) if isinstance(result, tuple) else result  # equal types on all ranks, not torch's named tuples

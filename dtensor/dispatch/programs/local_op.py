@@ -108,6 +108,7 @@ def resolve_conjugation(run: Callable[P, T]) -> Callable[P, T]:
     """Return ``run`` with lazy conjugation and negation resolved where an operator inside needs it; see the note above."""
 
     def run_resolved(*args: P.args, **kwargs: P.kwargs) -> Any:
+        """Run the operator with conjugate and negative views resolved, as above autograd."""
         conjugate, negative = _is_excluded(_CONJUGATE), _is_excluded(_NEGATIVE)
         _set_excluded(_CONJUGATE, False)
         _set_excluded(_NEGATIVE, False)

@@ -164,6 +164,7 @@ def _with_retry(run: Runner, if_refused: Runner) -> Runner:
     """Return ``run``; a call that the local operator refuses runs by ``if_refused``."""
 
     def run_or_retry(args: Args, kwargs: Keywords, local_args: list[Any], local_kwargs: Keywords) -> Any:
+        """Run the program; run the other one if a kernel refuses the arguments."""
         try:
             return run(args, kwargs, local_args, local_kwargs)
         except KERNEL_ERRORS:

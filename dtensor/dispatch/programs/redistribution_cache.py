@@ -171,6 +171,7 @@ class _RecentCopies:
             self.copies.move_to_end(key)
 
     def _remove(self, key: Any, drop: bool = False) -> None:
+        """Forget one cached copy and its bytes. With ``drop`` its holder forgets it too."""
         ref, nbytes = self.copies.pop(key, (None, 0))
         self.nbytes -= nbytes
         if drop and ref is not None and (cached := ref()) is not None:
@@ -465,6 +466,7 @@ def _memory_order_of(layout: Layout) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _permute_layout(layout: Layout, order: tuple[int, ...]) -> Layout:
+    """Return the layout of a tensor with its dims in another order."""
     if not order:
         return layout
     splits, shape = [layout.splits[d] for d in order], [layout.shape[d] for d in order]

@@ -46,6 +46,7 @@ def order_arguments(plan: CallPlan, operator: OperatorSchema, signature: CallSig
         return None
 
     def move_keywords(frame: Frame) -> None:
+        """Move keyword arguments to their positions, so that later steps find all arguments by position."""
         args, frame.kwargs = operator.in_order(frame.args, frame.kwargs)
         frame.args = tuple(args)
         frame.local_args, frame.local_kwargs = operator.in_order(frame.local_args, frame.local_kwargs)
@@ -59,6 +60,7 @@ def check_explicit(plan: CallPlan, operator: OperatorSchema, signature: CallSign
         return None
 
     def check_explicit_mode(frame: Frame) -> None:
+        """Raise under ``explicit()``, because the plan communicates; else warn if it gathers."""
         if EXPLICIT.held and EXPLICIT:
             raise ImplicitCommunicationError(f"{operator.name} would communicate under explicit():\n{describe_plan(plan)}")
         if plan.how == "gather":
@@ -74,6 +76,7 @@ def split_aliased_lists(plan: CallPlan, operator: OperatorSchema, signature: Cal
         return None
 
     def run_elements(frame: Frame) -> bool:
+        """Run list elements one after the other if some share memory. Return True if that was the complete call."""
         if not has_aliased_elements(operator, frame.args, frame.kwargs):
             return False
         run_per_element(operator, frame.args, frame.kwargs)
@@ -106,6 +109,7 @@ def redistribute_inputs(plan: CallPlan, operator: OperatorSchema, signature: Cal
         redistribute_all = redistribute_cached_each
 
     def redistribute_operands(frame: Frame) -> None:
+        """Redistribute several operands together, so that their collectives can be joined."""
         requests: list[Request] = []
         for place, index, redistribution in places:
             local = frame.local(place)
@@ -152,6 +156,7 @@ def order_inputs_in_memory(plan: CallPlan, operator: OperatorSchema, signature: 
         return None
 
     def copy_to_memory_order(frame: Frame) -> None:
+        """Copy local tensors that do not have the strides which the local call needs."""
         for place, strides in places:
             local = frame.local(place)
             if type(local) is not torch.Tensor or local.stride() != strides[0]:
@@ -171,6 +176,7 @@ def _local_strides(layout: Layout) -> list[Stride]:
 
 
 def _with_strides(local: Any, strides: list[Stride]) -> Any:
+    """Return the local value with these strides on each rank; tensors that have them are not copied."""
     if not isinstance(local, PerRank):
         return _copy_to_strides(local, strides[0])
     shards = [_copy_to_strides(shard, stride) for shard, stride in zip(local.shards, strides, strict=True)]
@@ -236,6 +242,7 @@ def copy_aliased_results(plan: CallPlan, operator: OperatorSchema, signature: Ca
         return None
 
     def copy_aliased(frame: Frame) -> None:
+        """Copy results that share memory with a redistributed operand, which plain torch's result does not."""
         addresses: set[int] = set()
         for place, index in redistributed:
             x = frame.local(place)
@@ -259,6 +266,7 @@ def write_into_locals(plan: CallPlan, operator: OperatorSchema, signature: CallS
     ]
 
     def write_results(frame: Frame) -> None:
+        """Write results to the local tensors of the operands that the operator changes in place."""
         results = results_of(frame.local_result, operator)
         for k, place in places:
             write_value(frame.local(place), results[k])
@@ -282,6 +290,7 @@ def write_back(plan: CallPlan, operator: OperatorSchema, signature: CallSignatur
         places.append((signature.place(name), index, result_index, not plan.results and name in operator.outs, redistribution))
 
     def copy_back(frame: Frame) -> None:
+        """Redistribute results to the layouts of the written operands, and write them there."""
         results = results_of(frame.local_result, operator)
         for place, index, k, shape_is_data, redistribution in places:
             target, local = frame.given(place), frame.local(place) if k is None else results[k]
@@ -302,6 +311,7 @@ def bump_versions(plan: CallPlan, operator: OperatorSchema, signature: CallSigna
     places = [place for name in sorted(operator.mutated) if (place := signature.given(name)) is not None]
 
     def count_writes(frame: Frame) -> None:
+        """Increment the version counters of the operands that the operator wrote."""
         for place in places:
             written = frame.given(place)
             if isinstance(written, (list, tuple)):
@@ -347,6 +357,7 @@ class WrapOutputs:
             return cls(lambda args, kwargs, result: wrap_view(result, layout, args[0], start), layout, start)
 
         def output(args: Args, kwargs: Keywords, result: Any) -> Any:
+            """Wrap a local view as a view of the first argument, and share its version counter."""
             view = wrap_view(result, layout, args[0], start)
             share_versions(view, args[0])
             return view
@@ -471,6 +482,7 @@ def _return_out_argument(plan: CallPlan, place: ArgumentPosition, layout: Layout
     """Return the function that returns an ``out=`` argument; if the result has another shape, it resizes it, as in torch."""
 
     def output(args: Args, kwargs: Keywords, value: Any) -> Any:
+        """Return the ``out=`` tensor that was written, resized if the result has another shape."""
         target, own = argument_at(place, args, kwargs), layout or _replicated_layout(plan, value)
         if target.shape == own.shape:
             return target

@@ -46,6 +46,7 @@ def with_variants(
     table: tuple[Any, ...]  # replaced as one object, since other threads read it
 
     def reset_table() -> None:
+        """Start an empty table of programs, with key functions for the present conditions."""
         nonlocal table
         quick, full = (_make_key_function(operator, conditions, complete) for complete in (False, True))
         table = BoundedDict(_LIMIT), quick, full
@@ -100,6 +101,7 @@ def _number_kinds(args: Args, kwargs: Keywords) -> tuple[Any, ...]:
 
 
 def _number_kind(value: Any) -> Any:
+    """Return the kind of a number that decides between plans (see ``classify_number``); a tuple of kinds for a list."""
     if isinstance(value, (list, tuple)):
         return tuple([_number_kind(item) for item in value])
     return classify_number(value) if isinstance(value, (int, float, complex)) else None
