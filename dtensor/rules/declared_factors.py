@@ -128,6 +128,7 @@ class DeclaredFactors(Declaration):
 
 # --- results that were not requested: empty tensors of shape (0,) ------------------------------------------------------
 def _empty_results(pattern: Pattern, call: Call) -> frozenset[int]:
+    """Return the positions of results that the call does not request, which are empty tensors."""
     empty = [i for i, meta in enumerate(call.results) if meta is not None and meta.shape == (0,)]
     return (
         frozenset([i for i in empty if i < len(pattern.results) and _is_unrequested(pattern.results[i])])
@@ -145,6 +146,7 @@ def _is_unrequested(term: Term) -> bool:
 
 
 def _insert_empty_results(factors: BoundPattern, markers: frozenset[int], call: Call) -> Any:
+    """Return the results of a pattern with an entry for each empty result."""
     following = iter(factors.results)
     positions = [i for i, meta in enumerate(call.results) if meta is not None or i in markers]
     return tuple([((),) if i in markers else next(following) for i in positions])
@@ -166,6 +168,7 @@ class WeightedMeans(Declaration):
         assert result is not None
 
         def weighted_mean(here: At, args: Any, kwargs: Any) -> torch.Tensor:
+            """Return the mean of a block times the fraction of the elements that the block has."""
             fraction = math.prod(block_fractions(at, here.member))
             if not fraction:
                 return torch.zeros(result.shape_of(here.member), dtype=result.dtype, device=device_of(args))
@@ -202,6 +205,7 @@ class OperatorOrIdentity(Declaration):
         layouts = [layout for layout in at.results if layout is not None]
 
         def reduce_block(here: At, args: Any, kwargs: Any) -> Any:
+            """Reduce a block; an empty block gives the identities of the reductions."""
             blocks = tensor_leaves(args)
             if all(block.numel() for block in blocks):
                 return op(*args, **kwargs)

@@ -123,6 +123,7 @@ class Fold(Declaration):
             return self.finish(state.item())
 
         def finish_block(here: At, state: Tensor, *blocks: Tensor) -> Any:
+            """Compute the results of one rank from its blocks and the combined state."""
             if self.finish is None:
                 return plan.shape_results(here.member, (state,))
             numbers = (state,) if self.numbers == 1 else state.unbind(0)
@@ -160,6 +161,7 @@ class Fold(Declaration):
 
 
 def _state_dtype(fold: Fold, call: Call) -> torch.dtype:
+    """Return the dtype of the state: that of the fold, else at least float32."""
     if fold.dtype is not None:
         return fold.dtype
     result = next((meta for meta in call.results if meta is not None), None)

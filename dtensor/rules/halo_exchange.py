@@ -73,6 +73,7 @@ def held_positions(layout: Layout | None, dim: int) -> PositionsOf:
     assert layout is not None
 
     def positions_of(member: int) -> range:
+        """Return the positions of the dim that one rank has."""
         coordinate = layout.mesh.coordinates[member]
         start = layout.local_offset(coordinate)[dim]
         return range(start, start + layout.local_shape(coordinate)[dim])
@@ -91,11 +92,13 @@ def exchange_halos(at: KernelContext, x: Any, dim: int, layout: Layout, held: Po
     mesh, mesh_dims = at.call.mesh, at.mesh_dims
 
     def make_chunks(here: At, block: Tensor) -> list[Tensor]:
+        """Return the part of this rank's block that each rank of the group needs."""
         own = held(here.member)
         overlaps = [intersect_ranges(own, needed(other)) for other in mesh.members_of(mesh_dims, here.member)]
         return [block.narrow(dim, overlap.start - own.start if overlap else 0, len(overlap)).contiguous() for overlap in overlaps]
 
     def shape_of(source: int, target: int) -> tuple[int, ...]:
+        """Return the shape of what one rank sends to another."""
         shape = list(layout.shape_of(source))
         shape[dim] = len(intersect_ranges(held(source), needed(target)))
         return tuple(shape)
@@ -108,6 +111,7 @@ def read_with_halo(at: KernelContext, x: Any, dim: int, layout: Layout, reach: S
     held = held_positions(layout, dim)
 
     def join_and_pad(here: At, *parts: Tensor) -> Tensor:
+        """Concatenate the received parts, and pad them at the ends of the global dim."""
         block, read = torch.cat(parts, dim), reach.positions_read(outputs(here.member))
         before = min(len(read), max(0, -read.start))
         around = before, len(read) - block.shape[dim] - before
@@ -128,6 +132,7 @@ def add_halo_gradients(at: KernelContext, grad: Any, dim: int, layout: Layout, r
         return grad.narrow(dim, inside.start - reach.positions_read(outputs(here.member)).start if inside else 0, len(inside))
 
     def sum_parts(here: At, *parts: Tensor) -> Tensor:
+        """Add the received gradients to the positions of this rank's block."""
         own, mesh = held(here.member), at.call.mesh
         total = parts[0].new_zeros(layout.shape_of(here.member))
         for other, part in zip(mesh.members_of(at.mesh_dims, here.member), parts, strict=True):

@@ -170,6 +170,7 @@ class KernelContext:
         return position
 
     def _locate_member(self, member: int) -> At:
+        """Return where one rank's block is along the sharded dim."""
         if not self.sizes:
             return At(member, 0, 0, 0)
         index = self.call.mesh.index_over(self.mesh_dims, self.call.mesh.coordinates[member])
@@ -188,6 +189,7 @@ def on_each_rank(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(function)
     def run_on_each_rank(*args: Any, **kwargs: Any) -> Any:
+        """Run the function once, or for each rank if an argument has values by rank."""
         if TYPES_WITHOUT_RANKS.issuperset(map(type, args)) and not (
             kwargs and not TYPES_WITHOUT_RANKS.issuperset(map(type, kwargs.values()))
         ):

@@ -32,6 +32,7 @@ class DrawLike(Declaration):
         assert result is not None
 
         def generate(layouts: Sequence[Layout], args: Any, kwargs: Any) -> Any:
+            """Return this rank's block of random numbers, in the mode that is set."""
             result_layout, operand_layout = layouts
             if sampler is not None and RANDOM_MODE.mode == "counter":
                 named = _arguments_of(func, args, kwargs)
@@ -39,6 +40,7 @@ class DrawLike(Declaration):
             return draw(result_layout, lambda device: run_operator(result_layout, operand_layout, device, args, kwargs))
 
         def run_operator(result_layout: Layout, operand_layout: Layout, device: torch.device, args: Any, kwargs: Any) -> Tensor:
+            """Run the operator for the global tensor, on uninitialized operands."""
             operand = allocate_global(operand_layout, device)
             into = {"out": allocate_global(result_layout, device)} if has_out else {}
             result_tensor: Tensor = func(operand, *args, **kwargs, **into)
@@ -86,6 +88,7 @@ class DrawAround(Declaration):
         ]
 
         def generate_block(layouts: Sequence[Layout], member: int | None, *values: Any) -> Tensor:
+            """Run the operator on a global tensor that has this rank's values in their place, and return the rank's block."""
             embedded = list(values)
             for layout, i in zip(layouts[1:], places, strict=True):
                 embedded[i] = embed_block(values[i], layout, member, self.other)

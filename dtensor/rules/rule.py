@@ -360,6 +360,7 @@ def parse_partial(text: str, operand_count: int, result_count: int) -> Strategy 
 
 
 def _parse_specs(text: str, count: int) -> tuple[Spec, ...] | None:
+    """Parse placements such as ``"sum, R"``; None if their number is not ``count``."""
     words = [word.strip() for word in text.split(",")] if text.strip() else []
     if len(words) == 1 and words[0].endswith("..."):
         words = [words[0].removesuffix("...")] * count

@@ -34,6 +34,7 @@ class Scan(Declaration):
         sum_dtypes = [_SUM_DTYPES.get(dtype, dtype) for dtype in dtypes]
 
         def scan_block(here: Any, own: Tensor) -> Tensors:
+            """Scan one block in the dtype of the sums."""
             scanned = self.block(own if own.dtype is sum_dtypes[0] else own.to(sum_dtypes[0]), dim, here.offset)
             if self.parts == 1:
                 return (scanned if scanned.dtype is sum_dtypes[0] else scanned.to(sum_dtypes[0]),)
@@ -43,11 +44,13 @@ class Scan(Declaration):
             return tuple(part.narrow(dim, max(part.shape[dim] - 1, 0), min(1, part.shape[dim])) for part in own)
 
         def shape_of(member: int) -> tuple[int, ...]:
+            """Return the shape of the last slice of one rank's block."""
             shape = list(layout.shape_of(member))
             shape[dim] = min(1, shape[dim])
             return tuple(shape)
 
         def continue_block(here: Any, own: Tensors, ends: Sequence[Sequence[Tensor]]) -> Any:
+            """Join the ends of all earlier blocks, and continue this block's scan from them."""
             prefix: Tensors | None = None
             for position in range(here.index):
                 if at.sizes[position]:

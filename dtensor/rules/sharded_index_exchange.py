@@ -57,6 +57,7 @@ def read_by_exchange(address: Address, op: Any, at: KernelContext, *args: Any, *
         return read_block(here, block, [each[requested[0] == here.index] for each in requested])
 
     def join_received(here: At, parts: list[Tensor], located: list[Tensor]) -> Tensor:
+        """Return the received elements in the order of this rank's indices."""
         owners, *_ = exchange.part_of(here, located)
         return exchange.restore_index_dims(
             here, torch.cat(parts, index_position).index_select(index_position, owners.argsort(stable=True).argsort())
@@ -108,6 +109,7 @@ def write_by_exchange(address: Address, op: Any, at: KernelContext, *args: Any, 
         return source.index_select(index_position, (exchange.part_of(here, located)[0] == k).nonzero()[:, 0])
 
     def join_and_write(here: At, block: Tensor, parts: list[Tensor], located: list[Tensor]) -> Tensor:
+        """Write the received elements to their positions in this rank's block, in the order of the indices if that matters."""
         requested = exchange.group_part(here, located)
         mine, source = [each[requested[0] == here.index] for each in requested], torch.cat(parts, index_position)
         if not exchange.in_order:

@@ -76,6 +76,7 @@ def read_local_masked(address: Address, op: Any, at: KernelContext, *args: Any, 
     _, dims, lead = bound
 
     def read_block(here: At, block: Tensor, *rest: Any) -> Tensor:
+        """Read the indexed elements that the block has; zeros for all others."""
         inside, positions = _locate_in_block(at, here.member, address, rest[address.argument - 1], dims, block.device)
         elements = run_on_block(bound, address, block, positions, rest, keywords)
         if (trailing_dims := elements.ndim - lead - inside.ndim) > 0:
@@ -93,6 +94,7 @@ def write_local_masked(address: Address, op: Any, at: KernelContext, *args: Any,
     _, dims, _ = bound
 
     def write_block(here: At, block: Tensor, *rest: Any) -> Tensor:
+        """Write the elements with positions in the block; all others go to a scratch row."""
         inside, positions = _locate_in_block(at, here.member, address, rest[address.argument - 1], dims, block.device)
         positions[0] = torch.where(inside, positions[0], block.shape[dims[0]])
         return run_on_block(bound, address, block, positions, rest, keywords, scratch_rows=1)

@@ -56,6 +56,7 @@ def cat_shapes(call: Call) -> Shapes | None:
 
 
 def stack_shapes(call: Call) -> Shapes | None:
+    """Return the shape of ``stack``, or None if the operands differ in shape or the dim is out of range."""
     shapes = {call.shape(i) for i in range(len(call.operands))}
     shape, d = next(iter(shapes)), call["dim"]
     d += len(shape) + 1 if d < 0 else 0
@@ -225,6 +226,7 @@ def trace_of_blocks(at: KernelContext, x: Any) -> Any:
     layout = at.operands[0]
 
     def trace_of_block(here: At, block: torch.Tensor) -> torch.Tensor:
+        """Return the sum of the part of the diagonal in one block."""
         rows, columns = layout.local_offset(layout.mesh.coordinates[here.member])
         total = block.diagonal(rows - columns).sum()
         return total.to(at.results[0].dtype) if at.results[0] is not None else total

@@ -148,6 +148,7 @@ class ConvolutionWithHalo(Declaration):
         outputs = held_positions(result, dim)
 
         def convolve_block(here: At, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            """Convolve a block that has its halo; a rank without outputs returns an empty block."""
             if not outputs(here.member):
                 return x.new_empty(result.shape_of(here.member))
             return aten.convolution(x, weight, bias, *_block_settings(sizes, self.d, x, weight))
@@ -167,6 +168,7 @@ class GradientsWithHalo(Declaration):
         dim, reach, outputs = self.d + 2, at.once(sliding_windows)[self.d], held_positions(at.operands[0], self.d + 2)
 
         def gradients_of_block(here: At, grad: Tensor, x: Tensor, weight: Tensor) -> Any:
+            """Return the gradients of a block that has its halo; zeros if the rank has no outputs."""
             if not grad.numel():
                 nothing = torch.zeros_like(x), torch.zeros_like(weight), grad.new_zeros(grad.shape[1])
                 return tuple([value if is_requested else None for value, is_requested in zip(nothing, mask, strict=True)])

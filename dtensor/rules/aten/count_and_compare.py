@@ -91,6 +91,7 @@ def histc_of_blocks(at: KernelContext, x: Any, bins: int = 100, min: Any = 0, ma
         return at.map(lambda _, block: aten.histc(block, bins, min, max), x)
 
     def count_block(_: Any, block: Tensor, bounds: Tensor) -> Tensor:
+        """Count the elements of a block in bins between the global bounds."""
         low, high = bounds.tolist()
         if low == high:  # torch widens an empty interval like this
             low, high = low - 1, high + 1
@@ -100,6 +101,7 @@ def histc_of_blocks(at: KernelContext, x: Any, bins: int = 100, min: Any = 0, ma
 
 
 def histc_kernel(call: Call) -> Kernel:
+    """Return the kernel of ``histc``, which reduces minimum and maximum over the ranks if the call gives no interval."""
     needs_interval = int(call["min"] == call["max"] and call.operands[0].numel > 0)  # the bounds of the interval: two float64
     return Kernel(
         histc_of_blocks, lacking=Partial("sum"), collectives=needs_interval, nbytes=lambda call: 16 * needs_interval, joint=True
@@ -113,6 +115,7 @@ def bincount_of_blocks(at: KernelContext, x: Any, weights: Any = None, minlength
     """Return the counts (or summed weights) of all blocks, as many as the largest number requires."""
 
     def count_block(_: Any, block: Tensor, weight: Tensor | None, bounds: Tensor) -> Tensor:
+        """Count the values of a block up to the global maximum, in the dtype of a non-empty count."""
         low, high = bounds.tolist()
         if low < 0:
             raise RuntimeError("bincount only supports 1-d non-negative integral inputs.")
@@ -143,6 +146,7 @@ def histogram_of_blocks(
     interval = find_min_max(at, x) if not has_edges and range is None and at.call.operands[0].numel else None
 
     def histogram_of_block(_: Any, block: Tensor, edges: Any, weights: Tensor | None, bounds: Tensor | None) -> list[Tensor]:
+        """Return counts and edges of one block, with the bins of the global tensor."""
         between = range if bounds is None else bounds.tolist()
         if has_edges:
             counts_and_edges = aten.histogram.bins_tensor(block, edges, weight=weights)
@@ -173,6 +177,7 @@ def histogram_kernel(call: Call) -> Kernel:
 
 
 def histogram_metas(call: Call) -> tuple[Meta, ...]:
+    """Return the metadata of counts and edges."""
     bins, dtype = call["bins"], call.operands[0].dtype
     count = bins if isinstance(bins, int) else bins.shape[0] - 1
     return Meta((count,), (1,), dtype), Meta((count + 1,), (1,), dtype)

@@ -31,6 +31,7 @@ def make_blocks(at: KernelContext, model: Any, *args: Any, **kwargs: Any) -> Any
     strided = at.call.get("stride") is not None
 
     def make_block(here: At, block: Any) -> Any:
+        """Make the block of one rank, with strides in the order of the global ones."""
         shape = layout.shape_of(here.member)
         leading = (shape, stride_like(shape, at.call["stride"])) if strided else (shape,)
         return packet(block, *leading, *args[len(leading) :], **kwargs)
@@ -39,6 +40,7 @@ def make_blocks(at: KernelContext, model: Any, *args: Any, **kwargs: Any) -> Any
 
 
 def local_size_args(call: Call, at: LocalView) -> dict[str, Any]:
+    """Return the local size, and the local strides if the call gives strides."""
     if call.get("stride") is None:
         return {"size": at.results[0]}
     return {"size": at.results[0], "stride": stride_like(at.results[0], call["stride"])}

@@ -34,6 +34,7 @@ def ctc_losses(at: KernelContext, log_probs: Any, targets: Any, *lengths: Any, *
     rest = lengths[2:]
 
     def losses_of_block(here: At, block: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the losses of the sequences in one block, with ``alpha`` padded to its global width."""
         labels, inputs, outputs = sequences_of_block(here, at.call, labels)
         if not here.size:
             return block.new_empty((0,)), block.new_empty((0, *table.shape[1:]))
@@ -52,6 +53,7 @@ def ctc_gradients(at: KernelContext, grad: Any, log_probs: Any, targets: Any, in
     def gradients_of_block(
         here: At, g: torch.Tensor, block: torch.Tensor, labels: torch.Tensor, loss: Any, alpha: Any
     ) -> torch.Tensor:
+        """Return the gradients of the sequences in one block."""
         labels, own_inputs, own_outputs = sequences_of_block(here, at.call, labels)
         if not here.size:
             return torch.zeros_like(block)

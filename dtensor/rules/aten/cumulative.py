@@ -31,6 +31,7 @@ def keep_later_best(wins: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tenso
     """Return a join that keeps the last index of equal values, and the last NaN before everything."""
 
     def join(left: Tensors, right: Tensors) -> Tensors:
+        """Return for each position the later best value of both parts, and its index."""
         later = wins(right[0], left[0])
         if right[0].is_floating_point():
             later = right[0].isnan() | (later & ~left[0].isnan())

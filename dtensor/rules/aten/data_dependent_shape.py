@@ -51,6 +51,7 @@ def _counts_by_member(at: KernelContext, counts: list[Any]) -> dict[int, int]:
     counts_of: dict[int, int] = {}
 
     def record_counts(here: At, own: list[Tensor]) -> Tensor:
+        """Note how many elements each rank of the group has."""
         group = at.call.mesh.members_of(at.mesh_dims, here.member)
         counts_of.update(zip(group, (int(count.item()) for count in own), strict=True))
         return own[0]
@@ -192,6 +193,7 @@ def unique_slices(at: KernelContext, x: Any, dim: int, sorted: bool = True, inve
     dim %= len(at.call.shape(0))
 
     def unique_of_block(_: Any, block: Tensor) -> list[Tensor]:
+        """Return the unique slices of a block, their counts and their places."""
         empty = block.new_empty(0, dtype=torch.int64)
         if not block.shape[dim]:
             return [block.movedim(dim, 0).contiguous(), empty, empty]
@@ -199,6 +201,7 @@ def unique_slices(at: KernelContext, x: Any, dim: int, sorted: bool = True, inve
         return [values.movedim(dim, 0).contiguous(), counted, places]
 
     def merge_slices(here: At, parts: list[Tensor], counted: list[Tensor], places: Tensor) -> list[Tensor]:
+        """Return the unique slices of all blocks, their counts, and the places of this rank's slices."""
         values, of_parts, _ = aten.unique_dim(torch.cat(parts).movedim(0, dim), dim, True, True, False)
         before = sum(part.shape[0] for part in parts[: here.index])
         return [values, _add_counts(values.shape[dim], of_parts, counted), of_parts[before:][places]]

@@ -27,6 +27,7 @@ def _check_mask(mask: Tensor, name: str) -> None:
 
 
 def masked_select(x: Tensor, mask: Tensor) -> Tensor:
+    """Return the elements of ``x`` where the mask is True, by an index with the mask."""
     _check_mask(mask, "masked_select")
     x, mask = torch.broadcast_tensors(x, mask) if x.ndim or mask.ndim else (x.reshape(1), mask.reshape(1))
     return aten.index.Tensor(x, [mask])
@@ -51,6 +52,7 @@ def masked_scatter_backward(grad: Tensor, mask: Tensor, sizes: Sequence[int]) ->
 
 
 def unsafe_masked_index(x: Tensor, mask: Tensor, indices: Sequence[Tensor | None], fill: Any) -> Tensor:
+    """Return the indexed elements, and ``fill`` where the mask is False. Indices there may be out of range."""
     if not x.numel():
         places = [None if index is None else torch.zeros_like(index) for index in indices]
         return x.new_full(aten._unsafe_index(x.new_empty([max(1, size) for size in x.shape]), places).shape, fill)
@@ -58,12 +60,14 @@ def unsafe_masked_index(x: Tensor, mask: Tensor, indices: Sequence[Tensor | None
 
 
 def unsafe_masked_index_put(x: Tensor, mask: Tensor, indices: Sequence[Tensor | None], values: Tensor) -> Tensor:
+    """Return a copy of ``x`` with values added where the mask is True. Indices elsewhere may be out of range."""
     if not x.numel():
         return x.clone()
     return aten._unsafe_index_put.default(x, _clamp_indices(x, indices), values.masked_fill(mask.logical_not(), 0), True)
 
 
 def _clamp_indices(x: Tensor, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return indices that are in the range of their dims."""
     return [
         None if index is None else index.clamp(min=-size, max=size - 1) for index, size in zip(indices, x.shape, strict=False)
     ]
@@ -143,6 +147,7 @@ def resize_decomposition(x: Tensor, size: Sequence[int], *, memory_format: torch
 
 
 def resize_as_decomposition(x: Tensor, template: Tensor, *, memory_format: torch.memory_format | None = None) -> Tensor:
+    """Resize ``x`` to the shape of a template, with the memory format of the template if it is to be preserved."""
     if memory_format is torch.preserve_format:
         formats = (torch.contiguous_format, *({4: [torch.channels_last], 5: [torch.channels_last_3d]}.get(template.ndim, [])))
         memory_format = next((f for f in formats if template.is_contiguous(memory_format=f)), torch.contiguous_format)

@@ -86,6 +86,7 @@ def embedding_bag_of_blocks(at: KernelContext, *args: Any, **kwargs: Any) -> Any
     def look_up_own_bags(
         here: At, weight: Tensor, indices: Tensor, offsets: Tensor, weights: Tensor | None
     ) -> tuple[Tensor, ...]:
+        """Look up the bags of which this rank has the results."""
         own = bags_of_member(here, at, result)
         beside = {"offsets": offsets, "per_sample_weights": weights}
         return look_up_bags(op, own, result.shape[0], weight, indices=indices, **beside, **arguments)
@@ -139,6 +140,7 @@ def gradient_of_bags(op: Any, bags: range, count: int, grad: Tensor, **given: An
 
 
 def _embed_in_zeros(block: Tensor, bags: range, count: int) -> Tensor:
+    """Return zeros for ``count`` bags, with a block in the place of its bags."""
     embedded = block.new_zeros((count, *block.shape[1:]))
     embedded[bags.start : bags.stop] = block
     return embedded
@@ -150,6 +152,7 @@ def gradients_of_blocks(at: KernelContext, *args: Any, **kwargs: Any) -> Any:
     names = tuple(arguments)[1:]
 
     def gradient_of_own_bags(here: At, grad: Tensor, *values: Any) -> Tensor:
+        """Return the gradient of the weight from the bags that this rank has."""
         return gradient_of_bags(
             op, bags_of_member(here, at, grad_layout), grad_layout.shape[0], grad, **dict(zip(names, values, strict=True))
         )

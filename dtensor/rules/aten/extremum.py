@@ -45,6 +45,7 @@ class BestWithIndex:
         return to_int64_bits(value).reshape(state_shape), index.reshape(state_shape)
 
     def monoid(self, call: Call) -> Monoid:
+        """Return the reduction of (value, index) pairs that keeps the better value."""
         is_float = call.operands[0].dtype.is_floating_point
         better = _BetterPair(self.op, is_float)
         return Monoid(f"arg{self.op}", better, _WorstPair(self.op, is_float), combine_all=InPairs(better))

@@ -32,6 +32,7 @@ _DIM_NAMES: dict[tuple[int, int], tuple[str, str, str]] = {
 
 
 def _dim_names(call: Call) -> tuple[str, str, str]:
+    """Return the dim names of both operands and of the result, by their numbers of dims."""
     for name, operand in zip("ab", (0, 1), strict=True):
         if len(call.shape(operand)) not in (2, 3):
             raise RuntimeError(f"mat_{name} has to be 2 or 3d")

@@ -35,12 +35,14 @@ reduce("median mode nanmedian kthvalue", None)
 # --- variances: (count, mean, sum of squared deviations) of blocks combine as Chan, Golub and LeVeque (1979) have it, which does
 # not cancel as sums of squares do
 def block_moments(part: FoldContext, x: Tensor) -> tuple[Tensor, ...]:
+    """Return count, mean and sum of squared deviations of one block."""
     count = math.prod(x.shape[d] for d in part.dims)
     variance, mean = torch.var_mean(x, part.dims, correction=0, keepdim=True)
     return torch.full_like(mean, count), mean, variance * count
 
 
 def _combine_moments(a: Tensor, b: Tensor) -> Tensor:
+    """Combine count, mean and sum of squared deviations of two blocks."""
     count = a[0] + b[0]
     delta = b[1] - a[1]
     share = b[0] / count.clamp(min=1)

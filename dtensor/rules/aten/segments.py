@@ -79,6 +79,7 @@ def spread_gradients(
     def spread_over_block(
         here: At, g: torch.Tensor, block: torch.Tensor, length: torch.Tensor | None, offset: torch.Tensor | None
     ) -> torch.Tensor:
+        """Return the gradient of the elements in one block: that of their segment, zeros after the last segment."""
         own = lengths_in_block(here, length, offset)
         if reduce == "mean":
             g = g / segment_lengths(length, offset, g.ndim).clamp(min=1)

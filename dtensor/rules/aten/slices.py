@@ -102,6 +102,7 @@ def local_slice_args(call: Call, at: LocalView) -> dict[str, Any]:
 
 
 def local_narrow_args(call: Call, at: LocalView) -> dict[str, Any]:
+    """Return start and length of the window in this rank's block."""
     d = call["dim"] % len(at.operands[0])
     window = narrow_positions(call, call.shape(0)[d])
     start = max(0, min(window.start - at.operand_offsets[0][d], at.operands[0][d]))
@@ -128,6 +129,7 @@ def split_factors(call: Call) -> Factors:
 
 
 def local_split_args(call: Call, at: LocalView) -> dict[str, Any]:
+    """Return the sizes of this rank's parts."""
     d = call["dim"] % len(at.operands[0])
     name = "split_size" if "split_size" in call.arguments else "split_sizes"
     return {name: [shape[d] for shape in at.results]}
@@ -220,6 +222,7 @@ def select_number(at: KernelContext, x: Any, dim: int, index: int) -> Any:
     dim, index = dim % len(at.call.shape(0)), index % at.total
 
     def select_from_block(here: At, block: Tensor) -> Tensor:
+        """Return the selected slice if the block has it, else zeros, which a sum over ranks does not change."""
         if here.offset <= index < here.offset + here.size:
             return block.select(dim, index - here.offset).clone()
         return block.new_full((*block.shape[:dim], *block.shape[dim + 1 :]), sum_identity(block.dtype))
@@ -232,6 +235,7 @@ def scatter_number(at: KernelContext, x: Any, src: Any, dim: int, index: int) ->
     dim, index = dim % len(at.call.shape(0)), index % at.total
 
     def scatter_into_block(here: At, block: Tensor, row: Tensor) -> Tensor:
+        """Write the slice into the block if the block has its position."""
         return select_scatter_block(
             block, row, dim, index - here.offset if here.offset <= index < here.offset + here.size else None
         )

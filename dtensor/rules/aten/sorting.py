@@ -38,6 +38,7 @@ def sort_blocks(at: KernelContext, x: Any, *args: Any, **kwargs: Any) -> Any:
     descending = bool(at.call.get("descending", False))
 
     def sort_block(here: At, block: torch.Tensor) -> Pair:
+        """Return the sorted block, and the global indices of its elements."""
         key = sort_key(block, descending)
         order = key.argsort(stable=True)
         return block[order], order + here.offset
@@ -160,6 +161,7 @@ def topk_of_blocks(at: KernelContext, x: Any, k: int, dim: int = -1, largest: bo
         return values, places + here.offset
 
     def shape_of(member: int) -> tuple[int, ...]:
+        """Return the shape of the candidates of one rank."""
         shape = list(layout.shape_of(member))
         shape[dim] = min(count, shape[dim])
         return tuple(shape)
@@ -185,6 +187,7 @@ def topk_of_blocks(at: KernelContext, x: Any, k: int, dim: int = -1, largest: bo
 
 
 def topk_bytes(call: Call) -> int:
+    """Return an estimate of the bytes that a rank receives: values and indices of the candidates."""
     layout = call.operands[0]
     size = layout.shape[call["dim"] % len(layout.shape)]
     return 2 * (call["k"] + 1) * layout.max_local_nbytes // max(1, size)

@@ -46,6 +46,7 @@ def squeeze_factors(call: Call) -> Factors:
 
 
 def squeezed_dims_of(call: Call) -> list[int]:
+    """Return the dims of size 1 that a call of ``squeeze`` removes."""
     shape = call.shape(0)
     requested = call.get("dim", tuple(range(len(shape))))
     picked = () if isinstance(requested, (list, tuple)) and not requested else call.dims("dim", len(shape))
@@ -162,6 +163,7 @@ def _cumulative_sizes(shape: Sequence[int], total: int) -> dict[int, int]:
 
 
 def _add_shared_factor(sizes: dict[str, int], size: int, *dims: list[str]) -> None:
+    """Add a new factor of this size to the notation of several dims."""
     name = f"f{len(sizes)}"
     sizes[name] = size
     for dim in dims:
@@ -203,6 +205,7 @@ def _check_bounds(layout: Layout, size: Sequence[int], stride: Sequence[int], of
 
 
 def _is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Return True if the strides are those of a tensor without gaps, in some order of dims."""
     long = [d for d, size in enumerate(shape) if size != 1]
     steps = [stride[d] for d in long]
     return list(stride_like([shape[d] for d in long], steps)) == steps
@@ -235,6 +238,7 @@ def as_strided_scatter_of_blocks(
     layout = at.operands[0]
 
     def scatter_block(here: At, block: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Return the block with ``value`` written through a strided view."""
         strided_block = torch.empty_strided(block.shape, layout.stride, dtype=block.dtype, device=block.device).copy_(block)
         strided_block.as_strided(size, stride, storage_offset or 0).copy_(value)
         return strided_block
@@ -259,6 +263,7 @@ def local_dtype_args(call: Call, at: LocalView) -> dict[str, Any]:
 
 
 def view_block_as_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """View a block as another dtype; an empty block gets a new tensor, because its strides need not divide."""
     if x.numel() or not x.ndim:
         return x.view(dtype)
     last = x.shape[-1] * x.dtype.itemsize // dtype.itemsize  # strides of an empty tensor need not divide

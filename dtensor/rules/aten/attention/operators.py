@@ -137,6 +137,7 @@ def ring_bytes(call: Call) -> int:
 
 # --- FLOPs of all rows with all keys, as torch counts them ------------------------------------------------------------------
 def _attention_flops(call: Call, keys: int, values: int) -> int:
+    """Return the FLOPs of ``keys`` products with the width of the keys, and ``values`` products with that of the values."""
     batch, heads, rows, e = call.shape(call.names.index("query"))
     _, _, s, v = call.shape(call.names.index("value"))
     return 2 * batch * heads * rows * s * (keys * e + values * v)
@@ -217,6 +218,7 @@ def choose_backend(call: Call) -> int:
     device = call.mesh.device_type
 
     def run_choice() -> int:
+        """Call torch's choice of an attention kernel on hollow tensors of the global shapes."""
         arguments = {name: _make_hollow_tensor(x, device) if isinstance(x, Layout) else x for name, x in call.arguments.items()}
         positional = [arguments.pop(argument.name) for argument in call.func._schema.arguments if not argument.kwarg_only]
         return int(call.func(*positional, **arguments))

@@ -132,6 +132,8 @@ def attend_on_ring(ring: Ring, query: Any, key: Any, value: Any, mask: Any = Non
     """Return output and log-sums of each rank's queries for all keys. Each rank has its rows of the mask."""
 
     def attend_block(step: int) -> Callable[..., tuple[Tensor, Tensor]]:
+        """Return the function that attends to the key and value block of one ring step."""
+
         def attend_on_rank(member: int, mask: Any, query: Tensor, block: Tensor) -> tuple[Tensor, Tensor]:
             key, value = ring.unpack_block(member, step, block)
             return attend_pieces(ring.block_pairs(member, step, mask), query, key, value)
@@ -185,7 +187,10 @@ def attend_on_ring_backward(
     """Return the gradients of each rank's queries, keys and values, for the results of :func:`attend_on_ring`."""
 
     def block_gradients(step: int) -> Callable[..., tuple[Tensor, Tensor]]:
+        """Return the function that computes the gradients of the block of one ring step."""
+
         def block_gradients_on_rank(member: int, mask: Any, block: Tensor, grad: Tensor, query: Tensor, *rest: Tensor) -> Any:
+            """Return the gradient of the query, and the packed gradients of the key and value block."""
             key, value = ring.unpack_block(member, step, block)
             dq, dk, dv = gradients_of_pieces(ring.block_pairs(member, step, mask), grad, query, key, value, *rest)
             return dq, pack_block(member, dk, dv).to(sums_dtype(query))
