@@ -1,4 +1,4 @@
-"""Tracing: whether a program is being traced, so that tensors have no values yet and operations are recorded for later."""
+"""Tracing: whether a program is being traced (tensors without values), and what recorded graphs may contain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flat rows: separate tensors that are sent in one row of memory.
+"""Flat rows: concatenate tensors to one row of memory and split it again, for collectives that send several tensors.
 
 A collective of separate tensors is a transfer of 1-d blocks, in which each tensor is a contiguous range.
 """

@@ -169,7 +169,7 @@ def median_of_slowest_rank(run: Callable[[], Any], seconds: float, device_type: 
         return (perf_counter() - start) / count
 
     def max_over_ranks(value: float) -> float:
-        """Return the largest ``value`` over the ranks of the group, or over all ranks."""
+        """Return the largest ``value`` over the ranks of the group (None: all ranks). All ranks of the world must call it."""
         values: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(values, value)
         return max(values[rank] for rank in group or range(len(values)))

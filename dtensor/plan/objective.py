@@ -1,4 +1,4 @@
-"""Objective of the planner: seconds and bytes of a program for one option per node. Each redistribution counts once."""
+"""Objective of the planner: estimated seconds and received bytes of a program, for one option of each node."""
 
 from __future__ import annotations
 

@@ -242,7 +242,7 @@ def select_single_owner(rule: Rule, factors: Factors, call: Call) -> StrategySel
 
 
 def _move_to_owner(layout: Layout, owner: tuple[int, int]) -> Layout | None:
-    """Return the layout of an operand after it is sent to the owner, or None if it is not sharded along that mesh dim alone."""
+    """Return the layout of an operand with all its data on ``owner`` (mesh dim, rank); None unless that mesh dim shards it."""
     mesh_dim, rank = owner
     dims = [d for d, split in enumerate(layout.splits) if split is not None]
     split = layout.splits[dims[0]]

@@ -78,6 +78,8 @@ def _infer_from_samples(operator: OperatorSchema, call: Call, shapes: Sequence[t
     Equal sizes are equal in the samples, and no size is larger. Return None if the results do not have the shapes that the rule
     states, or if the kernel refuses the samples or must not run.
     """
+    if not _may_run_kernel(operator, call):
+        return None
     sizes = sorted({size for layout in call.operands for size in layout.shape})
     small = {1: 1} | {size: small_size for small_size, size in enumerate(sizes, 2)}
     if not {size for shape in shapes for size in shape} <= small.keys():
@@ -95,6 +97,8 @@ def _infer_from_kernel(operator: OperatorSchema, call: Call) -> tuple[Any, ...] 
     """
     if operator.is_view or operator.outs or not operator.gives_tensors or operator.traits.by_device:
         return None
+    if not _may_run_kernel(operator, call):
+        return None
     if sum(math.prod(layout.shape) for layout in call.operands) > _MAX_SAMPLE_ELEMENTS or _DATA_TAGS & set(operator.func.tags):
         return None
     return _run_cpu_kernel(operator, call, lambda _, value: _make_trial_value(value, CPU))
@@ -105,16 +109,21 @@ _DATA_TAGS = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 _REFUSALS = (RuntimeError, TypeError, LookupError, ValueError, ArithmeticError, ShapeInferenceError)
 
 
+def _may_run_kernel(operator: OperatorSchema, call: Call) -> bool:
+    """Return True if the CPU kernel may run for inference: on a CPU mesh, without random numbers and symbolic sizes.
+
+    Ask this before any size is compared: a comparison specializes a symbolic size.
+    """
+    if call.mesh.device_type != "cpu" or operator.func.namespace != "aten" or operator.seeded or not call.operands:
+        return False
+    return symbolic_fake_mode(call.arguments.values()) is None
+
+
 def _run_cpu_kernel(operator: OperatorSchema, call: Call, to_value: Callable[[str, Any], Any]) -> tuple[Any, ...] | None:
     """Return the metadata of the results of the CPU kernel on ``to_value(name, argument)`` for each argument.
 
-    Return None if the kernel refuses these values, or must not run: it runs on a CPU mesh only, without random numbers and
-    symbolic sizes. No dispatch mode sees it, because a recorder would record it.
+    Return None if the kernel refuses these values. No dispatch mode sees it, because a recorder would record it.
     """
-    if call.mesh.device_type != "cpu" or operator.func.namespace != "aten" or operator.seeded or not call.operands:
-        return None
-    if symbolic_fake_mode(call.arguments.values()) is not None:
-        return None
     try:
         with without_modes() if count_dispatch_modes() else nullcontext():
             bound = {name: to_value(name, value) for name, value in call.arguments.items()}

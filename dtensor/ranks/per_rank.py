@@ -273,7 +273,7 @@ def _values_by_rank(value: Any, count: int) -> Iterable[Any]:
 
 
 def _describe_function(func: Any) -> str:
-    """Return the name of a torch function for error messages; for the getter of a property, the property's name."""
+    """Return "`name` of a PerRank tensor" for error messages; for the getter of a property, the name of the property."""
     # the getter of a property such as Tensor.shape
     target = func.__self__ if getattr(func, "__name__", "") == "__get__" else func
     name = getattr(target, "__name__", str(target))

@@ -146,7 +146,7 @@ class PatternBinder:
                 self.lengths[name] = max(length, self.lengths.get(name, 0))
 
     def selected_region(self, term: Term, picking: int, ndim: int) -> tuple[int, int, tuple[int, ...]]:
-        """Return start and stop of the dims of the selected ones and adjacent groups, and the selected dims."""
+        """Return start, stop of the dims that the selected dim and the ``a*`` groups next to it cover, and the selected dims."""
         start = picking - (picking > 0 and is_group(term.dims[picking - 1]))
         after = picking + 1 + (picking + 1 < len(term.dims) and is_group(term.dims[picking + 1]))
         stop = ndim - (len(term.dims) - after)

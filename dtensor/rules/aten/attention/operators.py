@@ -166,7 +166,7 @@ def unshard_sequences(dims: Dims) -> Dims:
 
 
 def _unsharded_sequence_factors(call: Call, sizes: dict[str, int]) -> tuple[dict[str, Dims], tuple[Dims, ...]]:
-    """Return the dims of results by name, and those of the operands."""
+    """Return the factors of results (by name) and of operands, with the sequences of queries and keys unsharded."""
     table = {name: unshard_sequences(dims) for name, dims in attention_table(call).items()}
     return table, tuple(unshard_sequences(dims) for dims in operand_factors(call, table, sizes))
 
