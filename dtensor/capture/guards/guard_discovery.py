@@ -80,9 +80,8 @@ class _Discovery:
 
     def __init__(self, guards: GuardSet) -> None:
         self.guards, self.containers = guards, guards.containers
-        self._pending: deque[tuple[Any, str, bool, bool]] = (
-            deque()
-        )  # (object, path, as data, by installed code), to be looked into
+        # Objects to look into: (object, path, as data, by installed code)
+        self._pending: deque[tuple[Any, str, bool, bool]] = deque()
         self._as_data = False  # whether the present object is walked as data
         self._walked_as_data: set[int] = set()
         self._by_installed_code = False  # whether code of an installed package led to the present object
@@ -217,10 +216,11 @@ class _Discovery:
             CaptureError: the object is opaque, and code reads it.
         """
         if objects.is_opaque(value):
-            if self._by_installed_code and (names := _NAME.findall(path)):
-                self.guards.opaque_objects.setdefault(names[-1], (value, path))
-            elif not self._as_data:
+            if self._as_data:
+                return
+            if not (self._by_installed_code and (names := _NAME.findall(path))):
                 raise objects.opaque_object_error(value, path)
+            self.guards.opaque_objects.setdefault(names[-1], (value, path))
             return
         get_content, get_children = objects.make_content_getter(value), objects.make_children_getter(value)
         if get_content is not None:
@@ -581,8 +581,8 @@ class _Discovery:
         is_fixed = objects.module_name(kind).startswith(("dtensor.", "torch._C")) and kind is not DTensor
         if is_fixed or not kind.__flags__ & _IS_HEAP_TYPE:
             return
-        called, prefix = {*self._attribute_names, *_MODULE_CALLS}, "" if issubclass(kind, torch.Tensor) else "__"
-        names = [name for name in members if name in called or (prefix and name.startswith(prefix))]
+        with_special, named = not issubclass(kind, torch.Tensor), self._attribute_names
+        names = [name for name in members if name in named or name in _MODULE_CALLS or (with_special and name[:2] == "__")]
         self.containers.add_names(members, names)
         self.containers.add_dict_size(members)
         self.guards.add(tuple(ById(members[name]) for name in names), kind.__name__)
