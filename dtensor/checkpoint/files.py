@@ -1,4 +1,4 @@
-"""Files of a checkpoint's folder, local or remote: read without trusting their names and types, and replaced atomically.
+"""Files of a checkpoint's folder, local or remote: only regular files are read (links, pipes: refused), writes are atomic.
 
 Remote storage (object stores, memory) is accessed through fsspec. A remote folder exists if an object's name begins with it. An
 object appears completely or not at all, like a renamed file on a disk, and the manifest is written last. There are no locks.

@@ -56,7 +56,7 @@ def ranks_computing_with(layouts: Sequence[Layout]) -> frozenset[int]:
 def operation_hash_of(layouts: Sequence[Layout]) -> OperationHash | None:
     """Return the rolling hash of the :func:`ranks_computing_with` these tensors; None for fewer than two ranks."""
     ranks = ranks_computing_with(layouts)
-    return operation_records_of(layouts[0].mesh._root.world).trail_of(ranks) if len(ranks) > 1 else None
+    return operation_records_of(layouts[0].mesh._root.world).operation_hash_of(ranks) if len(ranks) > 1 else None
 
 
 def count_as_operation(layouts: Sequence[Layout], mesh_dims: Sequence[int], text: str, run: Callable[P, T]) -> Callable[P, T]:
@@ -67,15 +67,15 @@ def count_as_operation(layouts: Sequence[Layout], mesh_dims: Sequence[int], text
     ``mesh_dims`` alone, the group itself compares that order, and ``run`` is returned as it is.
     """
     mesh = layouts[0].mesh
-    trail = operation_hash_of(layouts) if len(ranks_computing_with(layouts)) > mesh.size_of(mesh_dims) else None
-    if trail is None:
+    op_hash = operation_hash_of(layouts) if len(ranks_computing_with(layouts)) > mesh.size_of(mesh_dims) else None
+    if op_hash is None:
         return run
     step = fingerprint(f"{text} {mesh.named(mesh_dims)}")
 
     def run_counted(*args: P.args, **kwargs: P.kwargs) -> T:
         """Mix the collective into the hash that ranks compare (in the main thread only), then run it."""
         if CheckLevel.now != "off" and threading.get_ident() == _MAIN_THREAD:
-            trail.hash = hash((trail.hash, step))
+            op_hash.hash = hash((op_hash.hash, step))
         return run(*args, **kwargs)
 
     return run_counted
@@ -101,7 +101,7 @@ def _is_compared(mesh: DeviceMesh) -> bool:
 def _add_to_hash(mesh: DeviceMesh, value: int, text: str) -> None:
     """Mix one operation of ``mesh`` into the hash that its ranks compare; ``text`` describes the operation."""
     if CheckLevel.now == "watch":
-        trail = operation_records_of(mesh._root.world).trail_of(ranks_along(mesh))
-        trail.hash, trail.last = hash((trail.hash, value)), text
-    elif (ring := get_or_make_operation_log(mesh._root.world, ranks_along(mesh))) is not None:
-        ring.mix(value)
+        op_hash = operation_records_of(mesh._root.world).operation_hash_of(ranks_along(mesh))
+        op_hash.hash, op_hash.last = hash((op_hash.hash, value)), text
+    elif (log := get_or_make_operation_log(mesh._root.world, ranks_along(mesh))) is not None:
+        log.mix(value)

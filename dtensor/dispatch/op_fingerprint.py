@@ -41,22 +41,22 @@ def record_calls(operator: OperatorSchema, run: Callable[..., Any]) -> Callable[
     stores, unordered = operator.traits.stores or operator.is_view, operator.traits.accumulates
 
     def run_recorded(cls: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Run the rule, and add a fingerprint of the call and of its result layouts to the ring of the ranks that compute it."""
+        """Run the rule, and add a fingerprint of the call and of its result layouts to the log of the ranks that compute it."""
         if stores and isinstance(autograd_node(), AccumulateGrad):
             return run(cls, func, types, args, kwargs)
         layouts = list(_layouts_of(args, kwargs or {}))
-        ring = _ring_of(layouts) if _is_recording() else None
-        if ring is None:
+        log = _operation_log_of(layouts) if _is_recording() else None
+        if log is None:
             return run(cls, func, types, args, kwargs)
         text = f"{func}({', '.join(_static_arguments(operator, args, kwargs or {}))})  {', '.join(map(_layout_text, layouts))}"
-        add = ring.add_unordered if unordered else ring.add
+        add = log.add_unordered if unordered else log.add
         add(fingerprint(text), text, _mesh_text(layouts[0].mesh), source_location.line_of_frame(sys._getframe(1)))
         output = run(cls, func, types, args, kwargs)
         for result in _tensors(as_sequence(output)):  # another rule may give it another layout with the same collectives
             if unordered:
-                ring.unordered += _layout_fingerprint(result._layout)
+                log.unordered += _layout_fingerprint(result._layout)
             else:
-                ring.mix(_layout_fingerprint(result._layout))
+                log.mix(_layout_fingerprint(result._layout))
         return output
 
     return run_recorded
@@ -73,10 +73,10 @@ def record_error(operator: OperatorSchema, error: Exception, args: tuple[Any, ..
     layouts, text = list(_layouts_of(args, kwargs)), f"{operator.name}, which raised {type(error).__name__}"
     if not _is_recording():
         return
-    if CheckLevel.now == "strict" and (ring := _ring_of(layouts)) is not None:
-        ring.add(FAILED_MARK, text, _mesh_text(layouts[0].mesh), source_location.line_of_frame(sys._getframe(2)))
-    elif CheckLevel.now == "watch" and not operator.is_view and (trail := operation_hash_of(layouts)) is not None:
-        trail.fail(text)
+    if CheckLevel.now == "strict" and (log := _operation_log_of(layouts)) is not None:
+        log.add(FAILED_MARK, text, _mesh_text(layouts[0].mesh), source_location.line_of_frame(sys._getframe(2)))
+    elif CheckLevel.now == "watch" and not operator.is_view and (op_hash := operation_hash_of(layouts)) is not None:
+        op_hash.fail(text)
 
 
 def _is_recording() -> bool:
@@ -84,7 +84,7 @@ def _is_recording() -> bool:
     return threading.get_ident() == threading.main_thread().ident and not (count_dispatch_modes() and is_tracing())
 
 
-def _ring_of(layouts: list[Layout]) -> EventLog | None:
+def _operation_log_of(layouts: list[Layout]) -> EventLog | None:
     """Return the recorded operations of the ranks of the first tensor's mesh; None if ranks are not processes."""
     return get_or_make_operation_log(layouts[0].mesh._root.world, ranks_along(layouts[0].mesh)) if layouts else None
 
@@ -94,7 +94,7 @@ def _layouts_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Layou
 
 
 class PlanFingerprints:
-    """The plans of one operator with fingerprints: each plan is cached as (program, trail, fingerprint, text) (``"watch"``).
+    """The plans of one operator under ``check_ranks="watch"``, each cached with the fingerprint and text of its calls.
 
     Attributes:
         find: ``find(signature, numbers)`` returns the program, None if there is none, and records the look-up: with the numbers
@@ -112,24 +112,24 @@ class PlanFingerprints:
         get, thread, main, modes = plans.get, threading.get_ident, threading.main_thread().ident, count_dispatch_modes
 
         def find(signature: tuple[Any, ...], numbers: list[Any] | None = None) -> Any:
-            """Return the program of a signature, and add the call to the trail that is compared between ranks."""
+            """Return the program of a signature, and add the call to the hash of operations that ranks compare."""
             cached = get(signature)
-            program, trail, step, text = (None, *self._fingerprint_of(signature)) if cached is None else cached
-            if trail is None or thread() != main or (modes() and is_tracing()):
+            program, op_hash, step, text = (None, *self._fingerprint_of(signature)) if cached is None else cached
+            if op_hash is None or thread() != main or (modes() and is_tracing()):
                 return program
             if not special:
-                trail.hash = hash((trail.hash, step))  # hashes of integers are the same in all processes
+                op_hash.hash = hash((op_hash.hash, step))  # hashes of integers are the same in all processes
             elif unordered:
-                trail.unordered += step
+                op_hash.unordered += step
             elif isinstance(autograd_node(), AccumulateGrad):
                 return program
             else:
-                trail.hash = hash((trail.hash, step))
-            trail.last = text
+                op_hash.hash = hash((op_hash.hash, step))
+            op_hash.last = text
             if numbers:
-                (so_far := trail.numbers).extend(numbers)
+                (so_far := op_hash.numbers).extend(numbers)
                 if len(so_far) > many:
-                    trail.read_hash()
+                    op_hash.read_hash()
             return program
 
         self.find = find
@@ -139,14 +139,14 @@ class PlanFingerprints:
         return program, *self._fingerprint_of(signature)
 
     def _fingerprint_of(self, signature: tuple[Any, ...]) -> tuple[OperationHash | None, int, str]:
-        """Return the trail, the fingerprint and the text of calls with this cache key; no trail if they are not recorded."""
-        trail = None
+        """Return the hash that calls with this cache key enter (None: they are not recorded), with their fingerprint and text."""
+        op_hash = None
         if not self._operator.is_view and self._operator.traits.touches != "nothing":
-            trail = operation_hash_of(list(_layouts(signature)))
-        if trail is None:
+            op_hash = operation_hash_of(list(_layouts(signature)))
+        if op_hash is None:
             return None, 0, ""
         text = f"{self._operator.name}({', '.join(map(_key_text, signature))})"
-        return trail, fingerprint(text), text
+        return op_hash, fingerprint(text), text
 
 
 def _layouts(signature: Iterable[Any]) -> Iterator[Layout]:

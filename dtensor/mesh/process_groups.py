@@ -241,7 +241,7 @@ def _name_new_groups(ranks: list[int]) -> Iterator[None]:
 
 @contextmanager
 def _patch_group_names() -> Iterator[None]:
-    """Patch the function by which torch names groups, because torch has no public API for it. The name is set per thread."""
+    """Replace, until the end of the block, torch's function that names a group (no public API sets a name)."""
     setattr(distributed_c10d, HASH_RANKS_NAME, lambda ranks: _GROUP_CACHE.name or hash_ranks(ranks))
     yield
     setattr(distributed_c10d, HASH_RANKS_NAME, hash_ranks)

@@ -198,7 +198,7 @@ class OperationHash:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all operations, as in a new world."""
+        """Set the hash and the texts to those of no operation, and drop the numbers. The log of events stays."""
         self.hash, self.last, self.raised, self._number_hash, self.unordered = 0, "", "", 0, 0
         self.numbers: list[Any] = []
 

@@ -32,15 +32,15 @@ class OperationRecords:
         self.logs: dict[frozenset[int], EventLog] = {}
         self.hashes: dict[frozenset[int], OperationHash] = {}
 
-    def trail_of(self, ranks: frozenset[int]) -> OperationHash:
+    def operation_hash_of(self, ranks: frozenset[int]) -> OperationHash:
         """Return the rolling hash of the operations of these ranks."""
         return self.hashes.get(ranks) or self.hashes.setdefault(ranks, OperationHash(ranks))
 
     def reset(self) -> None:
         """Forget all operations. The hashes are emptied and kept, since cached plans refer to them."""
         self.logs.clear()
-        for trail in list(self.hashes.values()):
-            trail.reset()
+        for op_hash in list(self.hashes.values()):
+            op_hash.reset()
 
 
 class CheckLevel:

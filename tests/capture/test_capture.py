@@ -406,15 +406,15 @@ def test_a_replay_asserts_what_the_function_asserts() -> None:
         scattered(x, given(1, 1, 0, 0, dtype=torch.bool))
 
 
-class Ordered(dict[Any, Any]):
-    """A dictionary that computes what it gives."""
+class TextKeyed(dict[Any, Any]):
+    """A dictionary with an overridden ``get``, which converts the key to text."""
 
     def get(self, key: Any, default: Any = None) -> Any:
         return super().get(str(key), default)
 
 
-def test_what_compiled_methods_that_are_overridden_belong_to() -> None:
-    kept = Ordered({"1": 2.0})
+def test_an_overridden_get_of_a_dict_is_called_again_when_its_result_changes() -> None:
+    kept = TextKeyed({"1": 2.0})
     f, x = capture(lambda x: x * kept.get(1)), randn(4, at=[Shard(0)])
     for _ in range(2):
         assert_bitwise_equal(f(x), x * 2.0)

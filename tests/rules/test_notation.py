@@ -85,7 +85,7 @@ def test_empty_dim_list_selects_no_dim_with_exclamation_mark() -> None:
     assert bind_to_text("a* @dim! b* -> a* b*", all_of) == "dim.0 dim.1 -> ."
 
 
-def test_selected_dims_in_brackets_must_be_unsharded() -> None:
+def test_selected_dims_in_brackets_bind_as_whole() -> None:
     call = call_of(aten.flip.default, [(5, 6)], self=size(5, 6), dims=[1])
     assert bind_to_text("a* [@dims!] b* -> a* [@dims!] b*", call) == "a.0 dims.0 -> a.0 dims.0 whole dims.0"
 

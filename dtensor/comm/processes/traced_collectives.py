@@ -313,13 +313,13 @@ def bind_traced_transfer(group: Group, transfer: Transfer) -> BoundCollective:
     send_packing, recv_packing = make_packings(group, route)
     description = f"{transfer.kind} {_without_sizes(transfer.description)}"
 
-    def issue_transfer(x: Tensor) -> Pending[Tensor]:
-        """Exchange the blocks of ``x`` by operators that a compiler can trace."""
+    def issue_all_to_all(x: Tensor) -> Pending[Tensor]:
+        """Exchange the blocks of ``x`` by an all-to-all operator that a compiler can trace."""
         row = send_packing.pack(to_row_major(x, route.old))
         received = _exchange_rows(group, row, recv_packing.lengths, send_packing.lengths, description)
         return Pending.of(recv_packing.unpack(received))
 
-    return issue_transfer
+    return issue_all_to_all
 
 
 def _bind_gather(group: Group, route: Any, description: str) -> BoundCollective:

@@ -127,7 +127,7 @@ def _bind_packed(group: Group, route: SendRecvPlan) -> Issue:
     """Bind a transfer as one all-to-all of rows."""
     send_packing, recv_packing = make_packings(group, route)
 
-    def issue_transfer(x: Tensor) -> Pending[Tensor]:
+    def issue_all_to_all(x: Tensor) -> Pending[Tensor]:
         # else nothing of x is read, so its strides do not matter
         block = to_row_major(x, route.old) if send_packing.nonempty_boxes else x.detach()
         row = send_packing.pack(block)
@@ -139,7 +139,7 @@ def _bind_packed(group: Group, route: SendRecvPlan) -> Issue:
         works = all_to_all_rows(group, buffer, row, recv_packing.lengths, send_packing.lengths)
         return make_pending(works, lambda: recv_packing.unpack(buffer))
 
-    return issue_transfer
+    return issue_all_to_all
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +182,7 @@ def bind_direct(group: Group, route: SendRecvPlan) -> Issue:
     send_regions = list_message_regions(group, route.sends, route.old, 1)
     recv_regions = list_message_regions(group, route.receives, route.new, -1)
 
-    def issue_transfer(x: Tensor) -> Pending[Tensor]:
+    def issue_messages(x: Tensor) -> Pending[Tensor]:
         block = to_row_major(x, route.old)
         result = block.new_empty(route.new)
         targets = [
@@ -205,7 +205,7 @@ def bind_direct(group: Group, route: SendRecvPlan) -> Issue:
 
         return make_pending(works, finish)
 
-    return issue_transfer
+    return issue_messages
 
 
 def _bind_broadcast(group: Group, route: SendRecvPlan) -> Issue:
@@ -213,7 +213,7 @@ def _bind_broadcast(group: Group, route: SendRecvPlan) -> Issue:
     source = next((k for k, box in enumerate(route.receives) if box is not None), group.position)
     sender = dist.get_global_rank(group.handle, source if group.order is None else group.order[source])
 
-    def issue_transfer(x: Tensor) -> Pending[Tensor]:
+    def issue_broadcast(x: Tensor) -> Pending[Tensor]:
         if not math.prod(route.new):  # gloo hangs in a broadcast of no bytes
             return Pending.of(row_major_copy(x) if source == group.position else x.new_empty(route.new))
         if source != group.position:
@@ -225,7 +225,7 @@ def _bind_broadcast(group: Group, route: SendRecvPlan) -> Issue:
         result = row_major_copy(row) if row is detached else row  # the copy overlaps with the broadcast
         return make_pending(works, lambda: result)
 
-    return issue_transfer
+    return issue_broadcast
 
 
 def _bind_concat_gather(group: Group, shape: tuple[int, ...], dim: int) -> Issue:
@@ -233,13 +233,13 @@ def _bind_concat_gather(group: Group, shape: tuple[int, ...], dim: int) -> Issue
     is_contiguous = math.prod(shape[:dim]) == 1 and group.order is None  # then concatenated blocks are adjacent in memory
     result_shape = (*shape[:dim], shape[dim] * group.size, *shape[dim + 1 :]) if is_contiguous else (group.size, *shape)
 
-    def issue_transfer(x: Tensor) -> Pending[Tensor]:
+    def issue_gather(x: Tensor) -> Pending[Tensor]:
         block = to_row_major(x, shape)
         result = block.new_empty(result_shape)
         works = start_all_gather_rows(group, view_as_row(result), view_as_row(block))
         return make_pending(works, (lambda: result) if is_contiguous else lambda: torch.cat(group.to_mesh(result.unbind(0)), dim))
 
-    return issue_transfer
+    return issue_gather
 
 
 def make_gather_packing(group: Group, route: SendRecvPlan) -> Packing:
@@ -254,13 +254,13 @@ def _bind_native_gather(group: Group, route: SendRecvPlan) -> Issue:
     """Bind the backend's all-gather of equal blocks."""
     recv_packing = make_gather_packing(group, route)
 
-    def issue_transfer(x: Tensor) -> Pending[Tensor]:
+    def issue_gather(x: Tensor) -> Pending[Tensor]:
         block = to_row_major(x, route.old)
         result = block.new_empty(route.new if recv_packing.is_block else recv_packing.total)
         works = start_all_gather_rows(group, view_as_row(result), view_as_row(block))
         return make_pending(works, (lambda: result) if recv_packing.is_block else lambda: recv_packing.unpack(result))
 
-    return issue_transfer
+    return issue_gather
 
 
 def _bind_relayed(group: Group, route: SendRecvPlan) -> Issue:
@@ -268,7 +268,7 @@ def _bind_relayed(group: Group, route: SendRecvPlan) -> Issue:
     first, *others = group.order or range(group.size)
     recv_regions = list_message_regions(group, route.receives, route.new, -1)
 
-    def issue_transfer(x: Tensor) -> Pending[Tensor]:
+    def issue_relayed_gather(x: Tensor) -> Pending[Tensor]:
         row = to_row_major(x, route.old)
         result = row.new_empty(route.new)
         if group.position:
@@ -280,4 +280,4 @@ def _bind_relayed(group: Group, route: SendRecvPlan) -> Issue:
             works, lambda: wait_then(exchange_messages(group, [], [(rank, result) for rank in others], x.device), lambda: result)
         )
 
-    return issue_transfer
+    return issue_relayed_gather

@@ -217,10 +217,9 @@ def allocate_outputs(plan: CallPlan, operator: OperatorSchema, signature: CallSi
 
 
 def _allocate_output(layout: Layout | None, like: Any, seeded: bool) -> Any:
-    """Return uninitialized local tensors of ``layout``; with no elements if there is no layout.
+    """Return uninitialized row-major local tensors of ``layout`` (empty without one). If ``seeded``: in its memory order.
 
-    They are row-major, since some kernels read their memory so. For random numbers, which depend on the memory order, they have
-    the order of the layout.
+    Some kernels read an output's memory as row-major. Random numbers depend on the memory order of the output.
     """
     if not isinstance(layout, Layout):
         return torch.empty_like(like).resize_(0)

@@ -1,4 +1,4 @@
-"""Fused weights: parameters that concatenate several matrices of equal size, each of which is sharded separately.
+"""Fused weights: a parameter that concatenates equal matrices is stored as their stack, and each matrix is sharded.
 
 Gate and up projections are often one matrix of ``2 n`` rows. If that matrix is sharded directly, some ranks have the gate and
 others the up projection, and the values must be exchanged to combine them. The blocks that each rank needs are blocks of the

@@ -217,14 +217,19 @@ def _map_nested(
         return x
     if isinstance(current, Mapping) and not (isinstance(x, torch.Tensor) and current.keys() <= {*as_mesh(mesh).named((0,))}):
         if not isinstance(x, Mapping) or not current.keys() <= x.keys():
-            raise PlacementError(f"layouts for the keys {sorted(current)}, but the argument is {_describe_type(x)}")
+            raise PlacementError(
+                f"layouts for the keys {sorted(current)}, but the argument is {_describe_type(x)}; pass a mapping with these keys"
+            )
         named = {
             key: _map_nested(value, mesh, current.get(key), _nested_entry(desired, key), prepare) for key, value in x.items()
         }
         return named if type(x) is dict else rebuild_sequence(x, named)
     if isinstance(current, (tuple, list)):
         if not isinstance(x, (tuple, list)):
-            raise PlacementError(f"layouts for {len(current)} values, but the argument is {_describe_type(x)}")
+            raise PlacementError(
+                f"layouts for {len(current)} values, but the argument is {_describe_type(x)}; "
+                f"pass a tuple or list of {len(current)} values, or give one layout"
+            )
         _check_same_count(x, current, f"items of a {type(x).__name__}")
         redistributed = [
             _map_nested(item, mesh, one, _nested_entry(desired, k), prepare)

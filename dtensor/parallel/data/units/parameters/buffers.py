@@ -1,4 +1,4 @@
-"""Module buffers under data parallelism: replicated DTensors between passes, local tensors while the module runs.
+"""Module buffers under data parallelism: local tensors while the module runs, then DTensors that replicate rank 0's values.
 
 Each rank writes its own local tensor: the running statistics of a batch norm depend on the batch. After a training pass that
 wrote buffers, the first rank's values are broadcast, so that the replicated DTensors are replicated.
