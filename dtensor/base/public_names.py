@@ -7,6 +7,8 @@ from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 
+from .caches import memoize
+
 _ROOT = Path(__file__).parents[1]
 
 
@@ -38,6 +40,7 @@ def _find_package(name: str, names_by_package: Mapping[str, frozenset[str]]) -> 
     return next((package for package, names in names_by_package.items() if name in names), None)
 
 
+@memoize(limit=4)
 def _read_public_names(packages: tuple[str, ...]) -> Mapping[str, frozenset[str]]:
     """Return the ``__all__`` of each package. Packages precede modules, which repeat names of packages."""
     files = {package: _ROOT / package / "__init__.py" for package in packages}
