@@ -312,7 +312,8 @@ def _check_values(layout: Layout, locals_: Sequence[torch.Tensor]) -> None:
         ):
             if value != expected:
                 raise LayoutError(
-                    f"from_local: rank {mesh.ranks[member]} has {value}, rank {mesh.ranks[members[0]]} has {expected}"
+                    f"from_local: rank {mesh.ranks[member]} has {value}, rank {mesh.ranks[members[0]]} has {expected}; "
+                    "pass local tensors that agree, or other placements"
                 )
         coordinate = mesh.coordinates[member]
         group = tuple(-1 if isinstance(p, Replicate) else c for p, c in zip(layout.placements, coordinate, strict=True))
