@@ -99,7 +99,7 @@ def row_exchange_route(sends: Sequence[Shape], receives: Sequence[Shape], mine: 
 
 
 def row_gather_route(shapes: Sequence[Shape], mine: int) -> SendRecvPlan:
-    """Return one member's part of an all-gather of tensors of these shapes."""
+    """Return one member's part of an all-gather: position k has a tensor of ``shapes[k]``; the member is at position ``mine``."""
     recv_boxes = row_boxes(shapes)
     length = recv_boxes[mine].numel
     own_box = Box((0,), (length,))
@@ -109,7 +109,7 @@ def row_gather_route(shapes: Sequence[Shape], mine: int) -> SendRecvPlan:
 def _make_route(
     send_boxes: Sequence[Box], recv_boxes: Sequence[Box], mine: int, kept: tuple[Box, Box] | None, length: int
 ) -> SendRecvPlan:
-    """Return the exchange of a flat row of ``length`` elements; boxes of rank ``mine`` and empty boxes are not sent."""
+    """Return the send/receive plan of a row of ``length`` elements, without messages for empty boxes and position ``mine``."""
     sends, receives = (
         tuple(box if k != mine and box.numel else None for k, box in enumerate(boxes)) for boxes in (send_boxes, recv_boxes)
     )
@@ -126,7 +126,7 @@ def broadcast_route(shape: Shape, size: int, source: int, mine: int) -> SendRecv
 
 
 def check_announced_shape(tensor: Tensor, shape: Shape, member: int) -> Tensor:
-    """Return ``tensor`` if it has the shape that the other ranks expect.
+    """Return ``tensor`` if it has the shape that other ranks expect of ``member``, else raise.
 
     Another shape would be misread by them, except for two empty tensors.
 

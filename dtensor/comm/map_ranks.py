@@ -29,7 +29,7 @@ def communicator_of(mesh: DeviceMesh) -> Communicator:
 
 
 def expect_locals(mesh: DeviceMesh) -> None:
-    """Prepare torch for ``PerRank`` tensors if all ranks of ``mesh`` are in this process.
+    """Patch torch for ``PerRank`` tensors if all ranks of ``mesh`` are in this process.
 
     Call it for modules that make local tensors themselves, before any local tensor is given to the program.
     """
@@ -66,9 +66,9 @@ def map_ranks(fn: Callable[..., Any], *args: Any, mesh: Any = None, **kwargs: An
     expect_locals(mesh)
     runs = RankRuns(len(mesh.members), torch.device(mesh.device_type)) if len(communicator.held) > 1 else None
 
-    def run(member: int, *args: Any, **kwargs: Any) -> Any:
+    def run_member(member: int, *args: Any, **kwargs: Any) -> Any:
         with nullcontext() if runs is None else runs.run(member):
             return fn(coordinates[member], *args, **kwargs)
 
-    results = communicator.map(run, *args, **kwargs)
+    results = communicator.map(run_member, *args, **kwargs)
     return prepare_for_program(results if runs is None else runs.copy_shared_results(results))

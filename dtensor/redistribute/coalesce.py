@@ -137,7 +137,7 @@ def _without_divisor(step: Any) -> Any:
 def merged_collective(steps: Sequence[Step]) -> Callable[..., Merged]:
     """Return a function that issues steps of one kind as one collective, given local values. Averages are not divided."""
     undivided = tuple(map(_without_divisor, steps))
-    at_once = communicator_of(steps[0].before.mesh).talks and not isinstance(steps[0], AllReduce)
+    at_once = communicator_of(steps[0].before.mesh).has_other_processes and not isinstance(steps[0], AllReduce)
     return _as_recorded_op(issue_for_cause(undivided, _bind_merged(undivided)), steps[0].verb, at_once)
 
 
@@ -202,7 +202,7 @@ def _bind_all_reduce(steps: tuple[Any, ...]) -> MergedStart:
 def _bind_flat_all_reduce(comm: Communicator, mesh_dims: Sequence[int], op: Any, dtype: torch.dtype, divisor: int) -> MergedStart:
     """Return the function that runs several all-reduces as one, of a row in which their operands are concatenated."""
     reduction = comm.bind_all_reduce(mesh_dims, op, dtype)
-    bound = reduction.taking or reduction.run
+    bound = reduction.run_donated or reduction.run
 
     def unpack_rows(member: int, reduced: Tensor, *parts: Tensor) -> list[Tensor]:
         rows = (divide_in_place(reduced, divisor) if divisor > 1 else reduced).split([part.numel() for part in parts])

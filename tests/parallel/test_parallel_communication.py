@@ -261,7 +261,7 @@ def test_later_steps_bind_no_collectives(way: str, monkeypatch: pytest.MonkeyPat
     made: list[str] = []
     train()  # after this step all plans are cached
     for at, name in (
-        (InProcess, "_transfer"),
+        (InProcess, "_make_transfer"),
         (InProcess, "_make_reduce_scatter"),
         (InProcess, "_make_all_reduce"),
         (FlatBuffer, "from_layouts"),
