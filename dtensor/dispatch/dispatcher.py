@@ -74,7 +74,7 @@ class Entry:
         self.scalar_positions = frozenset(i for i, name in enumerate(self.operator.names) if name in by_type)
         self.plans = PLANS.part()
         self.fingerprints = (
-            PlanFingerprints(self.operator, self.plans) if CheckLevel.now == "watch" and CheckLevel.armed else None
+            PlanFingerprints(self.operator, self.plans) if CheckLevel.now == "watch" and CheckLevel.has_peers else None
         )
         self.misses = 0
         self.run = _make_dispatch(self)

@@ -28,7 +28,7 @@ from ..mesh.device_mesh import DeviceMesh
 from ..propagation.op_schema import OperatorSchema
 from ..state import wrap
 from ..watchdog import source_location
-from ..watchdog.collective_hooks import get_or_make_operation_log, note_error
+from ..watchdog.collective_hooks import get_or_make_operation_log, record_operation_error
 from ..watchdog.flight_recorder import FAILED_MARK, EventLog, OperationHash, fingerprint
 from ..watchdog.levels import CheckLevel
 from .cache_key import BOOL_NAMES
@@ -67,7 +67,7 @@ def record_error(operator: OperatorSchema, error: Exception, args: tuple[Any, ..
 
     All errors of one type are equal: their messages may be about a rank's own data.
     """
-    note_error(error)
+    record_operation_error(error)
     if operator.traits.stores and isinstance(autograd_node(), AccumulateGrad):
         return
     layouts, text = list(_layouts_of(args, kwargs)), f"{operator.name}, which raised {type(error).__name__}"

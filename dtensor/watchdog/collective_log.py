@@ -70,7 +70,7 @@ class CollectiveRecord(NamedTuple):
 
 
 def format_lengths(send_lengths: Sequence[int], recv_lengths: Sequence[int]) -> str:
-    """Return the lengths of a record as text."""
+    """Return the send and receive lengths of a record as text."""
     return f"{','.join(map(str, send_lengths))};{','.join(map(str, recv_lengths))}"
 
 
@@ -199,7 +199,7 @@ class CollectiveLog(EventLog):
 
 
 def read_lengths(file: StateFile, number: int) -> Lengths | None:
-    """Return the lengths of a logged collective; None if the log does not have the collective, or it has no lengths."""
+    """Return the message lengths of a logged collective; None if the log has no such collective, or it has no lengths."""
     at = slot_of(number)
     text = file.read_text(file.slots[at + LENGTHS]) if file.slots[at] == number else ""
     return parse_lengths(text) if text and file.slots[at] == number else None

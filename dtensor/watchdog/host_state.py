@@ -90,7 +90,7 @@ class StateStore:
             self._store.set(f"{self._key}/{self._rank}", json.dumps(state._replace(heartbeat=self._heartbeat)))
 
     def latest_of(self, rank: int) -> RemoteState | None:
-        """Return the last state that a rank published, None if there is none."""
+        """Return the last state that a rank published in the store, None if there is none."""
         text = self._read(str(rank))
         if text is not None:
             state, previous = RemoteState(*json.loads(text)), self._received.get(rank)
@@ -243,7 +243,7 @@ class HostState:
 
     # --- the diagnosis ---------------------------------------------------------------------------------------------------
     def publish_diagnosis(self, diagnosis: dict[str, Any]) -> dict[str, Any]:
-        """Publish a diagnosis, and return the first one that any rank published."""
+        """Publish a diagnosis for all ranks, and return the first one that any rank published."""
         if self.spans_hosts:
             diagnosis = self.remote_states.publish_diagnosis(diagnosis)
         unnamed = self.folder / f".diagnosis.{uuid.uuid4().hex}"  # unique: both threads of a rank may publish at once
@@ -274,7 +274,7 @@ class HostState:
             raise make_diagnosis_error(self.diagnosis)
 
     def record_error(self, error: BaseException) -> None:
-        """Write an error of an operation to this rank's state. The program may catch it and go on."""
+        """Write an error of an operation, its user line and time to this rank's state. The program may catch it and go on."""
         slots = self.slots
         self._write_error(error, source_location.current_line(2))
         slots[ERROR_TIME], slots[ERROR_WAIT_COUNT] = time.monotonic_ns(), slots[WAIT_COUNT]
@@ -308,7 +308,7 @@ class HostState:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def publish(self) -> None:
-        """Publish the content of this rank's state file for ranks of other hosts."""
+        """Publish the content of this rank's state file and logs in the job's store, for ranks of other hosts."""
         slots, file, now = self.slots, self.file, time.monotonic_ns()
         logs = {}
         for key in list(self.logs):

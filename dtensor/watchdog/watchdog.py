@@ -59,11 +59,11 @@ class _WaitThread:
     def __init__(self) -> None:
         self.requests: SimpleQueue[Any] = SimpleQueue()
         self.results: SimpleQueue[Any] = SimpleQueue()
-        self.thread = threading.Thread(target=self._run, name="dtensor-waits", daemon=True)
+        self.thread = threading.Thread(target=self._serve_requests, name="dtensor-waits", daemon=True)
         self.thread.start()
 
-    def _run(self) -> None:
-        """Serve requests to wait for collectives until the request is None."""
+    def _serve_requests(self) -> None:
+        """Wait for the work handles of each request, and put the error into ``results``, until a request is None."""
         while (request := self.requests.get()) is not None:
             self.results.put(_wait_for_works(*request))
             request = None
@@ -118,7 +118,7 @@ class WaitThreads:
             self._await_results()
 
     def _await_results(self) -> None:
-        """Give the busy threads ``_GRACE_S`` in all to end their waits."""
+        """Sleep until the busy threads have ended their waits, at most ``_GRACE_S``."""
         deadline = time.monotonic() + _GRACE_S
         for waiter in list(self._busy):
             while waiter.results.empty() and time.monotonic() < deadline:
@@ -154,13 +154,13 @@ class Watchdog:
         self._stopped = threading.Event()
         self._next_warning_s, self._call, self._location, self._started = _FIRST_WARNING_S, (0, ""), "-", "-"
         self._stopped_looks: dict[int, int] = {}  # by rank: number of consecutive looks at which a signal had stopped it
-        self._thread = threading.Thread(target=self._run, name="dtensor-ranks", daemon=True)
+        self._thread = threading.Thread(target=self._run_periodically, name="dtensor-ranks", daemon=True)
         self._thread.start()
         atexit.register(self.stop)
         self._at_end = util.Finalize(None, self.stop, exitpriority=100)  # a process of multiprocessing ends without atexit
 
     def stop(self) -> None:
-        """Publish that this rank has ended, and end the thread.
+        """Publish that this rank has ended, and end this thread and the wait threads.
 
         A thread that is inside torch while Python is finalized would end the process by ``std::terminate``.
         """
@@ -172,8 +172,8 @@ class Watchdog:
             atexit.unregister(self.stop)  # atexit would keep the state files of this world as long as the process runs
             self._at_end.cancel()
 
-    def _run(self) -> None:
-        """Examine the ranks from time to time, until there is nothing more to watch or the watchdog stops."""
+    def _run_periodically(self) -> None:
+        """Examine this rank's wait every ``_PERIOD_S``, until the watch is over or :meth:`stop` is called."""
         while not self._stopped.wait(_PERIOD_S):
             try:
                 if self._examine_wait():
@@ -182,7 +182,7 @@ class Watchdog:
                 _LOG.debug("the watchdog could not read the states of the ranks", exc_info=True)
 
     def _examine_wait(self) -> bool:
-        """Publish this rank's state, and examine its wait. Return True if there is nothing more to watch."""
+        """Publish this rank's state, examine its wait, and end all waits after a diagnosis. Return True if the watch is over."""
         host_state = self.host_state
         if not host_state.is_current:
             host_state.mark_ended()
@@ -264,7 +264,7 @@ class Watchdog:
             slots[C10D_CALL] = file.replace_text(CALL_TEXT, call[0])
 
     def _warn_slow_wait(self, log: CollectiveLog, number: int, seconds: float) -> None:
-        """Log a warning with the rank that this rank waits for, and its line of code."""
+        """Log a warning for each rank that this rank waits for, with the line of user code of that rank."""
         for rank in log.ranks:
             if not has_reached(self.host_state, log.key, rank, number):
                 line, line_s = self.host_state.location_of(rank)
@@ -286,7 +286,7 @@ class Watchdog:
 
 
 def _break_group(handle: Any, backend: str) -> None:
-    """End all waits of this process in a group."""
+    """End all waits of this process in a group: abort it; on gloo break its connections by receives that time out."""
     size, rank = handle.size(), handle.rank()
     if size == 1:
         return

@@ -26,7 +26,7 @@ from ...watchdog.collective_hooks import (
     wait_for_group_members,
 )
 from ...watchdog.collective_log import CollectiveLog, CollectiveRecord, find_length_mismatches, format_lengths, parse_lengths
-from ...watchdog.diagnosis import RankReport, format_difference, format_length_mismatch, report_event
+from ...watchdog.diagnosis import RankReport, format_difference, format_length_mismatch, make_rank_report
 from ...watchdog.flight_recorder import LAST_ISSUED
 from ...watchdog.levels import CheckLevel, raise_in_forked_child
 from ..flat_rows import row_gather_route
@@ -148,7 +148,7 @@ def _compare_by_exchange(log: CollectiveLog, group: Group, ranks: list[int], rec
 
 def _gather_reports(log: CollectiveLog, group: Group, ranks: list[int], hashes: list[int]) -> dict[int, RankReport]:
     """Exchange descriptions of the last collective of each rank of the group, and return them by global rank."""
-    report = report_event(log.last_event())
+    report = make_rank_report(log.last_event())
     encoded = f"{report.mesh_dims}\n{report.text}".encode()[:_REPORT_BYTES].ljust(_REPORT_BYTES)
     rows = _gather_rows(log, group, log.count, torch.frombuffer(bytearray(encoded), dtype=torch.uint8)).view(-1, _REPORT_BYTES)
     texts = [bytes(row.tolist()).decode(errors="replace").strip().partition("\n") for row in rows]
