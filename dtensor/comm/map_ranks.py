@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..mesh.device_mesh import DeviceMesh, as_mesh
-from ..ranks.per_rank import prepare_for_program, prepare_torch
+from ..ranks.per_rank import patch_torch_for, patch_torch_for_per_rank
 from ..ranks.rank_runs import RankRuns
 from .communicator import Communicator
 from .in_process import InProcess
@@ -34,7 +34,7 @@ def expect_locals(mesh: DeviceMesh) -> None:
     Call it for modules that make local tensors themselves, before any local tensor is given to the program.
     """
     if communicator_of(mesh).holds_all:
-        prepare_torch()
+        patch_torch_for_per_rank()
 
 
 def map_ranks(fn: Callable[..., Any], *args: Any, mesh: Any = None, **kwargs: Any) -> Any:
@@ -71,4 +71,4 @@ def map_ranks(fn: Callable[..., Any], *args: Any, mesh: Any = None, **kwargs: An
             return fn(coordinates[member], *args, **kwargs)
 
     results = communicator.map(run_member, *args, **kwargs)
-    return prepare_for_program(results if runs is None else runs.copy_shared_results(results))
+    return patch_torch_for(results if runs is None else runs.copy_shared_results(results))

@@ -49,7 +49,7 @@ class JoinEqualShards(torch.autograd.Function):
 
 
 def list_written_tensors(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the plain tensors to which a call writes."""
+    """Return the plain tensors to which a call of the torch function ``func`` writes."""
     return [x for x in _list_written(func, args, kwargs) if is_plain(x)]
 
 
@@ -104,7 +104,7 @@ def is_plain(value: Any) -> bool:
 
 
 def write_equal_shards(target: Tensor, shards: Sequence[Tensor]) -> None:
-    """Write the value that all ranks have written to copies of ``target`` into it.
+    """Write to ``target`` the value that all ranks wrote to their copies of it, the ``shards``.
 
     Raises:
         LayoutError: the ranks have written different values.
@@ -148,7 +148,7 @@ class ReplicateToRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None]:
-        """Return the gradient that all ranks have. Gradients are not summed: each belongs to a copy.
+        """Return the gradient that all ranks have for their copies, after a check that it is equal; gradients are not summed.
 
         Raises:
             LayoutError: the gradients of the ranks differ.
