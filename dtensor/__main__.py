@@ -36,7 +36,7 @@ Run = Callable[[argparse.Namespace], "int | Callable[[], int]"]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command and return its exit status: 2 for arguments without a meaning or a missing extra.
+    """Run a command of the command line, and return its exit status: 2 for a DTensorError, such as a missing extra.
 
     ``verify`` returns 1 if a rule is wrong, lacks placements or has no sample. A script that is run returns its own status, and
     its exceptions are raised unchanged.
@@ -91,7 +91,7 @@ def check_installed(module: str, extra: str, what: str) -> None:
 
 # --- scripts ------------------------------------------------------------------------------------------------------------
 def _add_script(commands: Any, name: str, about: str, run: Run, *examples: str) -> argparse.ArgumentParser:
-    """Add a command that runs a Python script with arguments, and return its parser."""
+    """Add a subcommand that runs a Python script with arguments, and return its parser."""
     command = _add_command(commands, name, about, run, *examples)
     command.add_argument("script", type=Path, metavar="SCRIPT.py", help="Python program; under torchrun, each rank runs it")
     command.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
@@ -99,7 +99,7 @@ def _add_script(commands: Any, name: str, about: str, run: Run, *examples: str) 
 
 
 def _add_html(command: argparse.ArgumentParser) -> None:
-    """Add the option ``--html``, which also writes the report as a page."""
+    """Add the option ``--html`` to a command, which also writes its report as a page."""
     command.add_argument(
         "--html",
         type=run_script.writable_path,
@@ -180,7 +180,7 @@ def _near_models(name: str) -> str:
 # --- measuring ----------------------------------------------------------------------------------------------------------
 def _add_bench(commands: Any) -> None:
     """Add the command ``bench``, which measures redistributions or the dispatch time of operators."""
-    command = _add_command(
+    bench_command = _add_command(
         commands,
         "bench",
         "measure redistributions or operators on this machine, with one process per rank (gloo)",
@@ -188,24 +188,24 @@ def _add_bench(commands: Any) -> None:
         'dtensor bench redistribute --mesh 3x2 --size 1MB --pairs "S0->S1,R" "P->R" --plot times.png',
         "dtensor bench dispatch --only add mm",
     )
-    kinds = command.add_subparsers(title="kinds", dest="kind", required=True, metavar="KIND")
+    kinds = bench_command.add_subparsers(title="kinds", dest="kind", required=True, metavar="KIND")
     about = "measure redistributions and compare them with the cost model"
-    moved = _add_command(
+    redistribute_command = _add_command(
         kinds, "redistribute", about, _bench_redistribute, 'dtensor bench redistribute --mesh 3x2 --pairs "S0->S1,R"'
     )
-    moved.add_argument("--mesh", default="4", help="shape of the mesh, such as 4 or 3x2 (default: 4)")
-    moved.add_argument(
+    redistribute_command.add_argument("--mesh", default="4", help="shape of the mesh, such as 4 or 3x2 (default: 4)")
+    redistribute_command.add_argument(
         "--size", nargs="+", default=["1MB"], metavar="SIZE", help="bytes (64KB) or shapes (1031x1021) of float32 tensors"
     )
-    moved.add_argument(
+    redistribute_command.add_argument(
         "--pairs",
         nargs="+",
         metavar="PAIR",
         help='source and target placements, one for each mesh dim: "S0->S1,R"; R if left out',
     )
     about = "measure the host time of operators and compare it with plain torch"
-    called = _add_command(kinds, "dispatch", about, _bench_dispatch, "dtensor bench dispatch --only add mm")
-    called.add_argument(
+    dispatch_command = _add_command(kinds, "dispatch", about, _bench_dispatch, "dtensor bench dispatch --only add mm")
+    dispatch_command.add_argument(
         "--only",
         nargs="+",
         choices=list(bench.OPERATORS),
@@ -213,9 +213,9 @@ def _add_bench(commands: Any) -> None:
         metavar="OPERATOR",
         help=f"operators to measure (default: all of {', '.join(bench.OPERATORS)})",
     )
-    for each in (moved, called):
-        each.add_argument("--json", action="store_true", help="print the rows as JSON instead of a table")
-        each.add_argument(
+    for command in (redistribute_command, dispatch_command):
+        command.add_argument("--json", action="store_true", help="print the rows as JSON instead of a table")
+        command.add_argument(
             "--plot",
             type=run_script.writable_path,
             metavar="FILE",
@@ -298,7 +298,7 @@ def _add_ranks(commands: Any) -> None:
     """Add the command ``ranks``: print what each rank did last, after a run that hung or died."""
 
     def print_rank_logs(options: argparse.Namespace) -> int:
-        """Print what each rank did last, from the logs of a folder."""
+        """Print the last events that the ranks of a job logged in its folder."""
         if options.folder is not None and not options.folder.is_dir():
             raise ArgumentError(f"there is no folder {options.folder}")
         try:

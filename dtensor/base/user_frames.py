@@ -82,7 +82,7 @@ def iter_torch_frames(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def torch_ddp_hint(frame: FrameType | None) -> str:
-    """Return a hint for a distributed model inside of torch's ``DistributedDataParallel``; "" if that is not on the stack."""
+    """Return an error hint for a distributed model inside of ``DistributedDataParallel``; "" if that is not on the stack."""
     if distributed.__file__ not in _stack_files(frame):
         return ""
     return (
@@ -94,7 +94,7 @@ def torch_ddp_hint(frame: FrameType | None) -> str:
 
 
 def optimizer_state_hint(frame: FrameType | None) -> str:
-    """Return a hint for optimizer state that was saved on another mesh; "" if no optimizer of torch is on the stack."""
+    """Return an error hint for optimizer state saved on another mesh; "" if no optimizer of torch is on the stack."""
     if not any(file.startswith(_OPTIMIZER_PATH) for file in _stack_files(frame)):
         return ""
     return (
@@ -112,7 +112,7 @@ def _stack_files(frame: FrameType | None) -> Iterator[str]:
 
 
 def source_line_of(frame: FrameType | None) -> SourceLine:
-    """Return the source line of ``frame``."""
+    """Return the source line of ``frame``; ``NO_SOURCE_LINE`` for None."""
     return NO_SOURCE_LINE if frame is None else SourceLine(frame.f_code.co_filename, frame.f_lineno)
 
 
