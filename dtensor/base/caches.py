@@ -96,7 +96,7 @@ class PooledDicts(Generic[KeyT, ValueT]):
         self._entries: deque[tuple[dict[KeyT, ValueT], KeyT]] = deque()  # oldest first; some are dropped from their dict already
         self._lock = RLock()
 
-    def part(self) -> dict[KeyT, ValueT]:
+    def make_part(self) -> dict[KeyT, ValueT]:
         """Return a new dict of the pool. Add entries to it by :meth:`keep`."""
         return {}
 

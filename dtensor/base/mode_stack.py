@@ -114,11 +114,11 @@ class ModeStack(Generic[T]):
 
     def leave_last(self, entered: list[ModeBlock[T]]) -> None:
         """End and remove one block of ``entered``: the last one that is entered in this context, else the last of the list."""
-        block = next((block for block in reversed(entered) if self.sees(block)), entered[-1])
+        block = next((block for block in reversed(entered) if self.is_entered(block)), entered[-1])
         entered.remove(block)
         self.leave(block)
 
-    def sees(self, block: ModeBlock[T]) -> bool:
+    def is_entered(self, block: ModeBlock[T]) -> bool:
         """Return True if ``block`` is entered in this context."""
         return block in self._visible_blocks()
 

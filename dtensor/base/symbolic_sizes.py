@@ -58,6 +58,7 @@ class SymbolicSize(torch.SymInt):
         return nodes[node.expr]
 
     def __eq__(self, other: object) -> bool:
+        """Return True if both sizes are equal in one program, which may add a guard; False for another program."""
         if isinstance(other, SymbolicSize):
             if other._program is not self._program:
                 return False
@@ -241,7 +242,7 @@ class _SpecializedSizes:
         self.program: Any = None
         self.names: set[str] = set()
 
-    def add(self, names: set[str]) -> None:
+    def add_names(self, names: set[str]) -> None:
         """Add size names of the program that is being compiled; names of an earlier program are dropped first."""
         program = torch_internals.compile_id()
         if program != self.program:
@@ -300,7 +301,7 @@ def _depends_on_view_base(node: Any, known: set[Any]) -> bool:
 def _recompile_specialized(closed: list[SymbolicSize]) -> None:
     """Restart compilation with the symbolic sizes ``closed`` as constants; do nothing if there are none."""
     if closed:
-        _SPECIALIZED.add(set().union(*[_source_names(value._expr, value) for value in closed]))
+        _SPECIALIZED.add_names(set().union(*[_source_names(value._expr, value) for value in closed]))
         raise torch_internals.restart(restart_reason="the program is right for one size alone")
 
 

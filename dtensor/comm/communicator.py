@@ -87,7 +87,7 @@ class Communicator(ABC):
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
         self._kept: PooledDicts[Any, Any] = PooledDicts(128, 128)
-        self._bound = self._kept.part()
+        self._bound = self._kept.make_part()
 
     # --- abstract methods --------------------------------------------------------------------------------------------------
     @abstractmethod
@@ -124,7 +124,7 @@ class Communicator(ABC):
         if not self.held:
             return Pending.of
         nbytes = functools.cache(lambda: self._max_received(dims, transfer) * transfer.dtype.itemsize)
-        return self._wrap_issue(transfer.kind, dims, self._make_transfer(dims, transfer), lambda _: nbytes())
+        return self._wrap_collective(transfer.kind, dims, self._make_transfer(dims, transfer), lambda _: nbytes())
 
     def _max_received(self, dims: Dims, transfer: Transfer) -> int:
         """Return the number of elements that a rank receives in a transfer, the maximum over ranks."""
@@ -161,7 +161,7 @@ class Communicator(ABC):
             max_numel = max(box.numel for group in self._groups(dims) for box in scatter.chunks_of(group[0]))
             return (self.group_size(dims) - 1) * max_numel * scatter.dtype.itemsize
 
-        return self._wrap_issue("reduce_scatter", dims, self._make_reduce_scatter(dims, scatter), num_received)
+        return self._wrap_collective("reduce_scatter", dims, self._make_reduce_scatter(dims, scatter), num_received)
 
     def bind_all_reduce(self, mesh_dims: Sequence[int], op: Op, dtype: torch.dtype) -> BoundReduction:
         """Bind an all-reduce: each rank of a group gets the reduction of the group's local values of one dtype."""
@@ -183,14 +183,14 @@ class Communicator(ABC):
             return events.all_reduce_bytes(nbytes, size, op)
 
         def wrap_reduction(run: BoundCollective) -> BoundCollective:
-            return self._wrap_issue("all_reduce", dims, run, num_received, bound.at_once)
+            return self._wrap_collective("all_reduce", dims, run, num_received, bound.at_once)
 
         bound = self._make_all_reduce(dims, op, dtype)
         return BoundReduction(
             wrap_reduction(bound.run), None if bound.run_donated is None else wrap_reduction(bound.run_donated), bound.at_once
         )
 
-    def _wrap_issue(
+    def _wrap_collective(
         self, kind: str, dims: Dims, run: BoundCollective, nbytes: Callable[[Local], int], at_once: bool = True
     ) -> BoundCollective:
         """Wrap ``run``, a bound collective: an active recorder records each call; listeners and the profiler get an event for it.
@@ -198,17 +198,17 @@ class Communicator(ABC):
         ``nbytes(x)``: bytes that a rank receives. ``at_once``: see :class:`BoundReduction`.
         """
 
-        def issue_reported(x: Local) -> Pending[Local]:
+        def run_or_record(x: Local) -> Pending[Local]:
             """Run the collective: through an active recorder, or reported to listeners or the profiler, or directly."""
             if ACTIVE_RECORDERS and (recorder := current_recorder()) is not None:
-                return recorder.record_op(issue_reported, (x,), {})
+                return recorder.record_op(run_or_record, (x,), {})
             if events.listeners or profiler_enabled() or (count_dispatch_modes() and has_range_observer()):
                 return events.issue_reported(self._event(kind, dims, nbytes(x)), lambda: run(x), x)
             return run(x)
 
-        issue_reported.__name__ = kind
-        setattr(issue_reported, "at_once", at_once and self.has_other_processes)  # noqa: B010  mypy knows no such attribute of functions
-        return issue_reported
+        run_or_record.__name__ = kind
+        setattr(run_or_record, "at_once", at_once and self.has_other_processes)  # noqa: B010  mypy knows no such attribute of functions
+        return run_or_record
 
     def local(self, shards: Sequence[torch.Tensor]) -> Local:
         """Return the local value with these shards, one for each member held here."""
@@ -260,13 +260,17 @@ class Communicator(ABC):
         row = self.map(lambda member, shard: concat_to_row([check_announced_shape(shard, shapes[member], member)]), x)
         bound = self._get_or_bind(
             ("all_gather", dims, *shapes.items(), row.dtype),
-            lambda: self.bind_gather(dims, lambda at: [math.prod(shapes[k]) for k in self.mesh.members_of(dims, at)], row.dtype),
+            lambda: self.bind_row_all_gather(
+                dims, lambda at: [math.prod(shapes[k]) for k in self.mesh.members_of(dims, at)], row.dtype
+            ),
         )
         return cast(BoundCollective, bound)(row).then(
             lambda row: self.map(lambda at, own: split_row(own, [shapes[k] for k in self.mesh.members_of(dims, at)]), row)
         )
 
-    def bind_gather(self, mesh_dims: Sequence[int], lengths_of: Lengths, dtype: torch.dtype, owner: str = "") -> BoundCollective:
+    def bind_row_all_gather(
+        self, mesh_dims: Sequence[int], lengths_of: Lengths, dtype: torch.dtype, owner: str = ""
+    ) -> BoundCollective:
         """Bind an all-gather of rows: each rank gets the rows of its group, concatenated.
 
         Args:
@@ -317,13 +321,15 @@ class Communicator(ABC):
         row = self.map(lambda _, *shards: concat_to_row(shards), *chunks)
         bound = self._get_or_bind(
             ("reduce_scatter", dims, *shapes.items(), op, row.dtype),
-            lambda: self.bind_scatter(dims, lambda member: [math.prod(shape) for shape in shapes[member]], op, row.dtype),
+            lambda: self.bind_row_reduce_scatter(
+                dims, lambda member: [math.prod(shape) for shape in shapes[member]], op, row.dtype
+            ),
         )
         return cast(BoundCollective, bound)(row).then(
             lambda reduced: self.map(lambda member, shards: shards.view(shape_of(member, member)), reduced)
         )
 
-    def bind_scatter(
+    def bind_row_reduce_scatter(
         self, mesh_dims: Sequence[int], lengths_of: Lengths, op: str, dtype: torch.dtype, owner: str = ""
     ) -> BoundCollective:
         """Bind a reduce-scatter of rows: position k gets part k of the group's rows, reduced.
@@ -355,7 +361,7 @@ class Communicator(ABC):
         )
         return self.bind_reduce_scatter(dims, scatter)
 
-    def bind_exchange(
+    def bind_row_exchange(
         self, mesh_dims: Sequence[int], send_lengths_of: Lengths, recv_lengths_of: Lengths, dtype: torch.dtype
     ) -> BoundCollective:
         """Bind an all-to-all of rows: part k of a row goes to position k; received parts are concatenated by position.
@@ -429,6 +435,7 @@ class Communicator(ABC):
         shapes = self._map_members(lambda _, shard: tuple(shard.shape), x)
 
         def route_of(member: int) -> SendRecvPlan:
+            """Return the member's part of the broadcast."""
             group = self.mesh.members_of(dims, member)
             shape = next(shapes[one] for one in (group[source], member, *shapes) if one in shapes)
             return broadcast_route(shape, size, source, group.index(member))

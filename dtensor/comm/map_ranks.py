@@ -67,7 +67,7 @@ def map_ranks(fn: Callable[..., Any], *args: Any, mesh: Any = None, **kwargs: An
     runs = RankRuns(len(mesh.members), torch.device(mesh.device_type)) if len(communicator.held) > 1 else None
 
     def run_member(member: int, *args: Any, **kwargs: Any) -> Any:
-        with nullcontext() if runs is None else runs.run(member):
+        with nullcontext() if runs is None else runs.enter_run(member):
             return fn(coordinates[member], *args, **kwargs)
 
     results = communicator.map(run_member, *args, **kwargs)

@@ -73,7 +73,7 @@ class RankRuns:
             self._watch_generator(generator)
 
     @contextmanager
-    def run(self, rank: int) -> Iterator[None]:
+    def enter_run(self, rank: int) -> Iterator[None]:
         """Enter the run of ``rank`` for a ``with`` block: its random states, and the mode that follows its torch functions."""
         for stream in self._streams.values():
             stream.restart()
@@ -84,7 +84,7 @@ class RankRuns:
         finally:
             _ACTIVE_RUN.run = before
         for stream in self._streams.values():
-            stream.finish()
+            stream.restore_after_first_run()
 
     def copy_shared_results(self, value: Any) -> Any:
         """Return the merged results ``value``, in which ranks that returned one tensor each get a copy of their own."""
@@ -213,7 +213,7 @@ class _RandomStream:
     def restart(self) -> None:
         self._restore(self._before)
 
-    def finish(self) -> None:
+    def restore_after_first_run(self) -> None:
         """Set the source of random numbers to the state in which the first run left it."""
         if self._after is None:
             self._after = self._read()

@@ -282,9 +282,9 @@ def cache_owner(x: Any, owner: Any) -> tuple[Any, Any]:
     Args:
         owner: the :func:`version_owner` of ``x``.
     """
-    if _is_same_memory(x, owner):
+    if _has_all_elements(x, owner):
         return owner, None
-    part = _find_part(x) if owner is x._base else None
+    part = _key_of_elements(x) if owner is x._base else None
     return (x, None) if part is None else (owner, part)
 
 
@@ -298,7 +298,7 @@ def is_recorded_by_autograd(x: Any) -> bool:
         return x.grad_fn is not None
 
 
-def _find_part(x: Any) -> Any:
+def _key_of_elements(x: Any) -> Any:
     """Return a hashable key of the elements of its base that the view ``x`` has; None if they are not known."""
     layout, offset = x._layout, plain_torch_offset(x._base, x)
     if offset is None or layout.dtype is not x._base._layout.dtype or layout.is_complex:
@@ -307,7 +307,7 @@ def _find_part(x: Any) -> Any:
     return offset, *[(layout.shape[d], layout.stride[d]) for d in order]
 
 
-def _is_same_memory(x: Any, owner: Any) -> bool:
+def _has_all_elements(x: Any, owner: Any) -> bool:
     """Return True if ``x`` has each element of ``owner``, unchanged, so that its layout says which."""
     layout, owner_layout = x._layout, owner._layout
     return x is owner or (

@@ -95,7 +95,7 @@ def get_or_make_log(ranks: Iterable[int], handle: Any, backend: str) -> Collecti
             log.spans_hosts = _wait_for_hosts(watchdog.host_state, ranks)
             if log.spans_hosts:
                 watchdog.host_state.spans_hosts = True
-                watchdog.host_state.publish()
+                watchdog.host_state.publish_state()
         log.add_handle(handle)
         return log
 
@@ -254,7 +254,7 @@ def record_operation_error(error: BaseException) -> None:
     """Write an error of an operation to this rank's state file: other ranks diagnose it if theirs did not fail."""
     watchdog = _ActiveWatchdog.watchdog
     if watchdog is not None and CheckLevel.now in ("watch", "strict") and not isinstance(error, DivergenceError):
-        watchdog.host_state.record_error(error)
+        watchdog.host_state.write_operation_error(error)
 
 
 def make_divergence_error(log: CollectiveLog, diagnosis: Diagnosis | None = None) -> Exception:

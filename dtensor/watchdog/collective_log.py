@@ -119,7 +119,7 @@ class CollectiveLog(EventLog):
         operations, last_operation = self._mix_logged_operations(), self._mix_operation_hashes()
         frame = find_user_frame(sys._getframe(2))
         line = "" if frame is None else source_location.format_line(frame.f_code.co_filename, frame.f_lineno)
-        at = self.add(record.hash, record.text, record.mesh_dims, line, operations, record.lengths, last_operation)
+        at = self.add_event(record.hash, record.text, record.mesh_dims, line, operations, record.lengths, last_operation)
         number, hashed = self.count, self.hash
         if self._missing_ranks:
             self._find_peers()

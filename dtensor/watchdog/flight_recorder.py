@@ -138,7 +138,7 @@ class EventLog:
         self.file, self.slots = file, file.slots
         self.count = self.hash = self.unordered = 0
 
-    def add(
+    def add_event(
         self,
         hashed: int,
         text: str,
@@ -165,9 +165,9 @@ class EventLog:
         slots[0] = number
         return at
 
-    def add_unordered(self, hashed: int, text: str, mesh_dims: str, line: str) -> None:
+    def add_unordered_event(self, hashed: int, text: str, mesh_dims: str, line: str) -> None:
         """Log an event that ranks may do in another order than adjacent events of the same kind."""
-        self.add(_UNORDERED_MARK, text, mesh_dims, line)
+        self.add_event(_UNORDERED_MARK, text, mesh_dims, line)
         self.unordered += hashed
 
     def read_hash(self) -> int:

@@ -191,7 +191,7 @@ class Watchdog:
         self._publish_location()
         diagnosis = host_state.find_diagnosis()
         if host_state.spans_hosts:
-            host_state.publish()
+            host_state.publish_state()
             diagnosis = diagnosis or host_state.remote_states.read_diagnosis()
         wait = self._find_wait()
         if diagnosis is None and wait is None and host_state.slots[C10D_CALL]:

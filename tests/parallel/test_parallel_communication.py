@@ -223,18 +223,18 @@ def test_force_sum_reduction_issues_only_sums() -> None:
         layer.set_force_sum_reduction_for_comms(True)
     comm = unit_of(plain[0]).groups[0].comm
     asked: list[Any] = []
-    bind_scatter = comm.bind_scatter
+    bind_scatter = comm.bind_row_reduce_scatter
 
     def bound(dims: Any, lengths_of: Any, op: str, *rest: Any) -> Any:
         run = bind_scatter(dims, lengths_of, op, *rest)
         return lambda row: asked.append(op) or run(row)
 
-    comm.bind_scatter = bound
+    comm.bind_row_reduce_scatter = bound
     try:
         assert_same(step(summing, mesh), plain_gradients(3))
         assert_same(step(plain, mesh), plain_gradients(3))
     finally:
-        del comm.bind_scatter
+        del comm.bind_row_reduce_scatter
     assert asked == ["sum"] * 3 + ["avg"] * 3
     with pytest.warns(FutureWarning, match="use set_gradient_divide_factor"):
         summing[0].set_reduce_scatter_divide_factor(1.0)

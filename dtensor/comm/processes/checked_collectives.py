@@ -32,7 +32,7 @@ from ...watchdog.levels import CheckLevel, raise_in_forked_child
 from ..flat_rows import row_gather_route
 from ..pack import SendRecvPlan, Transfer
 from ..pending import Pending
-from .transfer import Issue, bind_direct, bind_transfer
+from .transfer import Issue, bind_direct_messages, bind_group_transfer
 
 BEFORE_NEW_GROUP.append(wait_for_group_members)
 MESH_HOOKS.append(start_watchdog)
@@ -164,6 +164,6 @@ def _gather_rows(log: CollectiveLog, group: Group, number: int, row: torch.Tenso
         route = row_gather_route([(length,)] * group.size, group.position)
         is_whole_group = group.handle.size() == group.size
         transfer = Transfer(lambda _: route, row.dtype, "all_gather", blocking=True)
-        log.bound_exchanges[key] = bind_transfer(group, transfer) if is_whole_group else bind_direct(group, route)
+        log.bound_exchanges[key] = bind_group_transfer(group, transfer) if is_whole_group else bind_direct_messages(group, route)
     pending: Pending[torch.Tensor] = log.bound_exchanges[key](row)
     return run_wait(log, number, pending.wait)

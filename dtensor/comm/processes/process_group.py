@@ -22,9 +22,9 @@ from ..pack import Scatter, Transfer
 from ..pending import Pending
 from . import traced_collectives
 from .checked_collectives import send_recv_lengths, wrap_checked
-from .reductions import bind_all_reduce, bind_scatter
+from .reductions import bind_group_all_reduce, bind_group_reduce_scatter
 from .traced_collectives import select_when_traced
-from .transfer import bind_direct, bind_transfer
+from .transfer import bind_direct_messages, bind_group_transfer
 
 
 class ProcessGroups(Communicator):
@@ -55,7 +55,7 @@ class ProcessGroups(Communicator):
         group = self._group(dims)
         lengths = None if transfer.description else send_recv_lengths(transfer.route_of(group.members[group.position]))
         description = f"{transfer.kind} {transfer.description}".rstrip()
-        run = wrap_checked(group, description, self._name_dims(dims), bind_transfer(group, transfer), lengths=lengths)
+        run = wrap_checked(group, description, self._name_dims(dims), bind_group_transfer(group, transfer), lengths=lengths)
         return select_when_traced(run, lambda: traced_collectives.bind_traced_transfer(group, transfer))
 
     def _make_transfer_to(self, target: DeviceMesh, ranks: Dims, transfer: Transfer) -> BoundCollective:
@@ -76,16 +76,18 @@ class ProcessGroups(Communicator):
         description, mesh_dims = f"transfer to another mesh {transfer.description}", f"ranks {', '.join(map(str, ranks))}"
         route = transfer.route_of(group.position)
         if dist.get_world_size(handle) == len(ranks):
-            run = wrap_checked(group, description, mesh_dims, bind_transfer(group, transfer), lengths=send_recv_lengths(route))
+            run = wrap_checked(
+                group, description, mesh_dims, bind_group_transfer(group, transfer), lengths=send_recv_lengths(route)
+            )
             return select_when_traced(run, lambda: traced_collectives.bind_traced_transfer(group, transfer))
         return select_when_traced(
-            wrap_checked(group, description, mesh_dims, bind_direct(group, route), lengths=send_recv_lengths(route)),
+            wrap_checked(group, description, mesh_dims, bind_direct_messages(group, route), lengths=send_recv_lengths(route)),
             traced_collectives.raise_without_group,
         )
 
     def _make_all_reduce(self, dims: Dims, op: Op, dtype: torch.dtype) -> BoundReduction:
         """Return the all-reduce of these groups: each call is compared with other ranks, and can be traced."""
-        group, bound = self._group(dims), bind_all_reduce(self._group(dims), op, dtype)
+        group, bound = self._group(dims), bind_group_all_reduce(self._group(dims), op, dtype)
         description, mesh_dims = f"all_reduce({op})", self._name_dims(dims)
         wrap = functools.partial(wrap_checked, group, description, mesh_dims, compare_shape=True)
         run_donated = None if bound.run_donated is None else wrap(bound.run_donated)
@@ -96,7 +98,7 @@ class ProcessGroups(Communicator):
     def _make_reduce_scatter(self, dims: Dims, scatter: Scatter) -> BoundCollective:
         """Return the reduce-scatter of these groups: each call is compared with other ranks, and can be traced."""
         group, description = self._group(dims), f"reduce_scatter({scatter.op}) {scatter.description}"
-        run = wrap_checked(group, description, self._name_dims(dims), bind_scatter(group, scatter))
+        run = wrap_checked(group, description, self._name_dims(dims), bind_group_reduce_scatter(group, scatter))
         return select_when_traced(run, lambda: traced_collectives.bind_traced_scatter(group, scatter))
 
     def _all_gather_object(self, value: Any, dims: Dims) -> list[Any]:
@@ -114,7 +116,7 @@ class ProcessGroups(Communicator):
         route = row_gather_route([(length,) for length in lengths], position)
         group, transfer = self._group(dims), Transfer(lambda _: route, row.dtype, "all_gather", blocking=True)
         run = wrap_checked(
-            group, f"all_gather of pickled objects, {lengths}", self._name_dims(dims), bind_transfer(group, transfer)
+            group, f"all_gather of pickled objects, {lengths}", self._name_dims(dims), bind_group_transfer(group, transfer)
         )
         rows: torch.Tensor = run(row.to(self.mesh.device_type)).wait()
         return rows.cpu()

@@ -36,7 +36,7 @@ from .transfer import ROW_FACTOR, Issue, list_message_regions, peer_order
 
 
 # --- reduce-scatter ------------------------------------------------------------------------------------------------------
-def bind_scatter(group: Group, scatter: Scatter) -> Issue:
+def bind_group_reduce_scatter(group: Group, scatter: Scatter) -> Issue:
     """Bind a reduce-scatter by the backend, or by messages, or by one all-to-all of packed rows and a local reduction."""
     member, op, dtype = group.members[group.position], scatter.op, scatter.dtype
     old, chunks = tuple(scatter.old(member)), scatter.chunks_of(member)
@@ -97,7 +97,7 @@ def _bind_direct_scatter(group: Group, old: tuple[int, ...], chunks: tuple[Box, 
 
 
 # --- all-reduce -----------------------------------------------------------------------------------------------------------
-def bind_all_reduce(group: Group, op: Op, dtype: torch.dtype) -> BoundReduction:
+def bind_group_all_reduce(group: Group, op: Op, dtype: torch.dtype) -> BoundReduction:
     """Bind an all-reduce: the backend's own, else in one round for small tensors, else in two."""
     native = native_reduction(group, op, dtype)
     if native is not None:

@@ -122,7 +122,7 @@ class TracedCollective:
             case _:
                 return row.new_empty(row.numel() // self.size)
 
-    def bind(self, handle: Any, lengths: Sequence[int], device_type: str) -> Issue:
+    def bind_to_group(self, handle: Any, lengths: Sequence[int], device_type: str) -> Issue:
         """Bind this collective to a process group. As with eager ones, ranks compare each run before it sends anything."""
         ranks = dist.get_process_group_ranks(handle)
         group = Group(handle, tuple(range(self.size)), handle.rank(), None, backend_name(handle, device_type))
@@ -183,7 +183,7 @@ def _run_collective(row: Tensor, lengths: Sequence[int], what: str, after: Tenso
     key = (what, lengths, row.device.type)
     bound = _BOUND_COLLECTIVES.get(key)
     if bound is None or bound[0] is not handle:
-        bound = _BOUND_COLLECTIVES.keep(key, (handle, collective.bind(handle, lengths, row.device.type)))
+        bound = _BOUND_COLLECTIVES.keep(key, (handle, collective.bind_to_group(handle, lengths, row.device.type)))
     return bound[1](row.contiguous()).wait()  # inductor may choose other strides than at tracing
 
 
@@ -359,6 +359,7 @@ def bind_traced_scatter(group: Group, scatter: Scatter) -> BoundCollective:
         return _bind_traced_native_scatter(group, send_packing, own.size, native, description)
 
     def trace_scatter(x: Tensor) -> Pending[Tensor]:
+        """Add an all-to-all of the packed regions and a local reduction to the traced graph."""
         rows = _exchange_rows(
             group, send_packing.pack(to_row_major(x, old)), [own.numel] * group.size, send_packing.lengths, description
         )

@@ -46,7 +46,7 @@ ROW_FACTOR = 4
 MAX_EXAMINED_MEMBERS = 64  # in larger groups routes are not examined, and each rank is assumed to have all others as partners
 
 
-def bind_transfer(group: Group, transfer: Transfer) -> Issue:
+def bind_group_transfer(group: Group, transfer: Transfer) -> Issue:
     """Bind a transfer in the cheapest way, chosen from facts that all members of the group know."""
     member = group.members[group.position]
     joined = _concat_gather_layout(group, transfer)
@@ -59,11 +59,11 @@ def bind_transfer(group: Group, transfer: Transfer) -> Issue:
         return _bind_relayed(group, route)
     if is_native_gather(group, transfer, route):
         return _bind_native_gather(group, route)
-    return (bind_direct if _is_direct(group, transfer, route) else _bind_packed)(group, route)
+    return (bind_direct_messages if _is_direct(group, transfer, route) else _bind_packed)(group, route)
 
 
 def is_packed(group: Group, transfer: Transfer) -> bool:
-    """Return True if :func:`bind_transfer` sends the transfer as one all-to-all of packed rows."""
+    """Return True if :func:`bind_group_transfer` sends the transfer as one all-to-all of packed rows."""
     if transfer.kind == "broadcast" or _concat_gather_layout(group, transfer) is not None:
         return False
     route = transfer.route_of(group.members[group.position])
@@ -174,7 +174,7 @@ def list_message_regions(
     return [_MessageRegion(rank, box, contiguous_run(box, shape)) for rank, box in ordered if box is not None and box.numel]
 
 
-def bind_direct(group: Group, route: SendRecvPlan) -> Issue:
+def bind_direct_messages(group: Group, route: SendRecvPlan) -> Issue:
     """Bind a transfer as messages between the ranks that exchange something. ``group`` may be a part of its process group."""
     send_regions = list_message_regions(group, route.sends, route.old, 1)
     recv_regions = list_message_regions(group, route.receives, route.new, -1)
