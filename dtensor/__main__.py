@@ -109,7 +109,7 @@ def _add_html(command: argparse.ArgumentParser) -> None:
 
 
 def _add_explain(commands: Any) -> None:
-    """Add the command ``explain``: report a script's communication, compute and memory."""
+    """Add the subcommand ``explain`` to the parser; it reports a script's communication, compute and memory."""
 
     def run_explain(options: argparse.Namespace) -> Callable[[], int]:
         path = run_script.existing_file(options.script)
@@ -121,7 +121,7 @@ def _add_explain(commands: Any) -> None:
 
 
 def _add_trace(commands: Any) -> None:
-    """Add the command ``trace``: run a script and write a timeline of its ranks."""
+    """Add the subcommand ``trace`` to the parser; it runs a script and writes a timeline of its ranks."""
 
     def run_trace(options: argparse.Namespace) -> Callable[[], int]:
         path = run_script.existing_file(options.script)
@@ -141,7 +141,7 @@ def _add_trace(commands: Any) -> None:
 
 
 def _add_plan(commands: Any) -> None:
-    """Add the command ``plan``: plan the strategies of a script, or find the best mesh for a known model."""
+    """Add the subcommand ``plan`` to the parser; it plans a script's strategies, or finds the best mesh for a known model."""
 
     def run_plan_command(options: argparse.Namespace) -> int | Callable[[], int]:
         """Find layouts for a known model now, or return the call that plans a script."""
@@ -179,7 +179,7 @@ def _near_models(name: str) -> str:
 
 # --- measuring ----------------------------------------------------------------------------------------------------------
 def _add_bench(commands: Any) -> None:
-    """Add the command ``bench``, which measures redistributions or the dispatch time of operators."""
+    """Add the subcommand ``bench`` to the parser; it measures redistributions or the dispatch time of operators."""
     bench_command = _add_command(
         commands,
         "bench",
@@ -260,7 +260,7 @@ def _show_rows(options: argparse.Namespace, rows: Iterator[Any], count: int) -> 
 
 
 def _add_calibrate(commands: Any) -> None:
-    """Add the command ``calibrate``: measure this machine's collectives for the cost model."""
+    """Add the subcommand ``calibrate`` to the parser; it measures this machine's collectives for the cost model."""
     about = "measure collectives and compute on this machine, and save the constants of the cost model"
     command = _add_command(commands, "calibrate", about, _run_calibrate, "dtensor calibrate --ranks 4")
     command.add_argument("--ranks", type=int, default=4, metavar="N", help="processes to start, unless torchrun did (default: 4)")
@@ -295,7 +295,7 @@ def _add_doctor(commands: Any) -> None:
 
 
 def _add_ranks(commands: Any) -> None:
-    """Add the command ``ranks``: print what each rank did last, after a run that hung or died."""
+    """Add the subcommand ``ranks`` to the parser; it prints what each rank did last, after a run that hung or died."""
 
     def print_rank_logs(options: argparse.Namespace) -> int:
         """Print the last events that the ranks of a job logged in its folder."""
@@ -320,7 +320,7 @@ def _add_ranks(commands: Any) -> None:
 
 
 def _add_ops(commands: Any) -> None:
-    """Add the command ``ops``: print how each operator runs, as Markdown tables."""
+    """Add the subcommand ``ops`` to the parser; it prints how each operator runs, as Markdown tables."""
 
     def print_operator_tables(options: argparse.Namespace) -> int:
         print(operator_tables(), end="")
@@ -331,7 +331,7 @@ def _add_ops(commands: Any) -> None:
 
 
 def _add_verify(commands: Any) -> None:
-    """Add the command ``verify``: run sharding rules on samples, and compare with plain torch."""
+    """Add the subcommand ``verify`` to the parser; it runs sharding rules on samples and compares with plain torch."""
     about = "run operators under many placements and compare the results with PyTorch on plain tensors"
     examples = ('dtensor verify "*softmax*"', "dtensor verify my.module::halve")
     command = _add_command(commands, "verify", about, _verify_rules, *examples)

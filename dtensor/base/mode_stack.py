@@ -103,7 +103,7 @@ class ModeStack(Generic[T]):
         return block
 
     def leave(self, block: ModeBlock[T]) -> None:
-        """End ``block``, in the context that entered it or, from another context, in all contexts."""
+        """End ``block`` in this context, or in all contexts if another context entered it."""
         now, token, block.token = self._blocks.get(), block.token, None
         try:
             self._blocks.reset(token)  # raises if another context entered the block

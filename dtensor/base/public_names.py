@@ -42,10 +42,12 @@ def _read_public_names(packages: tuple[str, ...]) -> Mapping[str, frozenset[str]
     """Return the ``__all__`` of each package. Packages precede modules, which repeat names of packages."""
     files = {package: _ROOT / package / "__init__.py" for package in packages}
     ordered = sorted(packages, key=lambda package: not files[package].exists())
-    return {package: _read_all(files[package] if files[package].exists() else _ROOT / f"{package}.py") for package in ordered}
+    return {
+        package: _read_dunder_all(files[package] if files[package].exists() else _ROOT / f"{package}.py") for package in ordered
+    }
 
 
-def _read_all(file: Path) -> frozenset[str]:
+def _read_dunder_all(file: Path) -> frozenset[str]:
     """Return the names in ``__all__`` of a file; none if there is no source."""
     if not file.exists():
         return frozenset()

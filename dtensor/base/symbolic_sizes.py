@@ -30,7 +30,7 @@ class SymbolicSize(torch.SymInt):
 
     @property
     def shape_env(self) -> Any:
-        """Return torch's ``ShapeEnv`` of the program.
+        """Return torch's ``ShapeEnv`` of the program that has this size.
 
         Raises:
             DTensorError: the program has ended, so the size has no value.
@@ -42,7 +42,7 @@ class SymbolicSize(torch.SymInt):
 
     @property
     def node(self) -> Any:
-        """Return the ``SymNode`` that torch computes with.
+        """Return the ``SymNode`` that torch computes with, of the program that is being recorded if there is one.
 
         While a program is recorded, the node belongs to that program. Torch finds the source of a size by this object, and a
         node of an earlier trace may belong to a gradient, which the forward pass does not have.
@@ -298,10 +298,10 @@ def _depends_on_view_base(node: Any, known: set[Any]) -> bool:
     return any(all("._base" in name or "<" in name for name in each) for each in names)
 
 
-def _recompile_specialized(closed: list[SymbolicSize]) -> None:
-    """Restart compilation with the symbolic sizes ``closed`` as constants; do nothing if there are none."""
-    if closed:
-        _SPECIALIZED.add_names(set().union(*[_source_names(value._expr, value) for value in closed]))
+def _recompile_specialized(sizes: list[SymbolicSize]) -> None:
+    """Restart compilation with the symbolic sizes ``sizes`` as constants; do nothing if there are none."""
+    if sizes:
+        _SPECIALIZED.add_names(set().union(*[_source_names(value._expr, value) for value in sizes]))
         raise torch_internals.restart(restart_reason="the program is right for one size alone")
 
 

@@ -24,17 +24,13 @@ from .torch_internals import (
     without_modes,
 )
 
-OBSERVER_MODES: dict[
-    type, bool
-] = {}  # dispatch modes of torch that only observe operators -> whether they also observe profiler ranges
+# dispatch modes of torch that only observe operators -> whether they also observe profiler ranges
+OBSERVER_MODES: dict[type, bool] = {}
 _VALUELESS_TYPES = (FakeTensor, FunctionalTensor)
 _PROXY = DISPATCH_MODE_KEYS.PROXY
 _FUNCTIONAL = DISPATCH_MODE_KEYS.FUNCTIONAL
 # raised by kernels for operands that they do not accept; ValueError only on meta tensors
-KERNEL_ERRORS = (
-    RuntimeError,
-    ValueError,
-)
+KERNEL_ERRORS = (RuntimeError, ValueError)
 _TRACING_KEYS = (_PROXY, _FUNCTIONAL, DISPATCH_MODE_KEYS.FAKE)
 
 
@@ -87,11 +83,8 @@ def has_data_mutation(local: Any) -> bool:
 def _dtensor_graph_tracer() -> Any:
     """Return the tracer of a graph of DTensors (``make_fx``, ``linearize``), None if no such graph is recorded."""
     mode = infra_mode(_PROXY)
-    return (
-        None
-        if mode is None or infra_mode(_FUNCTIONAL) is not None or infra_mode(DISPATCH_MODE_KEYS.FAKE) is not None
-        else mode.tracer
-    )
+    is_of_locals = infra_mode(_FUNCTIONAL) is not None or infra_mode(DISPATCH_MODE_KEYS.FAKE) is not None
+    return None if mode is None or is_of_locals else mode.tracer
 
 
 def add_graph_constants(operands: Any) -> bool:

@@ -21,12 +21,7 @@ _STDLIB_PATH = str(Path(os.__file__).resolve().parent) + os.sep
 _OPTIMIZER_PATH = os.path.join(_TORCH_PATH, "optim", "")
 _TYPING_EXTENSIONS = typing_extensions.__file__  # wraps deprecated functions of torch
 # generated code of libraries; "<stdin>" and notebooks belong to the user
-_GENERATED_PREFIXES = (
-    "<frozen",
-    "<string>",
-    "<eval_with_key",
-    "<captured ",
-)
+_GENERATED_PREFIXES = ("<frozen", "<string>", "<eval_with_key", "<captured ")
 _IS_LIBRARY_CACHE: BoundedDict[str, bool] = BoundedDict(10_000)  # bounded, because generated functions have file names too
 _FRAME_PATTERN = re.compile(r'\s*File "(?P<file>.*)", line (?P<line>\d+), in ')
 

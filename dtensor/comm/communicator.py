@@ -404,7 +404,7 @@ class Communicator(ABC):
     def _exchange(
         self, chunks: list[Local], dims: Dims, shape_of: Callable[[int, int], Shape], kind: str
     ) -> Pending[list[Local]]:
-        """Send a chunk from each member to each member of its group, and return what each received."""
+        """Send a chunk from each member to each member of its group, and return the received chunks by position."""
         members_of = self.mesh.members_of
 
         @functools.cache
@@ -435,7 +435,7 @@ class Communicator(ABC):
         shapes = self._map_members(lambda _, shard: tuple(shard.shape), x)
 
         def route_of(member: int) -> SendRecvPlan:
-            """Return the member's part of the broadcast."""
+            """Return the member's send/receive plan for the broadcast."""
             group = self.mesh.members_of(dims, member)
             shape = next(shapes[one] for one in (group[source], member, *shapes) if one in shapes)
             return broadcast_route(shape, size, source, group.index(member))

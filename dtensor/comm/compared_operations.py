@@ -17,9 +17,7 @@ from ..base.caches import memoize
 from ..base.generators import get_generator_state
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
-from ..watchdog.collective_hooks import (
-    get_or_make_operation_log,
-)
+from ..watchdog.collective_hooks import get_or_make_operation_log
 from ..watchdog.flight_recorder import OperationHash, fingerprint
 from ..watchdog.levels import CheckLevel, operation_records_of
 

@@ -92,14 +92,14 @@ def row_boxes(shapes: Sequence[Shape]) -> list[Box]:
 
 
 def row_exchange_route(sends: Sequence[Shape], receives: Sequence[Shape], mine: int) -> SendRecvPlan:
-    """Return one member's part of an exchange: ``sends[k]`` goes to position k, which sends ``receives[k]``; ``mine`` is kept."""
+    """Return the send/receive plan of position ``mine``, which sends ``sends[k]`` to position k and gets ``receives[k]``."""
     send_boxes, recv_boxes = row_boxes(sends), row_boxes(receives)
     kept = (send_boxes[mine], recv_boxes[mine]) if send_boxes[mine].numel else None
     return _make_route(send_boxes, recv_boxes, mine, kept, sum(box.numel for box in send_boxes))
 
 
 def row_gather_route(shapes: Sequence[Shape], mine: int) -> SendRecvPlan:
-    """Return one member's part of an all-gather: position k has a tensor of ``shapes[k]``; the member is at position ``mine``."""
+    """Return the send/receive plan of position ``mine`` for an all-gather of tensors with ``shapes``, by position."""
     recv_boxes = row_boxes(shapes)
     length = recv_boxes[mine].numel
     own_box = Box((0,), (length,))
@@ -117,7 +117,7 @@ def _make_route(
 
 
 def broadcast_route(shape: Shape, size: int, source: int, mine: int) -> SendRecvPlan:
-    """Return one member's part of a broadcast from position ``source`` of a group of ``size``."""
+    """Return the send/receive plan of position ``mine`` for a broadcast from position ``source`` of a group of ``size``."""
     shape = tuple(shape)
     box, is_receiver = Box((0,) * len(shape), shape), mine != source
     sends = tuple(None if is_receiver or k == mine else box for k in range(size))

@@ -163,11 +163,8 @@ def _reduce_monoid(addends: Sequence[Tensor], op: Monoid) -> Tensor:
     if op.finalize is not None:
         total = op.finalize(total)
     # combine and finalize may return an addend, or a view of one
-    return (
-        row_major_copy(total)
-        if any(_shares_storage(total, addend) for addend in addends) or not total.is_contiguous()
-        else total.detach()
-    )
+    is_shared = any(_shares_storage(total, addend) for addend in addends)
+    return row_major_copy(total) if is_shared or not total.is_contiguous() else total.detach()
 
 
 def reduce_stack(stack: Tensor, op: Monoid) -> Tensor:

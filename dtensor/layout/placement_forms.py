@@ -22,7 +22,7 @@ def is_placement_form(given: Any) -> bool:
 
 
 def split_mesh_and_placements(device_mesh: Any, placements: Any) -> tuple[Any, Any]:
-    """Return mesh and placements of a call. Placements in the place of the mesh are taken as placements, and the mesh is None."""
+    """Return (mesh, placements) of a call's arguments; placements passed in place of the mesh give (None, placements)."""
     if placements is None and device_mesh is not None and is_placement_form(device_mesh):
         return None, device_mesh
     return device_mesh, placements

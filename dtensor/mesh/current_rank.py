@@ -28,7 +28,7 @@ RUNNING_RANK = _Running()
 
 @contextmanager
 def run_as_member(root: Root, member: int) -> Iterator[None]:
-    """Make ``member`` the current one while a per-rank function runs in this process."""
+    """Make ``member``, a position in ``root``, the current rank of this thread inside a ``with`` block."""
     before, RUNNING_RANK.at = RUNNING_RANK.at, (root, member)
     try:
         yield
@@ -37,7 +37,7 @@ def run_as_member(root: Root, member: int) -> Iterator[None]:
 
 
 def current_member(root: Root) -> int | None:
-    """Return the member of this process, None if it is not in the mesh; in one process the member that runs, else the first."""
+    """Return this process's position in ``root``, None if it has none; in one process that of the running rank, else 0."""
     if root.kind == "process_group":
         rank = dist.get_rank()
         return root.ranks.index(rank) if rank in root.ranks else None

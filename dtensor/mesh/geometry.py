@@ -139,7 +139,7 @@ class Geometry:
         return None if member is None else self.coordinates[member]
 
     def current_member(self) -> int | None:
-        """Return the member of this process, None outside of the mesh; in one process the member that runs, else the first."""
+        """Return this process's position in the root, None if it has none; in one process that of the running rank, else 0."""
         return current_member(self._root)
 
     def current_ranks(self) -> list[int]:

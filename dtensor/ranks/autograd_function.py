@@ -113,7 +113,7 @@ class _ValueSpec:
 
     @staticmethod
     def of(x: Any) -> _ValueSpec:
-        """Return the spec of one argument or result."""
+        """Make the spec of one argument or result: its number of tensors, and whether it has one for each rank."""
         if isinstance(x, PerRank):
             return _ValueSpec(len(x.shards), True)
         return _ValueSpec(1, False) if isinstance(x, Tensor) else _ValueSpec(0, False, x)
@@ -211,7 +211,7 @@ class _JointNode:
         return f"{self._call.function.__name__}Backward"
 
     def register_hook(self, hook: Callable[..., Any]) -> Any:
-        """Register ``hook(grads of arguments, grads of results)``; it may return other gradients of arguments."""
+        """Register a hook that runs after the node: ``hook(argument gradients, result gradients)`` may return other ones."""
         args, outputs = self._call.args, self._call.outputs
 
         def run_node_hook(grads: Any, output_grads: Any) -> Any:
@@ -221,7 +221,7 @@ class _JointNode:
         return self._node.register_hook(run_node_hook)
 
     def register_prehook(self, hook: Callable[..., Any]) -> Any:
-        """Register ``hook(gradients of results)``, which runs before the node and may return other gradients."""
+        """Register a hook that runs before the node: ``hook(result gradients)`` may return other ones."""
         outputs = self._call.outputs
 
         def run_node_prehook(grads: Any) -> Any:

@@ -187,10 +187,9 @@ def over_ranks(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
 
 
 def _arguments_by_rank(args: Sequence[Any]) -> Sequence[Sequence[Any]] | None:
-    """Return the positional arguments of each rank, without a search in nested values; None if that needs one.
+    """Return the positional arguments of each rank if all are ``PerRank``, numbers, or lists of these; else None.
 
-    The first argument, or its first element, must be a ``PerRank``. The others must be ``PerRank``, Python numbers, or lists of
-    these.
+    The first argument, or its first element, must be a ``PerRank``.
     """
     innermost = args[0] if args else None
     while type(innermost) in _LIST_TYPES and innermost:

@@ -149,12 +149,12 @@ class RankRuns:
         for other in (self._writers.rank_of(x), self._makers.rank_of(x)):
             if other not in (None, rank):
                 raise LayoutError(_format_conflict(rank, x, other))
-        self._writers.add(rank, x)
+        self._writers.set_rank(rank, x)
 
     def _add_made(self, rank: int, x: Tensor) -> None:
         """Record that the run of ``rank`` made the storage of ``x``."""
         if self._makers.rank_of(x) is None:
-            self._makers.add(rank, x)
+            self._makers.set_rank(rank, x)
 
     def replicate_for(self, rank: int, x: Tensor) -> Tensor:
         """Return ``rank``'s copy of the plain tensor ``x``, with its own gradient; ``x`` itself if it needs none."""
@@ -231,14 +231,11 @@ class _StorageRanks:
         entry = self._ranks.get(_storage_key(x))
         return None if entry is None else entry[1]
 
-    def add(self, rank: int, x: Tensor) -> None:
+    def set_rank(self, rank: int, x: Tensor) -> None:
         """Store ``rank`` for the storage of ``x``; drop entries of freed storages when there are many."""
         if _storage_key(x):
             # no other storage gets this key while the weak reference exists
-            self._ranks[_storage_key(x)] = (
-                StorageWeakRef(x.untyped_storage()),
-                rank,
-            )
+            self._ranks[_storage_key(x)] = StorageWeakRef(x.untyped_storage()), rank
         if len(self._ranks) > self._max_entries:
             self._ranks = {key: entry for key, entry in self._ranks.items() if not entry[0].expired()}
             self._max_entries = max(_PRUNE_ENTRIES, 2 * len(self._ranks))

@@ -13,9 +13,8 @@ import torch
 from ..base.tensor_tree import iter_tree_leaves
 from ..errors import LayoutError, MeshError, MixedTensorError
 
-RUN_PER_RANK: list[
-    Callable[..., Any]
-] = []  # one element: the function that runs torch functions per rank; ``per_rank``, a higher module, sets it
+# one element: the function that runs torch functions per rank; ``per_rank``, a higher module, sets it
+RUN_PER_RANK: list[Callable[..., Any]] = []
 
 
 class RankValues(tuple[Any, ...]):

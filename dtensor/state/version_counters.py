@@ -227,7 +227,7 @@ class WriteCheck:
 
 # --- alias groups -------------------------------------------------------------------------------------------------------
 def join_alias_groups(x: torch.Tensor, y: torch.Tensor) -> None:
-    """Join the alias groups of ``x`` and ``y``: from now on they are one memory, and each has a version counter of its own.
+    """Count writes to ``x`` and ``y`` together from now on: they have one memory, but version counters of their own.
 
     ``x.data``, ``x.data = y`` and ``x.set_(y)`` make such tensors.
     """
@@ -250,7 +250,7 @@ def join_alias_groups(x: torch.Tensor, y: torch.Tensor) -> None:
 
 
 def move_memory_state(x: Any, root: torch.Tensor) -> None:
-    """Move the memory state of ``x`` to ``root``, which is now the tensor that ``x`` was."""
+    """Move the memory state of ``x`` to ``root``, which has swapped its identity with ``x`` and is the base of it now."""
     state: MemoryState | None = x.__dict__.pop(MEMORY_STATE, None)
     if state is not None:
         root.__dict__[MEMORY_STATE] = state
@@ -300,15 +300,15 @@ def is_recorded_by_autograd(x: Any) -> bool:
 
 def _key_of_elements(x: Any) -> Any:
     """Return a hashable key of the elements of its base that the view ``x`` has; None if they are not known."""
-    layout, offset = x._layout, plain_torch_offset(x._base, x)
-    if offset is None or layout.dtype is not x._base._layout.dtype or layout.is_complex:
+    layout, plain_view = x._layout, view_in_plain_torch(x._base, x)
+    if plain_view is None or layout.dtype is not x._base._layout.dtype or layout.is_complex:
         return None
     order = dims_outermost_first(layout.stride)
-    return offset, *[(layout.shape[d], layout.stride[d]) for d in order]
+    return int(plain_view.storage_offset()), *[(layout.shape[d], layout.stride[d]) for d in order]
 
 
 def _has_all_elements(x: Any, owner: Any) -> bool:
-    """Return True if ``x`` has each element of ``owner``, unchanged, so that its layout says which."""
+    """Return True if ``x`` has all elements of ``owner`` in its dtype, so that no key must say which it has."""
     layout, owner_layout = x._layout, owner._layout
     return x is owner or (
         layout.dtype is owner_layout.dtype
@@ -316,12 +316,6 @@ def _has_all_elements(x: Any, owner: Any) -> bool:
         and layout.numel == owner_layout.numel
         and all(memory_order(each.shape, each.stride) is not None for each in (layout, owner_layout))
     )
-
-
-def plain_torch_offset(root: Any, view: Any) -> int | None:
-    """Return the storage offset that ``view`` would have in plain torch, in the memory of ``root``; None if unknown."""
-    plain_view = view_in_plain_torch(root, view)
-    return None if plain_view is None else int(plain_view.storage_offset())
 
 
 def view_in_plain_torch(root: Any, view: Any) -> torch.Tensor | None:

@@ -96,7 +96,8 @@ def get_or_make_log(ranks: Iterable[int], handle: Any, backend: str) -> Collecti
             if log.spans_hosts:
                 watchdog.host_state.spans_hosts = True
                 watchdog.host_state.publish_state()
-        log.add_handle(handle)
+        if handle is not None:  # None: torch has not made it yet
+            log.handles.add(handle)
         return log
 
 
@@ -198,7 +199,10 @@ def _get_or_make_watchdog() -> Watchdog:
 
 
 def _log_level_change() -> None:
-    """Log a change of the level in each group, so that ranks with another level are found before their hashes differ."""
+    """Log a change of the ``check_ranks`` level in each group.
+
+    Ranks with another level are so found before their hashes differ.
+    """
     watchdog = _ActiveWatchdog.watchdog
     if watchdog is None or watchdog.level == CheckLevel.now or not watchdog.host_state.is_current:
         return

@@ -108,11 +108,6 @@ class CollectiveLog(EventLog):
         self._missing_ranks = [rank for rank in ranks if rank != host_state.rank]
         self._peer_files: list[tuple[int, StateFile]] = []
 
-    def add_handle(self, handle: Any) -> None:
-        """Add a process group over which the ranks communicate; None while torch has not made it."""
-        if handle is not None:
-            self.handles.add(handle)
-
     def log_and_compare(self, record: CollectiveRecord) -> bool:
         """Log the next collective. Return True if it matches that of all ranks that have logged the same number."""
         self.host_state.raise_diagnosis()
@@ -176,9 +171,9 @@ class CollectiveLog(EventLog):
         return count
 
     def _mix_operation_hashes(self) -> str:
-        """Mix the operations without a log that all ranks of the group did together into the hash.
+        """Mix the unlogged operations that all ranks of the group did together into the hash; return the text of the last one.
 
-        Return the text of the last of them, empty if there is none. See [Note: Operations that a group compares].
+        The text is empty if there is none. See [Note: Operations that a group compares].
         """
         text, hashed = "", 0
         for ranks, operations in list(self._records.hashes.items()):

@@ -166,7 +166,7 @@ def has_issued(host_state: HostState, key: int, rank: int, number: int) -> bool:
 
 
 def _is_lost(host_state: HostState, rank: int, has_come: bool) -> bool:
-    """Return True if a rank cannot do its part in a collective.
+    """Return True if a rank will never do its part in a collective: it ended, was killed, is silent or gave up.
 
     A rank that has come to the collective is lost only if it was killed: it may have sent a part of its messages.
     """
@@ -199,7 +199,7 @@ def _has_given_up(host_state: HostState, file: StateFile) -> bool:
 
 # --- deadlocks -----------------------------------------------------------------------------------------------------------
 def _diagnose_cycle(host_state: HostState) -> Diagnosis | None:
-    """Return the diagnosis for a set of ranks that wait for each other, if it is the same as in an earlier call; else None."""
+    """Return the diagnosis of a deadlock if ranks wait for each other just as in an earlier call; else None."""
     waits, now = _find_cycle(host_state), time.monotonic()
     if waits is None or host_state.cycle_candidate is None or host_state.cycle_candidate[1] != waits:
         host_state.cycle_candidate = None if waits is None else (now, waits)

@@ -272,7 +272,7 @@ class Watchdog:
                 _LOG.warning("rank %d has waited %.0f s for rank %d, which %s", self.host_state.rank, seconds, rank, where)
 
     def _end_waits(self) -> None:
-        """End all waits of this process, in each group.
+        """End all waits of this process, in each process group, so that they raise.
 
         Gloo has no other way than a wait that times out: it breaks the connections of the group, and so all waits in it.
         """

@@ -61,7 +61,7 @@ def _pack_and_exchange(send_packing: Packing, recv_packing: Packing) -> BoundCol
     """Make a run with the memory of a packed exchange: a row to send until ``wait()``, a buffer until it is unpacked."""
 
     def run_exchange(x: Local) -> Pending[Local]:
-        """Allocate the result of an exchange without communication."""
+        """Allocate the row to send and the receive buffer; ``wait()`` allocates the result. No data is sent."""
         row = x if send_packing.is_block else x.new_empty(send_packing.total)
         buffer = x.new_empty(recv_packing.shape if recv_packing.is_block else recv_packing.total)
         return Pending(lambda: (buffer if recv_packing.is_block else buffer.new_empty(recv_packing.shape), row)[0])

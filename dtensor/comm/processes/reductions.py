@@ -132,11 +132,9 @@ def _bind_native_reduction(
         result = row_major_copy(x)
         return make_pending(reduce(torch.view_as_real(result) if dtype.is_complex else result.view(view_dtype)), lambda: result)
 
-    return (
-        BoundReduction(lambda x: reduce_in_place(row_major_copy(x)), reduce_in_place, True)
-        if view_dtype is dtype
-        else BoundReduction(reduce_viewed_copy, None, True)
-    )
+    if view_dtype is not dtype:
+        return BoundReduction(reduce_viewed_copy, None, True)
+    return BoundReduction(lambda x: reduce_in_place(row_major_copy(x)), reduce_in_place, True)
 
 
 def _bind_pair_sum(group: Group, mean: bool) -> BoundReduction:

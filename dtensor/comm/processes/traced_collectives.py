@@ -259,7 +259,7 @@ class _MustSaveMeta(dict[str, Any]):
 
 @cache
 def _define_operators() -> Any:
-    """Define the operators when the first of them is traced, and return ``torch.ops.dtensor``."""
+    """Register the operators of this module with torch at the first call, and return ``torch.ops.dtensor``."""
     for name, schema in _SCHEMAS.items():
         _LIBRARY.define(name + schema)
         _LIBRARY.impl(name, _IMPLEMENTATIONS[name], "CompositeExplicitAutograd")

@@ -90,7 +90,7 @@ def is_native_gather(group: Group, transfer: Transfer, route: SendRecvPlan) -> b
 
 
 def _is_direct(group: Group, transfer: Transfer, route: SendRecvPlan) -> bool:
-    """Return True if the transfer is sent in messages between the ranks that exchange something."""
+    """Return True if messages between the ranks that exchange something cost less than one all-to-all of rows."""
     traffic = Traffic.of_gather(route) if transfer.kind == "all_gather" else _find_traffic(group, transfer)
     traits, in_rows = backend_traits_of(group), len(route.new) == 1
     if in_rows and traits.sends_lists:  # rows need no packing; packed, a gather would copy the row for each other rank
@@ -175,7 +175,7 @@ def list_message_regions(
 
 
 def bind_direct_messages(group: Group, route: SendRecvPlan) -> Issue:
-    """Bind a transfer as messages between the ranks that exchange something. ``group`` may be a part of its process group."""
+    """Bind a transfer as messages between the ranks that exchange something, which may be some ranks of a process group."""
     send_regions = list_message_regions(group, route.sends, route.old, 1)
     recv_regions = list_message_regions(group, route.receives, route.new, -1)
 
