@@ -263,7 +263,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _resolve_internal(internal: Internal) -> Any:
-    """Return the object at the path of ``internal``.
+    """Import and return the object of torch at the path of ``internal``.
 
     Raises:
         ImportError: this version of torch lacks the path.

@@ -86,7 +86,7 @@ def split_row(row: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
 
 
 def row_boxes(shapes: Sequence[Shape]) -> list[Box]:
-    """Return the boxes of tensors of these shapes in a row."""
+    """Return for each tensor of these shapes its range in the row that concatenates them, as a 1-d box."""
     lengths = [math.prod(shape) for shape in shapes]
     return [Box((end - length,), (length,)) for end, length in zip(accumulate(lengths), lengths, strict=True)]
 

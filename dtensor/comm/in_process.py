@@ -67,7 +67,7 @@ class InProcess(Communicator):
         return lambda x: Pending.of(_run_copies(self._shards(x), copies))
 
     def _make_all_reduce(self, dims: Dims, op: Op, dtype: torch.dtype) -> BoundReduction:
-        """Return the all-reduce that folds the local tensors of each group and copies the result to its members."""
+        """Return the all-reduce that reduces the local tensors of each group and copies the result to its members."""
 
         def reduce_groups(x: Local) -> Pending[Local]:
             """Reduce the local tensors of each group; each member gets a copy of the result."""
@@ -82,7 +82,7 @@ class InProcess(Communicator):
         return BoundReduction(reduce_groups)
 
     def _make_reduce_scatter(self, dims: Dims, scatter: Scatter) -> BoundCollective:
-        """Return the reduce-scatter that folds, for each member, its region of the local tensors of its group."""
+        """Return the reduce-scatter that reduces, for each member, its region of the local tensors of its group."""
         sources_of = []
         for member in self.held:
             group = self.mesh.members_of(dims, member)

@@ -51,7 +51,7 @@ _BOOL_REDUCE_STEPS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 
 
 def check_reduction(op: Op, dtype: torch.dtype) -> None:
-    """Check that a reduction of values of ``dtype`` has a result of that dtype. All ranks call it before anything is sent.
+    """Raise unless a reduction by ``op`` of values of ``dtype`` has a result of that dtype. Ranks call it before they send.
 
     Raises:
         UnsupportedOperationError: unknown reduction, average of integers or bools, maximum or minimum of complex numbers.

@@ -57,10 +57,10 @@ def read_placements(given: Any, mesh: DeviceMesh, ndim: int | None = None) -> An
 
 
 def read_form(given: Any, mesh: DeviceMesh, ndim: int | None = None) -> Any:
-    """Return the placements of a form: a dict from mesh dims, by number, for a mapping and for text with mesh dim names.
+    """Return the placements of a form: by mesh dim number for a mapping or text with names, else in order or unchanged.
 
-    Return a tuple for other text and for a :class:`Partition`, and everything else unchanged. The number of placements and
-    their tensor dims are not checked.
+    A mapping and text with mesh dim names give a dict, other text and a :class:`Partition` a tuple. Everything else is returned
+    unchanged. The number of placements and their tensor dims are not checked.
 
     Args:
         ndim: number of dims of the tensor, None if it is not known yet.

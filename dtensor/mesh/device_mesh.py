@@ -150,8 +150,9 @@ class DeviceMesh(Geometry, TorchDeviceMesh):
         return self._derive(*slice_dims(self, names))
 
     def flatten(self, mesh_dim_name: str | None = None, backend_override: Any = None) -> DeviceMesh:
-        """Return the 1-d mesh over all dims of this mesh, with the first dim major. The default name joins their names
-        by "_".
+        """Return the 1-d mesh over all dims of this mesh, with the first dim major.
+
+        The default name joins the names of the dims by "_".
 
         Args:
             backend_override: for the group of a new name: the name of a backend, its options, or (name, options).

@@ -20,7 +20,7 @@ class SplitRanks(torch.autograd.Function):
 
     @staticmethod
     def forward(*given: Tensor) -> Any:
-        """Raise AssertionError: the function runs only under ``torch.func`` transforms, which call the other methods."""
+        """Raise AssertionError: this is reached only without ``torch.func`` transforms, where the function must not run."""
         raise AssertionError(
             "SplitRanks and JoinRanks run only under torch.func transforms; below them the ranks' tensors have their own graphs"
         )

@@ -82,7 +82,7 @@ class WaitThreads:
         self._make_error: Callable[[], BaseException] | None = None
 
     def wait_for(self, works: list[Any], handle: Any) -> None:
-        """Wait for all work handles of a group.
+        """Wait for all work handles of a group in an idle or new thread.
 
         Raises:
             BaseException: the error of a work handle, or that of :meth:`abandon`.
@@ -110,7 +110,10 @@ class WaitThreads:
             waiter.results.put(_ABANDONED)
 
     def stop(self, end_waits: Callable[[], None]) -> None:
-        """End the threads. A thread that returns from the backend while Python is finalized would abort the process."""
+        """End the threads; if some wait in the backend, call ``end_waits`` first.
+
+        A thread that returns from the backend while Python is finalized would abort the process.
+        """
         for waiter in [*self._idle, *self._busy]:
             waiter.requests.put(None)
         if any(waiter.results.empty() for waiter in self._busy):

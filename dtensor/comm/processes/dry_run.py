@@ -58,7 +58,7 @@ class DryRun(Communicator):
 
 
 def _pack_and_exchange(send_packing: Packing, recv_packing: Packing) -> BoundCollective:
-    """Make a run with the memory of a packed exchange: a row to send until ``wait()``, a buffer until it is unpacked."""
+    """Return a collective with the memory of a packed exchange: a row until ``wait()``, a buffer until it is unpacked."""
 
     def run_exchange(x: Local) -> Pending[Local]:
         """Allocate the row to send and the receive buffer; ``wait()`` allocates the result. No data is sent."""
@@ -70,5 +70,5 @@ def _pack_and_exchange(send_packing: Packing, recv_packing: Packing) -> BoundCol
 
 
 def _make_empty(shape: tuple[int, ...]) -> BoundCollective:
-    """Make a run that returns an empty tensor of ``shape``."""
+    """Return a collective that sends nothing and returns an empty tensor of ``shape``."""
     return lambda x: Pending.of(x.new_empty(shape))

@@ -133,7 +133,7 @@ _LARGE_BYTES = 1 << 16  # smaller messages fit into the buffer of a socket
 
 
 def make_abandonable(group: Group, nbytes: int, works: list[dist.Work]) -> list[Waitable]:
-    """Return work handles of messages of ``nbytes``, wrapped on gloo if large: if a connection breaks, their wait is abandoned.
+    """Return work handles of messages of ``nbytes``, wrapped on gloo if large, so that their wait can be abandoned.
 
     If a connection breaks, a part of a large message may have arrived, and gloo does not end the wait for the rest.
     """

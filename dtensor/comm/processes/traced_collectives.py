@@ -425,7 +425,7 @@ def _trace_two_round_reduction(group: Group, x: Tensor, op: Op) -> Tensor:
 
 
 def add_traced_reduction(eager: BoundReduction, group: Group, op: Op, dtype: torch.dtype) -> BoundReduction:
-    """Return ``eager`` extended by the all-reduce for traced local values."""
+    """Return a bound all-reduce that runs ``eager``, or, for a traced local value, operators of the graph."""
 
     def bind() -> BoundCollective:
         return bind_traced_all_reduce(group, op, dtype)

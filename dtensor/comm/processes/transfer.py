@@ -71,7 +71,7 @@ def is_packed(group: Group, transfer: Transfer) -> bool:
 
 
 def _find_traffic(group: Group, transfer: Transfer) -> Traffic | None:
-    """Return the traffic of the group if it is found faster than from all routes, else None."""
+    """Return the traffic of the group if ``transfer`` can give it faster than from all routes, else None."""
     may_ask = transfer.kind == "all_gather" or group.size <= MAX_EXAMINED_MEMBERS
     return transfer.traffic_of(group.members[group.position]) if may_ask and transfer.traffic_of is not None else None
 
