@@ -160,7 +160,7 @@ class RunRecorder(CommDebugMode):
         block, self.tracker = self._blocks[-1], MemoryTracker()
 
         def is_recorded_here() -> bool:
-            return events.LISTENING.sees(block)
+            return events.LISTENING.is_entered(block)
 
         def before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
             if is_recorded_here():

@@ -75,7 +75,7 @@ def layout_of_locals(
     dtype = locals_[0].dtype
     if shape is not None:
         layout = Layout.of(mesh, normalized, shape, stride, dtype)
-        if check and communicator_of(mesh).talks:
+        if check and communicator_of(mesh).has_other_processes:
             # raise on all ranks, not on one of them before _check_values exchanges
             shapes, _ = _gather_shapes(mesh, locals_, str(layout.placements))
             _check_all_shapes(layout, shapes, "the given shape makes")
@@ -215,7 +215,7 @@ def _gather_shapes(mesh: DeviceMesh, locals_: Sequence[torch.Tensor], descriptio
         _check_equal_ndim(shapes)
         check_texts_equal(mesh, "from_local", [str(local.dtype) for local in ordered])
         return shapes, tuple(local.stride() for local in ordered)
-    if not communicator_of(mesh).talks:
+    if not communicator_of(mesh).has_other_processes:
         return (shape,) * mesh.size(), (stride,) * mesh.size()
     if len(shape) > _MAX_DIMS:
         raise LayoutError(f"from_local without shape= supports up to {_MAX_DIMS} dims, got {len(shape)}; pass shape=")
