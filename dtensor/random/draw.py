@@ -24,13 +24,13 @@ import torch
 from ..base import tracing
 from ..base.caches import memoize, nested_key
 from ..base.generators import default_generator, get_generator_state, set_generator_state
+from ..base.graph_operators import GraphOperator
 from ..base.mode_stack import ModeStack
 from ..base.recorder_hooks import recorded_op, untracked
 from ..base.symbolic_sizes import specialize_symbols
 from ..base.torch_internals import tree_flatten, tree_unflatten
 from ..comm.compared_operations import compare_generator_state
 from ..comm.map_ranks import communicator_of
-from ..comm.processes.traced_collectives import call_in_graph
 from ..errors import UnsupportedOperationError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
@@ -94,7 +94,31 @@ def as_graph_op(layouts: Sequence[Layout], make: Callable[..., Any], *arguments:
     coordinate = mesh.coordinate_of(mesh.current_member())
     local_geometry = layouts[0].local_shape(coordinate), layouts[0].local_stride(coordinate)
     name = tracing.register_object(run_make, (nested_key([make, values], _closure_key), str(structure), *formats))
-    return call_in_graph("draw", name, tensors, sizes, *local_geometry, layouts[0].dtype, torch.device(mesh.device_type))
+    return _DRAW.add_to_graph(name, tensors, sizes, *local_geometry, layouts[0].dtype, torch.device(mesh.device_type))
+
+
+def _run_draw(
+    make: str,
+    given: list[torch.Tensor],
+    sizes: list[int],
+    size: list[int],
+    stride: list[int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    """Run the random draw that is registered as ``make``, and return it with the traced size and stride."""
+    drawn: torch.Tensor = tracing.registered_object(make)(given, sizes)
+    if list(drawn.stride()) == stride:
+        return drawn
+    return torch.empty_strided(size, stride, dtype=dtype, device=device).copy_(drawn)
+
+
+_DRAW = GraphOperator(
+    "draw",
+    "str make, Tensor[] given, SymInt[] sizes, SymInt[] size, SymInt[] stride, ScalarType dtype, Device device",
+    _run_draw,
+    lambda make, given, sizes, size, stride, dtype, device: torch.empty_strided(size, stride, dtype=dtype, device=device),
+)
 
 
 def _closure_key(value: Any) -> Any:

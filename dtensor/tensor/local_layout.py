@@ -10,16 +10,16 @@ from typing import Any
 import torch
 
 from ..base.caches import BoundedDict
+from ..base.graph_operators import GraphOperator
 from ..base.memory_order import stride_like
 from ..base.recorder_hooks import untracked
 from ..base.symbolic_sizes import hashable_sizes
-from ..base.tracing import is_traced, register_object
+from ..base.tracing import is_traced, register_object, registered_object
 from ..base.validation import check_sizes
 from ..comm import PerRank, shards_of
 from ..comm.cross_rank_check import check_texts_equal, exchange_and_compare_texts, gather_summaries
 from ..comm.flat_rows import content_bytes
 from ..comm.map_ranks import communicator_of
-from ..comm.processes.traced_collectives import call_in_graph
 from ..errors import LayoutError, PlacementError
 from ..layout.layout import Layout
 from ..layout.placement_forms import hashable_form, read_placements
@@ -202,8 +202,7 @@ def _gather_shapes(mesh: DeviceMesh, locals_: Sequence[torch.Tensor], descriptio
     """
     shape, stride = hashable_sizes(locals_[0].shape), hashable_sizes(locals_[0].stride())
     if is_traced(locals_[0]) and mesh.kind == "process_group":
-        call_in_graph(
-            "check",
+        _CHECK.add_to_graph(
             locals_[0].new_empty(0),
             register_object(EqualLocalsCheck(mesh, locals_[0].dtype, description)),
             [*shape, *stride],
@@ -247,6 +246,17 @@ class EqualLocalsCheck:
                 "torch.compile: from_local without shape= assumes equal local tensors on all ranks, but their "
                 f"shapes are {list(shapes)} and strides {list(strides)}: pass shape= and stride="
             )
+
+
+def _run_check(empty: torch.Tensor, check: str, given: list[int]) -> torch.Tensor:
+    """Run the check that is registered as ``check``, and return a new empty tensor."""
+    registered_object(check)(given)
+    return empty.new_empty(0)
+
+
+_CHECK = GraphOperator(
+    "check", "Tensor empty, str check, SymInt[] given", _run_check, lambda empty, check, given: empty.new_empty(0)
+)
 
 
 def _split_of_dim(mesh: DeviceMesh, placements: tuple[Placement, ...], dim: int, shapes: Sequence[tuple[int, ...]]) -> Split:

@@ -1,15 +1,7 @@
-"""Traced collectives: the operators for the collectives, random draws and checks in the graph of a compiled program.
+"""Traced collectives: the collectives of a compiled program, each a call of a graph operator.
 
-A compiler that traced the eager collectives would run them once, without data, and leave them out of its graph. These operators
-give the same bits: the same addends are reduced in the same order, in all-to-alls of rows, or by the backend's own reductions
-if the eager collectives use those. An operator is completed when it returns.
-
-[Note: Collectives are effects in a graph]
-Each rank must issue the collectives of a program once, in program order. Compilers drop operators without an effect and without
-a use, and a rank may not use its result (the first rank of a cumulative sum). They keep operators with an effect, but copy a
-part of the forward pass into the backward pass, with collectives such as ``wait_tensor``. Which part depends on sizes, which
-differ between uneven shards. So these operators are registered as ordered effects, which torch neither drops nor copies nor
-exchanges. Random draws are ordered effects too: each rank advances its generator equally, once.
+They give the bits of the eager collectives: the same addends are reduced in the same order, in all-to-alls of rows, or by the
+backend's own reductions if the eager collectives use those. For the reason see [Note: Collectives are effects in a graph].
 """
 
 from __future__ import annotations
@@ -18,11 +10,8 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from itertools import islice
 from re import sub
 from typing import Any, cast
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -30,9 +19,9 @@ from torch import Tensor
 
 from ...base import torch_internals
 from ...base.caches import BoundedDict, memoize
-from ...base.patches import patch_applied
-from ...base.symbolic_sizes import contains_symbols, hashable_sizes, to_torch_symbols
-from ...base.tracing import has_range_observer, is_traced, registered_object
+from ...base.graph_operators import GraphOperator
+from ...base.symbolic_sizes import contains_symbols, hashable_sizes
+from ...base.tracing import has_range_observer, is_traced
 from ...errors import UnsupportedOperationError
 from ...mesh.process_groups import Group, backend_name, library_group
 from ...placement import Monoid
@@ -55,15 +44,6 @@ from .torch_backends import (
     to_row_major,
 )
 from .transfer import Issue, is_native_gather, make_gather_packing, make_packings
-
-_ROW_COLLECTIVES = ("gather", "reduce", "reduce_scatter")
-_SCHEMAS = {
-    "exchange": "(Tensor row, SymInt[] lengths, str what, Tensor? after=None) -> Tensor",
-    **dict.fromkeys(_ROW_COLLECTIVES, "(Tensor row, str what, Tensor? after=None) -> Tensor"),
-    "check": "(Tensor beside, str check, SymInt[] given, Tensor? after=None) -> Tensor",
-    "draw": "(str make, Tensor[] given, SymInt[] sizes, SymInt[] size, SymInt[] stride, ScalarType dtype, Device device,"
-    " Tensor? after=None) -> Tensor",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +72,7 @@ class TracedCollective:
         if not contains_symbols(lengths):
             collective, lengths = replace(self, lengths=lengths), ()
         length_args = (list(lengths),) if self.kind == "exchange" else ()
-        return cast(Tensor, call_in_graph(self.kind, row, *length_args, collective.encode()))
+        return cast(Tensor, _OPERATORS[self.kind].add_to_graph(row, *length_args, collective.encode()))
 
     def encode(self) -> str:
         """Return this collective as text, the operand of its operator.
@@ -175,7 +155,7 @@ class TracedCollective:
         return all_reduce_bytes(elements, self.size) if from_each is None else from_each * (self.size - 1)
 
 
-def _run_collective(row: Tensor, lengths: Sequence[int], what: str, after: Tensor | None = None) -> Tensor:
+def _run_collective(row: Tensor, lengths: Sequence[int], what: str) -> Tensor:
     """Run the collective that ``what`` encodes, and return its completed result. It is bound once for each process group."""
     collective = TracedCollective.decode(what)
     lengths, handle = tuple(lengths) or collective.lengths, torch_internals.resolve_process_group(collective.group)
@@ -187,93 +167,24 @@ def _run_collective(row: Tensor, lengths: Sequence[int], what: str, after: Tenso
     return bound[1](row.contiguous()).wait()  # inductor may choose other strides than at tracing
 
 
-def _run_draw(
-    make: str,
-    given: list[Tensor],
-    sizes: list[int],
-    size: list[int],
-    stride: list[int],
-    dtype: torch.dtype,
-    device: torch.device,
-    after: Tensor | None = None,
-) -> Tensor:
-    """Run the random draw that is registered as ``make``, and return it with the traced size and stride."""
-    drawn: Tensor = registered_object(make)(given, sizes)
-    if list(drawn.stride()) == stride:
-        return drawn
-    return torch.empty_strided(size, stride, dtype=dtype, device=device).copy_(drawn)
-
-
-def _run_check(beside: Tensor, check: str, given: list[int], after: Tensor | None = None) -> Tensor:
-    registered_object(check)(given)
-    return beside.new_empty(0)
-
-
-_IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
-    "check": _run_check,
-    "draw": _run_draw,
-    "exchange": _run_collective,
-    **dict.fromkeys(_ROW_COLLECTIVES, lambda row, what, after=None: _run_collective(row, (), what)),
-}
-_FAKE_IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
-    "check": lambda beside, check, given, after=None: beside.new_empty(0),
-    "draw": lambda make, given, sizes, size, stride, dtype, device, after=None: torch.empty_strided(
-        size, stride, dtype=dtype, device=device
+_OPERATORS = {
+    "exchange": GraphOperator(
+        "exchange",
+        "Tensor row, SymInt[] lengths, str what",
+        _run_collective,
+        lambda row, lengths, what: TracedCollective.decode(what).make_result(row, lengths),
     ),
-    "exchange": lambda row, lengths, what, after=None: TracedCollective.decode(what).make_result(row, lengths),
-    **dict.fromkeys(_ROW_COLLECTIVES, lambda row, what, after=None: TracedCollective.decode(what).make_result(row, ())),
+    **{
+        kind: GraphOperator(
+            kind,
+            "Tensor row, str what",
+            lambda row, what: _run_collective(row, (), what),
+            lambda row, what: TracedCollective.decode(what).make_result(row, ()),
+        )
+        for kind in ("gather", "reduce", "reduce_scatter")
+    },
 }
-
-
-def call_in_graph(name: str, *args: Any) -> Any:
-    """Add a call of the operator ``name`` to the traced graph, ordered after the last such call, and return its result.
-
-    The operator also gets the result of the last one: inductor of torch 2.13 does not keep the order of effects, and orders
-    them by their operands, which differ between ranks. The backward pass starts a new chain: else it would save the last result
-    of the forward pass only for this.
-    """
-    operator, args = getattr(_define_operators(), name), to_torch_symbols(args)
-    mode = torch_internals.infra_mode(_PROXY_MODE_KEY)
-    if mode is None:
-        return operator(*args)
-    nodes = mode.tracer.graph.nodes
-    last = _LAST_RESULTS.setdefault(mode.tracer, {})
-    is_backward = torch_internals.graph_task() >= 0
-    before = len(nodes)
-    last[is_backward] = result = operator(*args, after=last.get(is_backward))
-    for node in islice(reversed(nodes), len(nodes) - before):
-        node.meta = _MustSaveMeta(node.meta)
-    return result
-
-
-class _MustSaveMeta(dict[str, Any]):
-    """The metadata of a graph node with a result that must be saved.
-
-    Activation checkpointing marks all nodes of a block to be recomputed. Ranks would then issue the collective twice, and not
-    all of them.
-    """
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        super().__setitem__(key, torch_internals.CheckpointPolicy.MUST_SAVE if key == "recompute" else value)
-
-
-@cache
-def _define_operators() -> Any:
-    """Register the operators of this module with torch at the first call, and return ``torch.ops.dtensor``."""
-    for name, schema in _SCHEMAS.items():
-        _LIBRARY.define(name + schema)
-        _LIBRARY.impl(name, _IMPLEMENTATIONS[name], "CompositeExplicitAutograd")
-        torch.library.register_fake(f"dtensor::{name}", _FAKE_IMPLEMENTATIONS[name], lib=_LIBRARY)
-        _LIBRARY._register_effectful_op(f"dtensor::{name}", torch_internals.EffectType.ORDERED)
-    patch_applied("torch.ops.dtensor")
-    return torch.ops.dtensor
-
-
-_BOUND_COLLECTIVES: BoundedDict[Any, tuple[Any, Issue]] = BoundedDict(1024, "comm.graph_ops.collectives")
-_PROXY_MODE_KEY = torch_internals.DISPATCH_MODE_KEYS.PROXY
-# by tracer of a graph: the last result in the forward and in the backward pass
-_LAST_RESULTS: WeakKeyDictionary[Any, dict[bool, Any]] = WeakKeyDictionary()
-_LIBRARY = torch.library.Library("dtensor", "FRAGMENT")
+_BOUND_COLLECTIVES: BoundedDict[Any, tuple[Any, Issue]] = BoundedDict(1024, "comm.traced_collectives")
 
 
 # --- the collectives of a traced program --------------------------------------------------------------------------------
