@@ -24,7 +24,7 @@ class CacheInfo(NamedTuple):
 
 
 def cache_info() -> dict[str, CacheInfo]:
-    """Return the fill of all caches of this process.
+    """Return the number of entries and the limit of each cache of this process, by name.
 
     The keys are ``"layouts"`` (all that are alive), ``"redistributions"``, ``"plans"`` (of all operators together), the module
     and function of each smaller cache, and the name of each operator. ``"dispatch.cached_copies_bytes"`` has bytes in place of

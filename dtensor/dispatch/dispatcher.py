@@ -32,8 +32,8 @@ from ..rules.registry import lookup
 from ..state import wrap
 from ..state.wrap import wrap_local, wrap_view
 from ..watchdog.levels import CheckLevel
-from .announced_collectives import announced_call
-from .cache_key import KEYED_AS_IS, append_list_to_key, append_to_key, planned_value, specialize_sizes
+from .announced_collectives import find_announced_runner
+from .cache_key import KEYED_AS_IS, append_list_to_key, append_to_key, replace_symbolic_numbers, specialize_sizes
 from .cross_mesh import make_cross_mesh_runner
 from .op_fingerprint import PlanFingerprints, record_calls, record_error
 from .operand_layouts import plan_call
@@ -100,7 +100,7 @@ def install_view_runners(make_view_runners: Callable[[CallPlan, OperatorSchema],
 
 
 def clear_plans() -> None:
-    """Drop all plans, as after registering a rule."""
+    """Drop the plan caches of all operators and their registration with torch, as after registering a rule."""
     global _LIBRARY
     with _ENTRIES_LOCK:
         _ENTRIES.clear()
@@ -143,21 +143,21 @@ def _get_or_make_entry(func: Any) -> Entry:
 
 
 def _make_dispatch(entry: Entry) -> Callable[..., Any]:
-    """Make the function that each call of one operator runs."""
+    """Make the ``__torch_dispatch__`` of one operator; it looks up frequent signatures in fewer steps than others."""
     tensor, is_view, local_op = wrap.TENSOR, entry.operator.is_view, entry.local_op
     find: Callable[..., Any] = entry.plans.get if entry.fingerprints is None else entry.fingerprints.find
     run_general = _make_general_dispatch(entry, find)
     keyed, listed = entry.operator.keyed, entry.operator.listed
 
-    def run(cls: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Run the operator on a call: look its program up by the layouts and values of the arguments."""
+    def dispatch_call(cls: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        """Look up the program of a call by layouts and static arguments, or make it, and run it."""
         try:
             if _count_modes() and tracing.add_graph_constants((args, kwargs)):
                 return func(*args, **(kwargs or {}))
             if is_view:
                 if _in_inference_mode() and not args[0].is_inference():
                     with torch.inference_mode(False):  # a view of a normal tensor shares its version counter
-                        return run(cls, func, types, args, kwargs)
+                        return dispatch_call(cls, func, types, args, kwargs)
                 if args[0]._storage_start:
                     return run_general(args, kwargs or {})
             if not kwargs:
@@ -168,13 +168,13 @@ def _make_dispatch(entry: Entry) -> Callable[..., Any]:
                         if type(found) is Layout:
                             return wrap_local(local_op(args[0]._local, args[1]._local), found)
                         if found is None:
-                            found = runner_of(_miss(entry, signature, args, kwargs), entry.operator)
+                            found = runner_of(_make_program_on_miss(entry, signature, args, kwargs), entry.operator)
                         return found(args, kwargs, [args[0]._local, args[1]._local], {})
                     if len(args) == 3 and type(args[1]) is tensor and type(args[2]) is tensor:
                         three = (args[0]._layout, args[1]._layout, args[2]._layout)
                         found = find(three)
                         if found is None:
-                            found = _miss(entry, three, args, kwargs)
+                            found = _make_program_on_miss(entry, three, args, kwargs)
                         if type(found) is Layout:
                             return wrap_local(local_op(args[0]._local, args[1]._local, args[2]._local), found)
                         return found(args, kwargs, [args[0]._local, args[1]._local, args[2]._local], {})
@@ -191,7 +191,7 @@ def _make_dispatch(entry: Entry) -> Callable[..., Any]:
                             pass
                         else:
                             if found is None:
-                                found = _miss(entry, signature, args, kwargs)
+                                found = _make_program_on_miss(entry, signature, args, kwargs)
                             if type(found) is Layout:
                                 return wrap_local(local_op(args[0]._local, *args[1:]), found)
                             return found(args, kwargs, [args[0]._local, *args[1:]], {})
@@ -202,17 +202,17 @@ def _make_dispatch(entry: Entry) -> Callable[..., Any]:
                 raise explained from error
             raise
 
-    return record_calls(entry.operator, run) if CheckLevel.now == "strict" else run
+    return record_calls(entry.operator, dispatch_call) if CheckLevel.now == "strict" else dispatch_call
 
 
 def _make_general_dispatch(entry: Entry, find: Callable[..., Any]) -> Callable[..., Any]:
-    """Make the function that runs a call of one operator with any arguments."""
+    """Make the function that dispatches calls of one operator with any arguments: it builds the complete cache key."""
     tensor, is_view, local_op = wrap.TENSOR, entry.operator.is_view, entry.local_op
     by_type, names_by_type, records = entry.scalar_positions, entry.scalar_names, entry.fingerprints is not None
     options = entry.operator.options
 
-    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call of any form: lists, keywords, numbers that are part of the key by type."""
+    def dispatch_general_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Build the cache key of a call with lists, keywords or plain tensors, look up or make its program, and run it."""
         key: list[Any] = []
         numbers: list[Any] | None = [] if records else None
         local_args: list[Any] = []
@@ -240,25 +240,27 @@ def _make_general_dispatch(entry: Entry, find: Callable[..., Any]) -> Callable[.
         signature = tuple(key)
         found = find(signature, numbers)
         if found is None:
-            found = _miss(entry, signature, args, kwargs)
+            found = _make_program_on_miss(entry, signature, args, kwargs)
         if type(found) is not Layout:
             return found(args, kwargs, local_args, local_kwargs)
         result = local_op(*local_args, **local_kwargs) if local_kwargs else local_op(*local_args)
         return wrap_view(result, found, args[0]) if is_view else wrap_local(result, found)
 
-    return run
+    return dispatch_general_call
 
 
 def _broadcast_replicated(args: Any, kwargs: Any, local_args: Any, local_kwargs: Any) -> Any:
-    """Broadcast the local tensors of replicated DTensors, which changes no value; they are exposed to user code from now on."""
+    """Run ``c10d.broadcast_`` on the local tensors of replicated DTensors, which are exposed to user code from now on."""
     local = [x.to_local() if hasattr(x, "_layout") else x for x in args[0]]
     return torch.ops.c10d.broadcast_.default(local, *args[1:], **kwargs)
 
 
-def _miss(entry: Entry, signature: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Layout | Runner:
-    """Make the program of a call whose plan is not cached, and cache it under ``signature`` if that decides the program."""
+def _make_program_on_miss(
+    entry: Entry, signature: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Layout | Runner:
+    """Make the program of a call whose plan is not cached, and cache it unless it depends on more than ``signature``."""
     if entry.func.namespace in _COLLECTIVES:
-        if args and (announced := announced_call(args[0])) is not None:
+        if args and (announced := find_announced_runner(args[0])) is not None:
             return announced
         wrapper = torch_ddp_hint(sys._getframe())
         is_broadcast = entry.operator.name == "c10d::broadcast_" and not wrapper
@@ -269,8 +271,8 @@ def _miss(entry: Entry, signature: tuple[Any, ...], args: tuple[Any, ...], kwarg
             f"use x.redistribute(placements=...), or pass the local tensor: x.to_local(){wrapper}"
         )
     if tracing.is_tracing():
-        args = tuple([planned_value(value, i in entry.scalar_positions) for i, value in enumerate(args)])
-        kwargs = {name: planned_value(value, name in entry.scalar_names) for name, value in kwargs.items()}
+        args = tuple([replace_symbolic_numbers(value, i in entry.scalar_positions) for i, value in enumerate(args)])
+        kwargs = {name: replace_symbolic_numbers(value, name in entry.scalar_names) for name, value in kwargs.items()}
     operator, bound = entry.operator, entry.operator.bind(args, kwargs)
     if autograd_node() is not None and operator.lacks(bound):
         return lambda *call: None if len(operator.returns) == 1 else (None,) * len(operator.returns)
@@ -296,7 +298,7 @@ def _miss(entry: Entry, signature: tuple[Any, ...], args: tuple[Any, ...], kwarg
 def _plan_and_bind(
     operator: OperatorSchema, args: tuple[Any, ...], kwargs: dict[str, Any], choose: StrategySelector = select_strategies
 ) -> tuple[CallPlan, Layout | Runner]:
-    """Plan a call and bind its program: for a cache miss, for a variant of a key, and for strategies that a caller selects."""
+    """Return the plan of a call and its bound program, neither of them cached yet."""
     with tracing.untraced():
         plan = plan_call(operator, operator.bind(args, kwargs), choose)
         whole, if_refused = _make_view_runners(plan, operator) if operator.is_view or operator.reshapes else (None, None)
@@ -304,7 +306,7 @@ def _plan_and_bind(
 
 
 def _cache_program(entry: Entry, signature: tuple[Any, ...], program: Layout | Runner) -> Layout | Runner:
-    """Keep a new program under the signature of its call, with its fingerprint where ranks are compared, and return it."""
+    """Cache a new program under the signature of its call, count it as a miss, and return it."""
     entry.misses += 1
     cached = program if entry.fingerprints is None else entry.fingerprints.with_fingerprint(program, signature)
     PLANS.keep(entry.plans, signature, cached)
@@ -312,7 +314,7 @@ def _cache_program(entry: Entry, signature: tuple[Any, ...], program: Layout | R
 
 
 def run_with_strategies(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], choose: StrategySelector) -> Any:
-    """Return the results of one call with the strategies that ``choose`` selects. Its plan is not cached."""
+    """Return the results of one call, run with the strategies that ``choose`` selects. Its plan is not cached."""
     operator = operator_schema_of(func)
     _, program = _plan_and_bind(operator, args, kwargs, choose)
     local_args = [append_to_key(value, [], False) for value in args]

@@ -64,7 +64,7 @@ def argument_at(place: ArgumentPosition, args: Args, kwargs: Keywords) -> Any:
     return args[place] if isinstance(place, int) else kwargs[place]
 
 
-def results_of(local_result: Any, operator: OperatorSchema) -> Args:
+def results_as_tuple(local_result: Any, operator: OperatorSchema) -> Args:
     """Return the results of a local call as a tuple, one for each return value of ``operator``."""
     count = len(operator.returns)
     return () if count == 0 else (local_result,) if count == 1 else tuple(local_result)

@@ -21,7 +21,7 @@ REDISTRIBUTING_GRAD = ContextVar("bringing back", default=False)  # True while d
 
 
 def redistribute_grad_unless_planned(grad: Any, redistribute: Callable[[], Any]) -> Any:
-    """Return ``redistribute()``, the gradient in the placements of its value; ``grad`` itself if a plan chooses layouts."""
+    """Return ``redistribute()``, the gradient placed as its value; ``grad`` itself if a program plan chooses layouts."""
     if HAS_PROGRAM_PLAN.held and HAS_PROGRAM_PLAN.last(bool)():
         return grad
     token = REDISTRIBUTING_GRAD.set(True)
@@ -32,7 +32,7 @@ def redistribute_grad_unless_planned(grad: Any, redistribute: Callable[[], Any])
 
 
 def register_grad_redistribute(x: Any, is_part: bool) -> bool:
-    """Redistribute the complete gradient of ``x``, which is redistributed itself, to the sharded placements of ``x``.
+    """Register a hook that redistributes the gradient of ``x``, a tensor that is redistributed, to the shards of ``x``.
 
     That moves half of what an all-reduce of the gradient moves, and the backward pass meets what the forward pass left in the
     same placements.
@@ -73,6 +73,6 @@ def register_grad_redistribute(x: Any, is_part: bool) -> bool:
 
 
 def _makes_slow_rank(target: Layout, found: Layout) -> bool:
-    """Return True if the largest local tensor grows, and is large enough to slow down each later collective on it."""
+    """Return True if ``target`` has larger local tensors than ``found``, large enough to slow down later collectives."""
     most, ranks, rate = target.max_local_nbytes, target.mesh.size(), get_link(target.mesh).exchange
     return most > found.max_local_nbytes and rate.seconds(ranks, most) > 1.25 * rate.seconds(ranks, 0)

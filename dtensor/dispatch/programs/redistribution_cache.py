@@ -88,7 +88,7 @@ IN_DECOMPOSITION = _Nested()
 
 
 def run_in_decomposition(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``run``, marked as the inside of one operator: it caches no copies."""
+    """Wrap the runner of a decomposition so that the operators inside cache no copies."""
 
     def run_nested(*args: Any) -> Any:
         with IN_DECOMPOSITION:
@@ -120,7 +120,7 @@ class CachedCopies:
         self.copies: dict[Layout, dict[Layout, Any]] = {}
 
     def drop(self, source: Layout, target: Layout) -> None:
-        """Drop one copy."""
+        """Drop the cached copy that was made from layout ``source`` to layout ``target``."""
         targets = self.copies.get(source, {})
         targets.pop(target, None)
         if not targets:
@@ -171,7 +171,7 @@ class _RecentCopies:
             self.copies.move_to_end(key)
 
     def _remove(self, key: Any, drop: bool = False) -> None:
-        """Forget one cached copy and its bytes. With ``drop`` its holder forgets it too."""
+        """Take one copy off this list, with its bytes. With ``drop`` its :class:`CachedCopies` drops it too."""
         ref, nbytes = self.copies.pop(key, (None, 0))
         self.nbytes -= nbytes
         if drop and ref is not None and (cached := ref()) is not None:
@@ -206,23 +206,23 @@ _RECENT = _RecentByMesh()
 _RECENT_OF_ALL_THREADS: weakref.WeakSet[_RecentCopies] = weakref.WeakSet()
 
 
-def fill_of_cache() -> tuple[int, int]:
-    """Return the bytes of cached copies that this process holds for one rank, and the budget of one mesh."""
+def cached_bytes_and_budget() -> tuple[int, int]:
+    """Return the bytes of cached copies of one rank, of all meshes and threads, and the budget of one mesh."""
     return sum(recent.held_bytes() for recent in list(_RECENT_OF_ALL_THREADS)), read_budget()
 
 
-register_cache("dispatch.cached_copies_bytes", fill_of_cache)
+register_cache("dispatch.cached_copies_bytes", cached_bytes_and_budget)
 
 
 def active_recorder() -> Any:
-    """Return the recorder, or the scope without older copies, that this thread is in; its copies are kept separate."""
+    """Return what keeps copies of this thread separate: its recorder, else its ``FRESH_CACHE`` scope, else None."""
     if ACTIVE_RECORDERS and (recorder := current_recorder()) is not None:
         return recorder
     return FRESH_CACHE.last(None) if FRESH_CACHE.held else None
 
 
 def get_or_make_copies(owner: Any, part: Any, recorder: Any, versions: Any) -> CachedCopies:
-    """Return the cached copies of a part of the memory of ``owner`` (None: of all); empty if those it had are stale."""
+    """Return the cached copies of a part of the memory of ``owner`` (None: of all), a new empty holder for stale ones."""
     cached = find_copies(owner, part, recorder, versions)
     if cached is None:
         cached = CachedCopies(recorder, versions)
@@ -273,7 +273,7 @@ def redistribute_cached(x: Any, plan: Plan, local: Any) -> Any:
 
 
 def redistribute_cached_many(requests: Sequence[Request]) -> list[Any]:
-    """Redistribute all operands of one call as :func:`redistribute_cached` does, at the same time, small ones in one collective.
+    """Redistribute operands of one call together, each through the cache; small ones share a collective.
 
     A recording gets them one by one, since its passes batch the collectives of more than one call; it does not batch exchanges.
     """
@@ -298,7 +298,7 @@ def redistribute_cached_many(requests: Sequence[Request]) -> list[Any]:
 
 
 def redistribute_cached_each(requests: Sequence[Request]) -> list[Any]:
-    """Redistribute operands one after the other."""
+    """Redistribute operands of one call one after the other, each through the cache."""
     return [redistribute_cached(x, plan, local) for x, plan, local in requests]
 
 
@@ -356,7 +356,9 @@ class _Slot(NamedTuple):
 
 
 def _lookup_or_plan(x: Any, plan: Plan, local: Any) -> tuple[Plan | None, Any, _Slot | None]:
-    """Look up the cached copy of ``x`` in the target layout of ``plan``.
+    """Look up the cached copy of ``x`` in the target layout; on a miss find the cheapest start and the slot for the result.
+
+    Also registers the redistribution of the gradient of ``x``, and notes the target as its preferred layout.
 
     Returns:
         ``(None, copy, None)`` on a hit. On a miss ``(plan, start, slot)``: run ``plan`` on ``start``, the cheapest source, and
@@ -423,7 +425,7 @@ def _cacheable_versions(x: Any) -> tuple[int, ...] | None:
 
 
 def _may_cache_leaf(leaf: Any, recorder: Any, versions: Any) -> bool:
-    """Return True if copies of a parameter may be cached now. A forward pass that asks begins that; the gradient ends it."""
+    """Return True if copies of a parameter may be cached: from a forward pass that allows it until the gradient arrives."""
     hook = leaf.__dict__.get("_grad_layout")
     if hook is None:
         return False
@@ -434,7 +436,7 @@ def _may_cache_leaf(leaf: Any, recorder: Any, versions: Any) -> bool:
 
 
 def _cheapest_start(copies: dict[Layout, Any], ends: _StoredEnds, local: Any) -> tuple[Plan, Any]:
-    """Return the cheapest redistribution to the target, from ``local`` or from a cached copy, and the value to start from."""
+    """Return the cheapest redistribution to the target, and the value to start from: ``local`` or a cached copy."""
     reshaped = [_reshape_copy(layout, copy, ends.source) for layout, copy in tuple(copies.items())]  # other threads add copies
     starts = [(ends.plan, local), *[(plan_redistribution(layout, ends.target), copy) for layout, copy in filter(None, reshaped)]]
     return min(starts, key=lambda start: start[0].cost)
@@ -442,7 +444,7 @@ def _cheapest_start(copies: dict[Layout, Any], ends: _StoredEnds, local: Any) ->
 
 @memoize(4096)
 def _stored_ends(source: Layout, target: Layout) -> _StoredEnds:
-    """Return source and target in memory order, with the keys under which copies are stored, and the plan between them."""
+    """Return a redistribution in memory order: both layouts, the keys that its copy is stored under, and its plan."""
     order, back = _memory_order_of(source)
     turned_source, turned_target = _permute_layout(source, order), _permute_layout(target, order)
     plan = plan_redistribution(turned_source, turned_target)
@@ -454,7 +456,7 @@ def _stored_ends(source: Layout, target: Layout) -> _StoredEnds:
 
 @memoize(1024)
 def _stored_key(layout: Layout) -> Layout:
-    """Return the source layout that copies of a tensor with this layout are stored under."""
+    """Return the layout that keys the cached copies of a tensor with this layout: in memory order, flat if unsharded."""
     return _flatten_unsharded(_permute_layout(layout, _memory_order_of(layout)[0]))
 
 
@@ -481,7 +483,7 @@ def _flatten_unsharded(layout: Layout) -> Layout:
 
 
 def _reshape_copy(layout: Layout, copy: Any, like: Layout) -> tuple[Layout, Any] | None:
-    """Return a cached copy and its layout in the shape of ``like``; None if it has no view of that shape."""
+    """Return a cached 1-d copy as a view in the shape of ``like``, and its layout; None if there is no such view."""
     if layout.shape == like.shape:
         return layout, copy
     if len(layout.shape) != 1 or any(layout.splits):
