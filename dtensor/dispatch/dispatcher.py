@@ -274,7 +274,7 @@ def _make_program_on_miss(
         args = tuple([replace_symbolic_numbers(value, i in entry.scalar_positions) for i, value in enumerate(args)])
         kwargs = {name: replace_symbolic_numbers(value, name in entry.scalar_names) for name, value in kwargs.items()}
     operator, bound = entry.operator, entry.operator.bind(args, kwargs)
-    if autograd_node() is not None and operator.lacks(bound):
+    if autograd_node() is not None and operator.lacks_first_tensor(bound):
         return lambda *call: None if len(operator.returns) == 1 else (None,) * len(operator.returns)
     tensors: list[Any] = tensor_leaves(list(bound.values()))
     layouts = [x._layout for x in tensors if hasattr(x, "_layout")]

@@ -47,9 +47,9 @@ def order_arguments(plan: CallPlan, operator: OperatorSchema, signature: CallSig
 
     def move_keywords(frame: Frame) -> None:
         """Move keyword arguments to their positions, so that later steps find all arguments by position."""
-        args, frame.kwargs = operator.in_order(frame.args, frame.kwargs)
+        args, frame.kwargs = operator.move_to_positions(frame.args, frame.kwargs)
         frame.args = tuple(args)
-        frame.local_args, frame.local_kwargs = operator.in_order(frame.local_args, frame.local_kwargs)
+        frame.local_args, frame.local_kwargs = operator.move_to_positions(frame.local_args, frame.local_kwargs)
 
     return move_keywords
 
