@@ -1,6 +1,4 @@
-"""Flat buffer: positions of the blocks of many tensors in the buffer of one collective. Integer arithmetic done once, and
-copies.
-"""
+"""Flat buffer: positions of the blocks of many tensors in the buffer of one collective, computed once, and the copies."""
 
 from __future__ import annotations
 
@@ -28,8 +26,7 @@ Ranges = tuple[tuple[int, int, int], ...]  # (tensor dim, start, length) of each
 
 @dataclass(frozen=True, slots=True)
 class FlatBuffer:
-    """Flat rows that one member of a group sends and receives if blocks of many tensors are gathered, or full tensors
-    reduce-scattered.
+    """Flat rows that one member of a group sends and receives when many tensors are gathered or reduce-scattered together.
 
     There is a row for each group position, with the blocks of that position one after the other.
 
@@ -77,7 +74,7 @@ class FlatBuffer:
         group: Sequence[int],
         alignment: int = 1,
     ) -> FlatBuffer:
-        """Return the flat rows of tensors by their (sharded, gathered) layouts. Rows are padded to ``alignment`` bytes."""
+        """Return the flat buffer of tensors from their (sharded, gathered) layouts; rows are padded to ``alignment`` bytes."""
         shapes = tuple(whole.shape_of(member) for _, whole in pairs)
         boxes = [[box_inside(whole, member, part, other) for part, whole in pairs] for other in group]
         return FlatBuffer.from_blocks(shapes, boxes, dtypes, sharded, list(group).index(member), alignment)
@@ -91,7 +88,7 @@ class FlatBuffer:
         position: int,
         alignment: int = 1,
     ) -> FlatBuffer:
-        """Return the flat rows of tensors by their gathered shapes and, by position and tensor, the box of each block."""
+        """Return the flat buffer of tensors from gathered shapes and, by position and tensor, the box of each block."""
         shapes = tuple(shapes)
         sizes = tuple(tuple(box.size for box in each) for each in boxes)
         numels = tuple(tuple(box.numel for box in each) for each in boxes)
@@ -111,7 +108,7 @@ class FlatBuffer:
             lengths.append(-(-used // unit) * unit)
             piece_lengths.append(lengths[-1] - used)
         padding = piece_lengths[(position + 1) * (sum(sharded) + 1) - 1]
-        even_dims = _even_dims(ranges, sharded) if len(kinds) == 0 and len(boxes) > 1 else None
+        even_dims = _find_even_dims(ranges, sharded) if len(kinds) == 0 and len(boxes) > 1 else None
         computed = (tuple(lengths), tuple(piece_lengths), tuple(blocks), padding, even_dims)
         replicated = tuple(i for i, is_sharded in enumerate(sharded) if not is_sharded)
         strides = tuple(map(contiguous_stride, sizes[position]))
@@ -121,20 +118,18 @@ class FlatBuffer:
 
     # --- gather ------------------------------------------------------------------------------------------------------
     def pack(self, locals_: Sequence[Tensor], join: Join = torch.cat) -> Tensor:
-        """Return this member's row, packed from its local tensors."""
+        """Return the row that this member sends in an all-gather, packed from its local tensors."""
         return self.row(self.parts_of(locals_), locals_[0].device, join)
 
     def parts_of(self, locals_: Sequence[Tensor]) -> list[Tensor]:
-        """Return the flat blocks of this member's row, one for each sharded tensor. They are views if dtype and strides allow
-        it.
-        """
+        """Return the flat blocks of this member's row, one for each sharded tensor; views if dtype and strides allow it."""
         with _below_autograd():
             pairs = [(x, dtype) for x, is_sharded, dtype in zip(locals_, self.sharded, self.dtypes, strict=True) if is_sharded]
             blocks = [x if x.dtype is dtype else x.to(dtype) for x, dtype in pairs]
             return [x.reshape(-1) if x.dtype is self.row_dtype else flatten_to_row(x).view(self.row_dtype) for x in blocks]
 
     def row(self, parts: Sequence[Tensor], device: str | torch.device, join: Join = torch.cat) -> Tensor:
-        """Concatenate parts into a row. ``join`` returns memory that is not written to later."""
+        """Concatenate flat blocks, and the padding, into a row. ``join`` returns memory that is not written to later."""
         if not parts:
             return torch.zeros(0, dtype=self.row_dtype, device=device)
         with _below_autograd():
@@ -142,7 +137,7 @@ class FlatBuffer:
             return join([*parts, *padding])
 
     def buffer(self, device: str) -> list[Tensor]:
-        """Allocate a buffer of bytes. Return it, followed by each gathered tensor as a view of it."""
+        """Allocate memory for all gathered tensors. Return it as bytes, followed by each tensor as a view of it."""
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(self.shapes, self.dtypes, strict=True)]
         memory = torch.empty(max(1, sum(sizes)), dtype=torch.uint8, device=device)
         views, start = [], 0
@@ -152,9 +147,7 @@ class FlatBuffer:
         return [memory, *views]
 
     def targets(self, full: Sequence[Tensor]) -> list[Tensor]:
-        """Return the regions of gathered tensors that rows are copied to: by position those of sharded tensors, then the
-        replicated tensors.
-        """
+        """Return views of the gathered tensors that rows are copied to, in the order of the blocks, replicated tensors last."""
         if self.even_dims is not None:
             count = len(self.lengths)
             return [x if dim is None else _split_even(x, dim, count) for x, dim in self._replicated_last(full, self.even_dims)]
@@ -167,7 +160,7 @@ class FlatBuffer:
         return regions + [x for x, is_sharded in zip(full, self.sharded, strict=True) if not is_sharded]
 
     def unpack(self, row: Tensor | None, locals_: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-        """Copy all rows (concatenated by position) to the regions. Replicated tensors are copied from ``locals_``."""
+        """Copy gathered rows, concatenated by position, to ``targets``, and replicated tensors from ``locals_``."""
         with _below_autograd():
             replicated = [locals_[i].detach() for i in self.replicated] if locals_ else []
             if self.even_dims is None or row is None:
@@ -187,7 +180,7 @@ class FlatBuffer:
         return sorted(zip(full, dims, strict=True), key=lambda pair: pair[1] is None)
 
     def _block_sources(self, row: Tensor | None) -> list[Tensor]:
-        """Return the blocks of a row as views with their shapes and dtypes."""
+        """Return the blocks of gathered rows as views with their shapes and dtypes."""
         sources: list[Tensor] = []
         pieces = () if row is None else row.split(self.piece_lengths)
         for k, size, dtype in self.blocks:
@@ -205,8 +198,7 @@ class FlatBuffer:
         behind: Sequence[Tensor] = (),
         memory_of: Callable[[int], Tensor | None] = lambda numel: None,
     ) -> Tensor:
-        """Pack the input of a reduce-scatter: for each position its block of every chosen tensor (None: zeros), then the
-        tensors ``behind``.
+        """Return the input of a reduce-scatter: by position the blocks of chosen tensors (None: zeros), then ``behind``.
 
         Replicated tensors are packed for every position, so every rank gets their reduction.
 
@@ -238,7 +230,7 @@ class FlatBuffer:
         behind: Sequence[Tensor],
         memory_of: Callable[[int], Tensor | None],
     ) -> Tensor:
-        """Pack evenly sharded addends into one buffer, a row for each member, with one concatenation."""
+        """Return the input of a reduce-scatter of evenly sharded tensors, packed with one concatenation."""
         count, numels, parts = len(self.lengths), self.numels[0], list[Tensor]()
         for i, whole in zip(chosen, wholes, strict=True):
             if whole is None:
@@ -256,16 +248,16 @@ class FlatBuffer:
         return flat
 
     def parts(self, chosen: Sequence[int], behind: int) -> list[int]:
-        """Return the lengths of the parts of :meth:`pack_addends`, by position."""
+        """Return by position the number of elements that :meth:`pack_addends` packs for it."""
         return [sum(numels[i] for i in chosen) + behind for numels in self.numels]
 
     def allocate_bucket(self, chosen: Sequence[int], dtype: torch.dtype, device: torch.device, behind: int) -> list[Tensor]:
-        """Allocate memory for this member's part. Return it, a view for each tensor, and a view of the ``behind`` elements."""
+        """Allocate this member's output of a reduce-scatter. Return it, a view for each tensor, and the ``behind`` elements."""
         flat = torch.empty(self.parts(chosen, behind)[self.position], dtype=dtype, device=device)
         return [flat, *self.split(chosen, flat)]
 
     def split(self, chosen: Sequence[int], flat: Tensor) -> list[Tensor]:
-        """Return this member's reduced part as blocks, and the elements behind them."""
+        """Return this member's output of a reduce-scatter as one block for each chosen tensor, and the elements behind them."""
         sizes, numels = self.sizes[self.position], [self.numels[self.position][i] for i in chosen]
         starts = [*itertools.accumulate(numels, initial=int(flat.storage_offset()))]
         behind_numel = flat.numel() - sum(numels)
@@ -279,26 +271,20 @@ class FlatBuffer:
 
 
 def _below_autograd() -> AbstractContextManager[Any]:
-    """Return a context manager without autograd. Dispatch modes need the decomposition of composite operators, so with modes it
-    is ``no_grad``.
-    """
+    """Return a context without autograd: ``no_grad`` under dispatch modes, which need composite operators decomposed."""
     return torch.no_grad() if count_dispatch_modes() else BelowAutograd()
 
 
 def _narrow_ranges(box: Box, shape: Sequence[int]) -> Ranges:
-    """Return the (tensor dim, start, length) ranges of dims of which ``box`` is a part. The start of an empty box may be past
-    the end and is clamped.
-    """
+    """Return (tensor dim, start, length) for each dim of which ``box`` is a part; the start of an empty box is clamped."""
     dims = enumerate(zip(*box, shape, strict=True))
     return tuple((dim, min(start, whole), size) for dim, (start, size, whole) in dims if size != whole)
 
 
-def _even_dims(
+def _find_even_dims(
     ranges: Sequence[Sequence[tuple[tuple[int, int, int], ...]]], sharded: Sequence[bool]
 ) -> tuple[int | None, ...] | None:
-    """Return for each tensor the dim of which positions have equal parts in order (None for a replicated tensor); None if any
-    parts differ.
-    """
+    """Return for each tensor the dim that positions share equally, in order (None: replicated); None if any parts differ."""
     dims: list[int | None] = []
     for i, is_sharded in enumerate(sharded):
         first, size = ranges[0][i][0][::2] if ranges[0][i] else (None, 0)
@@ -309,9 +295,7 @@ def _even_dims(
 
 
 def _split_even(x: Tensor, dim: int, count: int) -> Tensor:
-    """Return ``x`` split into ``count`` equal parts of ``dim``, with the parts along a new first dim; as rows if ``x`` is
-    contiguous.
-    """
+    """Return ``x`` in ``count`` equal parts of ``dim``, along a new first dim (as rows if ``dim`` is 0 and it is contiguous)."""
     return x.view(count, x.numel() // count) if dim == 0 and x.is_contiguous() else x.unflatten(dim, (count, -1)).movedim(dim, 0)
 
 
@@ -323,5 +307,5 @@ def _narrow(x: Tensor, narrowed: Sequence[tuple[int, int, int]]) -> Tensor:
 
 
 def align_bytes(row: Tensor, itemsize: int) -> Tensor:
-    """Return bytes at an address that is a multiple of ``itemsize``. Bytes of other dtypes may precede ``row`` in its storage."""
+    """Return ``row``, a view of bytes, copied if its address is no multiple of ``itemsize``, to be viewed as another dtype."""
     return row.clone() if row.storage_offset() % itemsize else row
