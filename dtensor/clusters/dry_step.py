@@ -1,5 +1,4 @@
-"""Dry step: a training step of one part of a model, run without data on one rank of a mesh, to measure compute, communication
-and memory.
+"""Dry step: a training step of one part of a model on one rank of a mesh without data, to measure time and memory.
 
 It has three micro batches, of which the first gathers parameters and the last reduces their gradients, and an optimizer step.
 The host time does not depend on the number of ranks.
@@ -52,7 +51,7 @@ class Work:
     nbytes: Sums = field(default_factory=lambda: Sums(float))
 
     def add_scaled(self, other: Work, times: float = 1) -> Work:
-        """Return the sum of this work and ``times`` the work ``other``."""
+        """Return a new ``Work``: this one plus ``times`` the other."""
         total = Work(self.seconds.copy(), self.nbytes.copy())
         for totals, counts in ((total.seconds, other.seconds), (total.nbytes, other.nbytes)):
             for kind, count in counts.items():
@@ -129,7 +128,7 @@ def dry_step(part: str, model: Transformer, mesh: DeviceMesh, sequence: int, mic
 def _make_dry_step(
     bytes_held: Sequence[int], positions: Sequence[int], micro: Work, once: Work, state: float, boundary: float
 ) -> DryStep:
-    """Return the result of a dry step, with memory by kind from the bytes held at positions of the memory log.
+    """Return the result of a dry step, with memory by kind from the bytes that were allocated at log positions.
 
     Args:
         positions: log positions at the beginning, after each forward and backward pass, and after the optimizer step.
@@ -176,7 +175,7 @@ class _StepObserver:
         self._work.seconds[dim] += collective_seconds(mesh, event.mesh_dims, event.kind, event.bytes)
 
     def take_work(self) -> Work:
-        """Return the compute and communication since the last call, and begin anew."""
+        """Return the compute and communication since the last call, and start a new period."""
         work, self._work = self._work, Work()
         calls = sorted((call for one in self.operators.operations for call in one.calls), key=lambda call: call.start)
         self.operators.operations.clear()
@@ -208,7 +207,7 @@ class _StepObserver:
         return stores
 
     def log_position(self) -> int:
-        """Return the present position in the memory log, to look up :meth:`bytes_over_time`."""
+        """Return the number of entries in the memory log now, an index into :meth:`bytes_over_time`."""
         return len(self.holdings.log)
 
     def bytes_over_time(self) -> list[int]:

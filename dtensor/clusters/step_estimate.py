@@ -1,5 +1,4 @@
-"""Step estimate: time and memory of a training step of a transformer on a cluster, composed from dry runs of its parts by a
-pipeline schedule.
+"""Step estimate: time and memory of a transformer's training step on a cluster, composed from dry runs of its parts.
 
 Memory, bytes and seconds of a part are those of its dry run (:mod:`.dry_step`), which does not cost more with more ranks. The
 number of layers per rank, the number of micro batches in flight, and the overlap of communication are modeled.
@@ -121,12 +120,12 @@ class _StepRequest:
 def _cached_dry_step(
     part: str, again: str, model: Transformer, cluster: Cluster, degrees: Degrees, sequence: int, micro: int
 ) -> DryStep:
-    """Return the dry step of a part of the model on the cluster, measured once for equal arguments."""
+    """Return the dry step of one part of a model on the cluster, measured once for equal arguments."""
     return dry_step(part, model, degrees.mesh(cluster), sequence, micro, again)
 
 
 def _estimate_least_recomputation(request: _StepRequest, parts: DryRunOf, kinds: Sequence[str] = RECOMPUTATIONS) -> Estimate:
-    """Return the estimate with the least recomputation that fits into memory; with the most if none fits."""
+    """Return the step estimate with the least recomputation that fits into memory; with the most if none fits."""
     for again in kinds:
         result = _compose_estimate(request, parts, again)
         if result.fits:
@@ -135,7 +134,7 @@ def _estimate_least_recomputation(request: _StepRequest, parts: DryRunOf, kinds:
 
 
 def _compose_estimate(request: _StepRequest, parts: DryRunOf, again: str) -> Estimate:
-    """Return the step estimate that the dry steps of the parts give under a pipeline schedule."""
+    """Return the step estimate that follows from the dry steps of a model's parts under a pipeline schedule."""
     model, cluster, degrees = request.model, request.cluster, request.degrees
     pp, micros = degrees.pp, request.batch // degrees.dp // request.micro
     chunks = 1 if pp == 1 else request.chunks or max(1, model.layers // pp)
@@ -165,7 +164,7 @@ def _compose_estimate(request: _StepRequest, parts: DryRunOf, again: str) -> Est
 
 
 def _pipeline_message(cluster: Cluster, degrees: Degrees, nbytes: float) -> Work:
-    """Return the communication of sending ``nbytes`` of activations to the next pipeline stage."""
+    """Return the bytes and seconds of sending ``nbytes`` of activations to the next pipeline stage."""
     profile = cluster.profile
     reach = degrees.tp * degrees.cp * degrees.ep * degrees.pp
     link = profile.link("nccl", between_hosts=reach > profile.ranks_per_host)
@@ -176,7 +175,7 @@ def _pipeline_message(cluster: Cluster, degrees: Degrees, nbytes: float) -> Work
 
 
 def best(model: Transformer, cluster: Cluster, ranks: int, sequence: int, batch: int, most: int = 8) -> list[Estimate]:
-    """Return at most ``most`` of the fastest layouts of a step over ``ranks`` that fit into memory.
+    """Return at most ``most`` parallel layouts over ``ranks``, the fastest that fit into memory, with their estimates.
 
     A micro batch takes the same time for all ``pp`` and ``dp``. So one dry run for each ``tp``, ``cp`` and ``ep`` gives a lower
     bound of the step. Then the layouts that may be among the fastest are tried.
@@ -233,9 +232,9 @@ def _cheapest_degrees(family: list[Degrees]) -> Degrees:
 
 
 def _without_data_parallel(parts: DryRunOf) -> DryRunOf:
-    """Return ``parts`` without the work and memory that depend on ``dp``, for a lower bound of the estimate."""
+    """Wrap ``parts`` so that dry steps lack the work and memory that depend on ``dp``, for a lower bound of the estimate."""
 
-    def run_part(part: str, again: str) -> DryStep:
+    def lower_bound_of_part(part: str, again: str) -> DryStep:
         """Return the dry step of a part without work per step, optimizer state and peak memory."""
         step = parts(part, again)
         gradients = step.memory["gradients"]
@@ -243,4 +242,4 @@ def _without_data_parallel(parts: DryRunOf) -> DryRunOf:
             step, once=Work(), memory={"parameters": gradients / 2, "gradients": gradients, "optimizer": 0.0}, most=0.0
         )
 
-    return run_part
+    return lower_bound_of_part
