@@ -65,8 +65,9 @@ def ones(*size: Any, sharding_spec: Any, **options: Any) -> Any:
 
 
 def full(size: Sequence[int], fill_value: Any, *, sharding_spec: Any, **options: Any) -> Any:
-    """Return a tensor filled with ``fill_value``; options as in ``torch.full``. Each rank makes its own shard, no
-    communication.
+    """Return a tensor filled with ``fill_value``; options as in ``torch.full``. Each rank makes its own shard.
+
+    No communication.
 
     Raises ``PlacementError`` if the spec does not fit the shape.
 
@@ -109,7 +110,7 @@ def randn(*size: Any, sharding_spec: Any, **options: Any) -> Any:
 
 
 def shard_tensor(tensor: torch.Tensor, sharding_spec: Any, src_rank: int | None = 0) -> Any:
-    """Shard ``tensor`` by a spec. A parameter gives a leaf that requires grad.
+    """Return ``tensor`` sharded by a spec, a leaf that requires grad for a parameter.
 
     Args:
         tensor: the global tensor; a DTensor is resharded.
@@ -143,7 +144,7 @@ def shard_tensor(tensor: torch.Tensor, sharding_spec: Any, src_rank: int | None 
 
 
 def _make_tensor(factory: Callable[..., DTensor], size: Any, sharding_spec: Any, options: dict[str, Any]) -> Any:
-    """Call a DTensor factory such as ``zeros`` with the layout of the spec; scatter the result if no layout describes it."""
+    """Return the tensor that a factory such as ``zeros`` makes in the layout of the spec, or scattered if there is none."""
     spec = parse_tensor_spec(sharding_spec)
     shape = tuple(size[0]) if len(size) == 1 and isinstance(size[0], (tuple, list, torch.Size)) else tuple(size)
     options.pop("pin_memory", None)

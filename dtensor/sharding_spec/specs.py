@@ -35,7 +35,7 @@ class Spec:
     shards: tuple[Replicas, ...]
 
     def grid(self, ndim: int) -> tuple[Any, tuple[tuple[int, ...] | None, ...]]:
-        """Return the array of places of the blocks, with a dim per tensor dim, and the given block sizes per dim (or None)."""
+        """Return the array of places of the blocks, one dim per tensor dim, and per dim the given block sizes or None."""
         raise NotImplementedError
 
     def to_data(self) -> Any:
@@ -145,7 +145,7 @@ class SingleSplit(Spec):
     shard_sizes: tuple[int, ...] | None
 
     def grid(self, ndim: int) -> tuple[Any, tuple[tuple[int, ...] | None, ...]]:
-        """Return the places with the shards along ``dim`` and size 1 in all other dims, and the shard sizes."""
+        """Return the array of places, with the shards along ``dim`` and size 1 in other dims, and the shard sizes per dim."""
         if not -ndim <= self.dim < ndim:
             raise PlacementError(f"{self!r} does not fit a tensor of {ndim} dims: it has no dim {self.dim}; split another dim")
         dim = self.dim % ndim
@@ -153,7 +153,7 @@ class SingleSplit(Spec):
         return _place_array(self.shards, shape), tuple(self.shard_sizes if d == dim else None for d in range(ndim))
 
     def to_data(self) -> Any:
-        """Return the arguments of ``single_split`` that make the spec."""
+        """Return the spec as the arguments of ``single_split`` that make it, for YAML or JSON."""
         sizes = {} if self.shard_sizes is None else {"shard_sizes": list(self.shard_sizes)}
         return {"single_split": {"dim": self.dim, "placements": [replicas_text(each) for each in self.shards], **sizes}}
 
@@ -174,13 +174,13 @@ class MeshSplit(Spec):
     shard_sizes: tuple[tuple[int, ...] | None, ...] | None
 
     def grid(self, ndim: int) -> tuple[Any, tuple[tuple[int, ...] | None, ...]]:
-        """Return the array of places and the block sizes; raise if the tensor does not have its number of dims."""
+        """Return the array of places and the block sizes per dim; raise for a tensor of another number of dims."""
         if ndim != len(self.shape):
             raise PlacementError(f"{self!r} is for tensors of {len(self.shape)} dims, got one of {ndim}")
         return _place_array(self.shards, self.shape), self.shard_sizes or (None,) * ndim
 
     def to_data(self) -> Any:
-        """Return the arguments of ``mesh`` that make the spec."""
+        """Return the spec as the arguments of ``mesh`` that make it, for YAML or JSON."""
         sizes = {} if self.shard_sizes is None else {"shard_sizes": [s if s is None else list(s) for s in self.shard_sizes]}
         nested = np.asarray([replicas_text(each) for each in self.shards], dtype=object).reshape(self.shape).tolist()
         return {"mesh": {"placements": nested, **sizes}}
