@@ -31,7 +31,7 @@ class _PostImportFinder(MetaPathFinder):
         self.name, self.action = name, action
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        """Return the spec of the awaited module, with a loader that calls the action after the import."""
+        """Return the spec of the awaited module, with a loader that runs the action after the import; None for others."""
         if name != self.name:
             return None
         sys.meta_path.remove(self)
