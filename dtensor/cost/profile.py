@@ -83,7 +83,7 @@ class Profile:
     devices: Mapping[str, Device] = field(default_factory=dict)
 
     def link(self, backend: str, between_hosts: bool = False) -> Link:
-        """Return the constants of a backend within one host or between hosts; those of NCCL if it was not measured."""
+        """Return the constants of a backend in one host or between hosts, built in if not measured (NCCL's if unknown)."""
         if between_hosts and backend in self.between_hosts:
             return self.between_hosts[backend]
         return self.links.get(backend, BUILT_IN_PROFILE.links.get(backend, _NCCL))

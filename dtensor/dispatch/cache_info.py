@@ -1,4 +1,4 @@
-"""Cache info: the fill of the caches that programs fill, which are layouts, redistribution plans and plans of operators."""
+"""Cache info: entries and limits of the caches of layouts, redistribution plans, operator plans and others."""
 
 from __future__ import annotations
 

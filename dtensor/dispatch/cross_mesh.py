@@ -174,7 +174,7 @@ def _choose_home_mesh(operator: OperatorSchema, bound: dict[str, Any]) -> Device
 
 
 def _count_elements(layout: Layout) -> int:
-    """Return the number of different elements: an expanded number is one."""
+    """Return the number of different elements of a tensor with this layout; an expanded number counts as one."""
     return layout.numel if any(layout.stride) else 1
 
 
@@ -198,7 +198,7 @@ def make_mesh_error(name: str, meshes: Iterable[DeviceMesh]) -> MeshError:
 
 
 def _same_ranks(a: DeviceMesh, b: DeviceMesh) -> bool:
-    """Return True if two meshes have the same ranks; a submesh counts with all its copies."""
+    """Return True if two meshes have the same ranks and device type; a submesh counts with all its copies."""
     return sorted(a.ranks) == sorted(b.ranks) and (a.kind, a.device_type) == (b.kind, b.device_type)
 
 

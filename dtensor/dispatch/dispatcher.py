@@ -115,7 +115,7 @@ CheckLevel.changed.append(clear_plans)
 
 
 def plans_of_operators() -> dict[str, tuple[int, int]]:
-    """Return by operator how many plans are cached, and how many were made."""
+    """Return for each operator that was called (number of cached plans, number of plans made)."""
     return {str(entry.func): (len(entry.plans), entry.misses) for entry in list(_ENTRIES.values())}
 
 
@@ -143,7 +143,7 @@ def _get_or_make_entry(func: Any) -> Entry:
 
 
 def _make_dispatch(entry: Entry) -> Callable[..., Any]:
-    """Make the ``__torch_dispatch__`` of one operator; it looks up frequent signatures in fewer steps than others."""
+    """Make the ``__torch_dispatch__`` of one operator; it looks up calls with few tensors in fewer steps than others."""
     tensor, is_view, local_op = wrap.TENSOR, entry.operator.is_view, entry.local_op
     find: Callable[..., Any] = entry.plans.get if entry.fingerprints is None else entry.fingerprints.find
     run_general = _make_general_dispatch(entry, find)
@@ -162,13 +162,13 @@ def _make_dispatch(entry: Entry) -> Callable[..., Any]:
                     return run_general(args, kwargs or {})
             if not kwargs:
                 kwargs = {}
-                if args and type(args[0]) is tensor:  # the most frequent signatures: the look-up in fewer steps
+                if args and type(args[0]) is tensor:  # the most frequent calls: the look-up in fewer steps
                     if len(args) == 2 and type(args[1]) is tensor:
-                        found = find(signature := (args[0]._layout, args[1]._layout))
+                        found = find(cache_key := (args[0]._layout, args[1]._layout))
                         if type(found) is Layout:
                             return wrap_local(local_op(args[0]._local, args[1]._local), found)
                         if found is None:
-                            found = runner_of(_make_program_on_miss(entry, signature, args, kwargs), entry.operator)
+                            found = runner_of(_make_program_on_miss(entry, cache_key, args, kwargs), entry.operator)
                         return found(args, kwargs, [args[0]._local, args[1]._local], {})
                     if len(args) == 3 and type(args[1]) is tensor and type(args[2]) is tensor:
                         three = (args[0]._layout, args[1]._layout, args[2]._layout)
@@ -181,17 +181,17 @@ def _make_dispatch(entry: Entry) -> Callable[..., Any]:
                     if len(args) <= keyed:
                         try:
                             if listed and len(args) == 2:
-                                signature = (args[0]._layout, tuple(args[1]))
+                                cache_key = (args[0]._layout, tuple(args[1]))
                             elif listed:
-                                signature = (args[0]._layout, *[tuple(x) if type(x) is list else x for x in args[1:]])
+                                cache_key = (args[0]._layout, *[tuple(x) if type(x) is list else x for x in args[1:]])
                             else:
-                                signature = (args[0]._layout, *args[1:])
-                            found = find(signature)
+                                cache_key = (args[0]._layout, *args[1:])
+                            found = find(cache_key)
                         except TypeError:  # symbolic numbers
                             pass
                         else:
                             if found is None:
-                                found = _make_program_on_miss(entry, signature, args, kwargs)
+                                found = _make_program_on_miss(entry, cache_key, args, kwargs)
                             if type(found) is Layout:
                                 return wrap_local(local_op(args[0]._local, *args[1:]), found)
                             return found(args, kwargs, [args[0]._local, *args[1:]], {})
@@ -237,10 +237,10 @@ def _make_general_dispatch(entry: Entry, find: Callable[..., Any]) -> Callable[.
                 local_kwargs[name] = append_to_key(value, key, name in names_by_type, numbers)
         if IMPLICIT_REPLICATION.held and MODES.implicit_replication:
             key.append(MODES)
-        signature = tuple(key)
-        found = find(signature, numbers)
+        cache_key = tuple(key)
+        found = find(cache_key, numbers)
         if found is None:
-            found = _make_program_on_miss(entry, signature, args, kwargs)
+            found = _make_program_on_miss(entry, cache_key, args, kwargs)
         if type(found) is not Layout:
             return found(args, kwargs, local_args, local_kwargs)
         result = local_op(*local_args, **local_kwargs) if local_kwargs else local_op(*local_args)
@@ -256,9 +256,9 @@ def _broadcast_replicated(args: Any, kwargs: Any, local_args: Any, local_kwargs:
 
 
 def _make_program_on_miss(
-    entry: Entry, signature: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+    entry: Entry, cache_key: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Layout | Runner:
-    """Make the program of a call whose plan is not cached, and cache it unless it depends on more than ``signature``."""
+    """Make the program of a call whose plan is not cached, and cache it unless it depends on more than ``cache_key``."""
     if entry.func.namespace in _COLLECTIVES:
         if args and (announced := find_announced_runner(args[0])) is not None:
             return announced
@@ -284,7 +284,7 @@ def _make_program_on_miss(
     if is_mixed:  # plain tensors, or several meshes
         special = make_cross_mesh_runner(operator, bound) or make_plain_write_runner(operator, bound)
         if special is not None:
-            return _cache_program(entry, signature, special)
+            return _cache_program(entry, cache_key, special)
         if (constants := make_constants_runner(operator, bound)) is not None:
             return constants  # not cached: the key does not say which function calls
     plan, program = _plan_and_bind(operator, args, kwargs)
@@ -292,7 +292,7 @@ def _make_program_on_miss(
     program = with_variants(plan, program, operator, args, kwargs, partial(_plan_and_bind, operator))
     if was_compared and operator.mutated and plan.rule is not None and plan.rule.kind == "pointwise":
         return program  # not cached: a plain value that is written to a DTensor is compared in every call
-    return _cache_program(entry, signature, program)
+    return _cache_program(entry, cache_key, program)
 
 
 def _plan_and_bind(
@@ -305,11 +305,11 @@ def _plan_and_bind(
         return plan, bind_program(plan, operator, args, kwargs, whole, if_refused)
 
 
-def _cache_program(entry: Entry, signature: tuple[Any, ...], program: Layout | Runner) -> Layout | Runner:
-    """Cache a new program under the signature of its call, count it as a miss, and return it."""
+def _cache_program(entry: Entry, cache_key: tuple[Any, ...], program: Layout | Runner) -> Layout | Runner:
+    """Cache a new program under the cache key of its call, count it as a miss, and return it."""
     entry.misses += 1
-    cached = program if entry.fingerprints is None else entry.fingerprints.with_fingerprint(program, signature)
-    PLANS.keep(entry.plans, signature, cached)
+    cached = program if entry.fingerprints is None else entry.fingerprints.with_fingerprint(program, cache_key)
+    PLANS.keep(entry.plans, cache_key, cached)
     return program
 
 

@@ -97,7 +97,7 @@ class PlanFingerprints:
     """The plans of one operator under ``check_ranks="watch"``, each cached with the fingerprint and text of its calls.
 
     Attributes:
-        find: ``find(signature, numbers)`` returns the program, None if there is none, and records the look-up: with the numbers
+        find: ``find(cache_key, numbers)`` returns the program, None if there is none, and records the look-up: with the numbers
             that are in the key by their type; not in other threads, which have no common order, nor while tracing.
     """
 
@@ -111,10 +111,10 @@ class PlanFingerprints:
         special = stores or unordered
         get, thread, main, modes = plans.get, threading.get_ident, threading.main_thread().ident, count_dispatch_modes
 
-        def find(signature: tuple[Any, ...], numbers: list[Any] | None = None) -> Any:
-            """Return the cached program of a signature, None on a miss, and add the call to the hash that ranks compare."""
-            cached = get(signature)
-            program, op_hash, step, text = (None, *self._fingerprint_of(signature)) if cached is None else cached
+        def find(cache_key: tuple[Any, ...], numbers: list[Any] | None = None) -> Any:
+            """Return the cached program of a cache key, None on a miss, and add the call to the hash that ranks compare."""
+            cached = get(cache_key)
+            program, op_hash, step, text = (None, *self._fingerprint_of(cache_key)) if cached is None else cached
             if op_hash is None or thread() != main or (modes() and is_tracing()):
                 return program
             if not special:
@@ -134,24 +134,24 @@ class PlanFingerprints:
 
         self.find = find
 
-    def with_fingerprint(self, program: Any, signature: tuple[Any, ...]) -> tuple[Any, ...]:
+    def with_fingerprint(self, program: Any, cache_key: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the plan-cache entry of a program: with the hash that its calls enter, their fingerprint and their text."""
-        return program, *self._fingerprint_of(signature)
+        return program, *self._fingerprint_of(cache_key)
 
-    def _fingerprint_of(self, signature: tuple[Any, ...]) -> tuple[OperationHash | None, int, str]:
+    def _fingerprint_of(self, cache_key: tuple[Any, ...]) -> tuple[OperationHash | None, int, str]:
         """Return the hash that calls with this cache key enter (None: they are not recorded), with their fingerprint and text."""
         op_hash = None
         if not self._operator.is_view and self._operator.traits.touches != "nothing":
-            op_hash = operation_hash_of(list(_iter_layouts(signature)))
+            op_hash = operation_hash_of(list(_iter_layouts(cache_key)))
         if op_hash is None:
             return None, 0, ""
-        text = f"{self._operator.name}({', '.join(map(_key_text, signature))})"
+        text = f"{self._operator.name}({', '.join(map(_key_text, cache_key))})"
         return op_hash, fingerprint(text), text
 
 
-def _iter_layouts(signature: Iterable[Any]) -> Iterator[Layout]:
-    """Yield the layouts of a signature, at any depth."""
-    for part in signature:
+def _iter_layouts(cache_key: Iterable[Any]) -> Iterator[Layout]:
+    """Yield the layouts in a plan-cache key, at any depth."""
+    for part in cache_key:
         if isinstance(part, Layout):
             yield part
         elif isinstance(part, tuple):

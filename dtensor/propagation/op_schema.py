@@ -67,7 +67,7 @@ class OperatorSchema:
         return bound
 
     def lacks_first_tensor(self, bound: dict[str, Any]) -> bool:
-        """Return True if the first argument must be a tensor and is None.
+        """Return True if the first argument must be a tensor and is None, as the gradient of a result that has none.
 
         A backward pass passes None as the gradient of a result that has none. Other tensors that are None are optional.
         """
@@ -107,8 +107,9 @@ ArgumentPosition = int | str  # how an argument was passed: a position or a name
 
 @dataclass(frozen=True, slots=True)
 class CallSignature:
-    """The signature of a call: the first ``count`` arguments are passed by position, those in ``named`` by name. Calls with one
-    plan share it.
+    """Which arguments of a call are passed by position (the first ``count``) and which by name (those in ``named``).
+
+    Calls with one plan share it.
 
     ``reordered``: the call passed arguments by name that may be passed by position. This is the signature after they are put in
     order.

@@ -56,7 +56,7 @@ def iter_disjoint_strategies(rule: Rule, factors: Factors, call: Call, count: in
 
 
 def is_elementwise_on_floats(rule: Rule, call: Call) -> bool:
-    """Return True if the operator is elementwise on floats (results may be bools), cannot raise, and writes at most operand 0."""
+    """Return True if the operator is elementwise on floats (results may be bools), cannot raise, and writes to operand 0 only."""
     if torch.Tag.pointwise not in call.func.tags or not writes_at_most_first_operand(call) or rule.run is not None:
         return False
     if torch.Tag.nondeterministic_seeded in call.func.tags:

@@ -8,7 +8,7 @@ gather fallback. Pure: nothing depends on the rank, so all ranks make the same p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Literal
@@ -345,9 +345,7 @@ def make_gather_plan(
     redistributions = _plan_redistributions(slots, call.operands, operands)
     results: tuple[Any, ...] = ()
     if metas is not None:
-        results = tuple(
-            _layouts_of_metas(lambda m: Layout.replicated(call.mesh, m.shape, m.stride, m.dtype), meta) for meta in metas
-        )
+        results = tuple(_replicated_layouts(call.mesh, meta) for meta in metas)
     write_back = _plan_write_back(operator, call, results) if metas is not None else ()
     returned = {owner for owner in operator.returns if owner is not None}
     mutated = _mutated_arguments(operator, lookup(operator.func), call)
@@ -380,11 +378,11 @@ def _view_offsets(operator: OperatorSchema, call: Call) -> tuple[int, ...]:
     return tuple([meta.start for meta in call.results if meta is not None])
 
 
-def _layouts_of_metas(fn: Callable[[Meta], Layout], value: Any) -> Any:
-    """Return ``fn`` of the metadata of a result, or a list of it for a list; None stays."""
-    if isinstance(value, list):
-        return [fn(item) if item is not None else None for item in value]
-    return fn(value) if value is not None else None
+def _replicated_layouts(mesh: DeviceMesh, meta: Any) -> Any:
+    """Return the replicated layout of a result with this metadata: a list of layouts for a list, None for None."""
+    if isinstance(meta, list):
+        return [_replicated_layouts(mesh, item) for item in meta]
+    return None if meta is None else Layout.replicated(mesh, meta.shape, meta.stride, meta.dtype)
 
 
 def _unflatten_results(metas: tuple[Any, ...], flat: tuple[Layout | None, ...]) -> tuple[Any, ...]:

@@ -123,7 +123,7 @@ class MemoryTracker:
         return [store for store in storages if store is not None]
 
     def mark_gradients(self) -> None:
-        """Set the kind of the memory of leaves' present gradients to gradients."""
+        """Mark the storages of the gradients that leaves have now as gradients."""
         for key, leaf in list(self._leaves.items()):
             x = leaf()
             if x is None:

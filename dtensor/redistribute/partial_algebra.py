@@ -88,7 +88,7 @@ class PartialChanges(NamedTuple):
 
 
 def partial_changes(src: Layout, dst: Layout) -> PartialChanges:
-    """Return the reductions from ``src`` to ``dst``, merged as far as the algebra allows.
+    """Return the reductions from ``src`` to ``dst``, merged as far as allowed, and the mesh dims that become partial after them.
 
     Raises:
         LayoutError: the dtype lacks a reduction, or a value would have to become partial under a monoid that cannot be undone.
@@ -187,7 +187,7 @@ def _is_only_op(layout: Layout, op: ReduceOp) -> bool:
 
 # --- checks: they depend on layouts only, so all ranks raise together -----------------------------------------------
 def _check_dtype(op: ReduceOp | None, src: Layout, dst: Layout) -> None:
-    """Raise if the reduction is not defined for the dtype."""
+    """Raise if ``op`` is not defined for the dtype: an average of integers, or a maximum of complex numbers."""
     if op == "avg" and not (src.dtype.is_floating_point or src.dtype.is_complex):
         raise LayoutError(
             f"{src!r} -> {dst!r}: the average of {src.dtype} values is not defined as {src.dtype}; use "
@@ -200,7 +200,7 @@ def _check_dtype(op: ReduceOp | None, src: Layout, dst: Layout) -> None:
 
 
 def _check_monoids(src: Layout, dst: Layout, kept: set[int], entering: tuple[int, ...]) -> None:
-    """Raise if a redistribution would call ``finalize`` of a monoid twice."""
+    """Raise if a redistribution would apply ``finalize`` of a monoid to a value twice."""
     for i, op in enumerate(dst.partials):
         if (
             not isinstance(op, Monoid)

@@ -68,7 +68,7 @@ def _is_device(text: str) -> bool:
 
 
 def common_device_type(places: Iterable[Place]) -> str:
-    """Return the one device type that the places name; the CPU if none names one or this process lacks it.
+    """Return the one device type that the places name; the CPU if they name none, or in process if it is missing.
 
     If all ranks are in this process and it lacks such a device, the CPU replaces it.
 

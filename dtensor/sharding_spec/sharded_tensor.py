@@ -23,7 +23,7 @@ ShardedTensor = DTensor
 
 
 def empty(*size: Any, sharding_spec: Any, **options: Any) -> Any:
-    """Return an uninitialized tensor; options as in ``torch.empty``. Each rank makes its own shard, no communication.
+    """Return an uninitialized tensor sharded by a spec; options as in ``torch.empty``. No communication.
 
     Raises ``PlacementError`` if the spec does not fit the shape.
 
@@ -35,7 +35,7 @@ def empty(*size: Any, sharding_spec: Any, **options: Any) -> Any:
 
 
 def zeros(*size: Any, sharding_spec: Any, **options: Any) -> Any:
-    """Return a tensor of zeros; options as in ``torch.zeros``. Each rank makes its own shard, no communication.
+    """Return a tensor of zeros sharded by a spec; options as in ``torch.zeros``. No communication.
 
     Raises ``PlacementError`` if the spec does not fit the shape.
 
@@ -48,7 +48,7 @@ def zeros(*size: Any, sharding_spec: Any, **options: Any) -> Any:
 
 
 def ones(*size: Any, sharding_spec: Any, **options: Any) -> Any:
-    """Return a tensor of ones; options as in ``torch.ones``. Each rank makes its own shard, no communication.
+    """Return a tensor of ones sharded by a spec; options as in ``torch.ones``. No communication.
 
     >>> import dtensor as dt
     >>> spec = dt.sharding_spec.single_split(0, ["rank:0/cpu", "rank:1/cpu"], [1, 2])
@@ -65,9 +65,7 @@ def ones(*size: Any, sharding_spec: Any, **options: Any) -> Any:
 
 
 def full(size: Sequence[int], fill_value: Any, *, sharding_spec: Any, **options: Any) -> Any:
-    """Return a tensor filled with ``fill_value``; options as in ``torch.full``. Each rank makes its own shard.
-
-    No communication.
+    """Return a tensor of ``fill_value`` sharded by a spec; options as in ``torch.full``. No communication.
 
     Raises ``PlacementError`` if the spec does not fit the shape.
 
@@ -80,7 +78,7 @@ def full(size: Sequence[int], fill_value: Any, *, sharding_spec: Any, **options:
 
 
 def rand(*size: Any, sharding_spec: Any, **options: Any) -> Any:
-    """Return uniform random numbers on [0, 1): those of ``torch.rand`` on one device with the same seed, for every spec.
+    """Return numbers on [0, 1) sharded by a spec: those of ``torch.rand`` on one device with the same seed, for every spec.
 
     No communication. Raises ``PlacementError`` if the spec does not fit the shape.
 
@@ -95,7 +93,7 @@ def rand(*size: Any, sharding_spec: Any, **options: Any) -> Any:
 
 
 def randn(*size: Any, sharding_spec: Any, **options: Any) -> Any:
-    """Return standard normal numbers: those of ``torch.randn`` on one device with the same seed, for every spec.
+    """Return normal numbers sharded by a spec: those of ``torch.randn`` on one device with the same seed, for every spec.
 
     No communication. Raises ``PlacementError`` if the spec does not fit the shape.
 

@@ -97,7 +97,7 @@ class RowOwnership(NotSerialized):
         return is_unwritten(self.versions, counted_versions(self.ends))
 
     def foreign_rows(self) -> Any:
-        """Return on each rank which rows of its local tensor another rank owns, as booleans."""
+        """Return for each rank a boolean mask of its local rows that another rank owns, computed at the first request."""
         if self._foreign is None:
             self._foreign = communicator_of(self.layout.mesh).map(self._foreign_rows_of, self.ends._local)
         return self._foreign
@@ -141,7 +141,7 @@ class DisjointRows:
 
 
 def find_disjoint_rows(x: Any) -> DisjointRows | None:
-    """Return the disjoint rows of a tensor if the fact is valid now, else None."""
+    """Return the fact that the rows of ``x`` are non-zero on their owner only, if it is valid now; else None."""
     fact = x.__dict__.get(_DISJOINT_ROWS) if type(x) is wrap.TENSOR else None
     return fact if type(fact) is DisjointRows and fact.is_valid(counted_versions(x)) else None
 
@@ -236,7 +236,7 @@ def mark_deferred_reductions(plan: CallPlan, operator: OperatorSchema, signature
 
 
 def _deferred_reductions(plan: CallPlan) -> Iterator[tuple[str, DeferredReductions]]:
-    """Yield by argument the mesh dims over which the operator passes its partial sums on to a result.
+    """Yield each argument with the mesh dims over which the operator leaves its partial sums unreduced in a result.
 
     Operands with disjoint rows are left out: the owners of the rows go on with them.
     """
@@ -270,7 +270,7 @@ class LocalIndices:
 
 
 def find_local_indices(x: Any) -> LocalIndices | None:
-    """Return the local indices of a tensor if the fact is valid now, else None.
+    """Return the fact that ``x`` has indices into each rank's own shard only, if it is valid now; else None.
 
     Recordings and traced programs get None: they must be right for other values.
     """
@@ -281,7 +281,7 @@ def find_local_indices(x: Any) -> LocalIndices | None:
 
 
 def note_local_indices(x: Any, columns: tuple[Split | None, ...]) -> None:
-    """Attach the fact to an index tensor, if any of its columns refers to local indices."""
+    """Attach to an index tensor which of its columns have indices into each rank's own shard, if any."""
     if any(columns) and type(x) is wrap.TENSOR:
         x.__dict__[_LOCAL_INDICES] = LocalIndices(columns, counted_versions(x))
 
@@ -323,7 +323,7 @@ def _columns_of_view(columns: tuple[Split | None, ...], layout: Layout, start: i
 
 # --- preferred layouts --------------------------------------------------------------------------------------------------
 def _is_most_of(x: Any, joined: Any) -> bool:
-    """Return True if ``x`` has more than half of the elements of the list ``joined``."""
+    """Return True if ``x``, one of the tensors in the list ``joined``, has more than half of all their elements."""
     if type(x) is not wrap.TENSOR or not isinstance(joined, Sequence):
         return False
     return bool(2 * x._layout.numel > sum([y.numel() for y in joined]))
@@ -370,7 +370,7 @@ FACT_PASSES: tuple[Pass, ...] = (
 
 # --- facts of a call ----------------------------------------------------------------------------------------------------
 def facts_of_call(operator: OperatorSchema, bound: Mapping[str, Any]) -> dict[ArgumentSlot, OperandFacts]:
-    """Return the facts of the operands of a call; operands without a fact are left out."""
+    """Return the facts of a call's operands, by argument slot; operands without a fact are left out."""
     facts: dict[ArgumentSlot, OperandFacts] = {}
     numbers: dict[int, int] = {}  # by identity of a row ownership: its number in this call
     for name in filter(operator.tensors.__contains__, operator.names):

@@ -60,7 +60,7 @@ Pass = Callable[[CallPlan, OperatorSchema, CallSignature], Step | None]  # makes
 
 
 def argument_at(place: ArgumentPosition, args: Args, kwargs: Keywords) -> Any:
-    """Return the argument at ``place``."""
+    """Return the user's argument at ``place``: a position in ``args``, or a name in ``kwargs``."""
     return args[place] if isinstance(place, int) else kwargs[place]
 
 

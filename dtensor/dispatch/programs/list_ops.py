@@ -55,12 +55,12 @@ def _make_scalar_tensors(scalars: Any, count: int, dtype: torch.dtype) -> list[T
         if not scalars[0] or scalars.count(scalars[0]) != count:  # 0.0 == -0.0
             return list(torch.tensor(scalars, dtype=dtype, device="cpu").unbind())
         scalars = scalars[0]
-    return [_nonzero_scalar(scalars, dtype) if scalars else torch.tensor(scalars, dtype=dtype, device="cpu")] * count
+    return [_cached_scalar_tensor(scalars, dtype) if scalars else torch.tensor(scalars, dtype=dtype, device="cpu")] * count
 
 
 @memoize(256)
-def _nonzero_scalar(scalar: float, dtype: torch.dtype) -> Tensor:
-    """Return a tensor of a scalar that is not zero: a weight decay is the same at every step. No operator writes to it."""
+def _cached_scalar_tensor(scalar: float, dtype: torch.dtype) -> Tensor:
+    """Return the cached 0-d tensor of a scalar that is not zero, such as a weight decay; no operator writes to it."""
     return torch.tensor(scalar, dtype=dtype, device="cpu")
 
 
@@ -111,7 +111,7 @@ def _all_match(lists: list[list[Any]]) -> bool:
 
 
 def _is_dense(x: torch.Tensor) -> bool:
-    """Return True if there are no gaps in memory, as a slice of rows has them."""
+    """Return True if the memory of ``x`` has no gaps, as that of a slice of rows has."""
     return x.numel() < 2 or x.stride() == torch.empty_like(x).stride()
 
 

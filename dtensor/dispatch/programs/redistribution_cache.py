@@ -166,7 +166,7 @@ class _RecentCopies:
                 self._remove(self.leaf_keys.popleft(), drop=True)
 
     def use(self, cached: CachedCopies, source: Layout, target: Layout) -> None:
-        """Make a listed copy the most recently used one."""
+        """Make a copy the most recently used one, if it is listed."""
         if (key := (cached.number, source, target)) in self.copies:
             self.copies.move_to_end(key)
 
@@ -255,7 +255,7 @@ class PreferredLayout:
 
 
 def note_preferred_layout(x: Any, layout: Layout) -> None:
-    """Remember that an operator needed ``x`` in ``layout``. For partial values :func:`cached_reductions` says it."""
+    """Note on ``x`` that an operator needed it in ``layout``; not if one is partial (see :func:`cached_reductions`)."""
     if not (x._layout.is_partial or layout.is_partial):
         x.__dict__[PREFERRED_LAYOUT] = PreferredLayout(layout, active_recorder())
 
@@ -265,7 +265,7 @@ Request = tuple[Any, Plan, Any]  # a tensor (None: do not cache), the redistribu
 
 
 def redistribute_cached(x: Any, plan: Plan, local: Any) -> Any:
-    """Return ``local``, the local value of ``x``, redistributed by ``plan``: from the cache, or run and cached."""
+    """Return ``local``, the local value of ``x``, redistributed by ``plan``: a cached copy, or a new one that is cached."""
     remaining, value, slot = _lookup_or_plan(x, plan, local)
     if remaining is None:
         return value
@@ -395,8 +395,7 @@ def _lookup_or_plan(x: Any, plan: Plan, local: Any) -> tuple[Plan | None, Any, _
 
 
 def cached_reductions(x: Any) -> frozenset[tuple[int, int | None]]:
-    """Return the mesh dims over which ``x`` is partial and a cached copy is reduced: pairs of mesh dim and the tensor dim that
-    the copy is sharded along there, None if it is replicated."""
+    """Return pairs (partial mesh dim of ``x``, tensor dim that a cached reduced copy shards there, None: replicated)."""
     layout = x._layout
     partial_dims = [i for i, op in enumerate(layout.partials) if op is not None]
     if not partial_dims or IN_DECOMPOSITION.depth:
@@ -420,18 +419,18 @@ def cached_reductions(x: Any) -> frozenset[tuple[int, int | None]]:
 
 
 def _cacheable_versions(x: Any) -> tuple[int, ...] | None:
-    """Return :func:`counted_versions`; None also under ``remember("nothing")``."""
+    """Return the version counters that cached copies of ``x`` depend on; None if copies must not be cached."""
     return None if REMEMBER.held and REMEMBER.last("") == "nothing" else counted_versions(x)
 
 
 def _may_cache_leaf(leaf: Any, recorder: Any, versions: Any) -> bool:
     """Return True if copies of a parameter may be cached: from a forward pass that allows it until the gradient arrives."""
-    hook = leaf.__dict__.get("_grad_layout")
-    if hook is None:
+    layout_cell = leaf.__dict__.get("_grad_layout")
+    if layout_cell is None:
         return False
     if not (REMEMBER.held and REMEMBER.last("") == "parameters" and torch.is_grad_enabled()):
-        return len(hook) > 1 and hook[1] is get_or_make_copies(leaf, None, recorder, versions)
-    hook[1:] = [get_or_make_copies(leaf, None, recorder, versions)]
+        return len(layout_cell) > 1 and layout_cell[1] is get_or_make_copies(leaf, None, recorder, versions)
+    layout_cell[1:] = [get_or_make_copies(leaf, None, recorder, versions)]
     return True
 
 

@@ -373,7 +373,7 @@ _UNRECORDED_ALIASES = frozenset((torch.ops.aten.detach.default, torch.ops.aten.v
 
 
 def is_unrecorded_alias(operator: OperatorSchema) -> bool:
-    """Return True if the result is a view of the operand that autograd does not record as one."""
+    """Return True if the operator's result is a view that autograd does not record as one: ``detach``, ``view`` of a dtype."""
     return operator.func in _UNRECORDED_ALIASES
 
 
