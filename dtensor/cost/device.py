@@ -112,5 +112,5 @@ def parse_positive(value: Any) -> float:
     """
     number = float(value)
     if not math.isfinite(number) or number <= 0:
-        raise ValueError(f"no time or rate: {value!r}")
+        raise ValueError(f"a time or rate must be a positive, finite number, got {value!r}")
     return number

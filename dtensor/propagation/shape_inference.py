@@ -453,8 +453,7 @@ def _call_inference_function(operator: OperatorSchema, bound: dict[str, Any], ar
 def _to_meta_tensors(value: Any, device: torch.device | None = META) -> Any:
     """Return an argument with tensors without data, on ``device`` (None: on the device of their mesh), for layouts."""
     if isinstance(value, Layout):
-        target = device or torch.device("cpu" if value.mesh.device_type == "meta" else value.mesh.device_type)
-        return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=target)
+        return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=device or _trial_device(value))
     if type(value) in (list, tuple):
         return [_to_meta_tensors(item, device) for item in value]
     return value

@@ -266,9 +266,9 @@ def broadcast_many(comm: Communicator, values: Sequence[LocalValue], mesh_dims: 
 
     def unpack_bytes(member: int, row: Tensor, *parts: Tensor) -> list[Tensor]:
         """Split a row of bytes into new tensors with the shapes and dtypes of ``parts``."""
-        pieces = row.split([x.numel() * x.itemsize for x in parts])
+        chunks = row.split([x.numel() * x.itemsize for x in parts])
         return [
-            torch.empty_like(x).copy_(tensor_from_bytes(piece, x.shape, x.dtype)) for x, piece in zip(parts, pieces, strict=True)
+            torch.empty_like(x).copy_(tensor_from_bytes(chunk, x.shape, x.dtype)) for x, chunk in zip(parts, chunks, strict=True)
         ]
 
     sent = [values[i] for i in order]
@@ -309,15 +309,15 @@ def _bind_exchange(steps: tuple[Any, ...]) -> MergedStart:
     def place_received(member: int, arrived: Tensor, *parts: Tensor) -> list[Tensor]:
         """Return the results of all steps of one member, filled from what it received and what it keeps."""
         results = []
-        pieces = iter(arrived.split([length for own in lengths_of(member, "receives") for length in own]))
+        chunks = iter(arrived.split([length for own in lengths_of(member, "receives") for length in own]))
         for part, own in zip(parts, (route_of_step(step, member) for step in steps), strict=True):
             results.append(part.new_empty(own.new))
             if own.kept is not None:
                 view_region(results[-1], own.kept[1]).copy_(view_region(part.detach(), own.kept[0]))
         for each in boxes_of(member, "receives"):
-            for result, box, piece in zip(results, each, pieces, strict=False):
+            for result, box, chunk in zip(results, each, chunks, strict=False):
                 if box is not None:
-                    view_region(result, box).copy_(align_bytes(piece, result.itemsize).view(result.dtype).view(box.size))
+                    view_region(result, box).copy_(align_bytes(chunk, result.itemsize).view(result.dtype).view(box.size))
         return results
 
     def row_lengths(side: str) -> Callable[[int], list[int]]:

@@ -42,8 +42,8 @@ class FlatBuffer:
         strides: row-major strides of this member's blocks.
         row_dtype: dtype of the rows: the dtype of all sharded tensors if it is one, else bytes.
         lengths: length of each row, by position.
-        piece_lengths: lengths of all pieces of all rows in order: each sharded block, and the padding after the blocks of a row.
-        blocks: the pieces that are blocks: index, size and dtype.
+        part_lengths: lengths of all parts of all rows in order: each sharded block, and the padding after the blocks of a row.
+        blocks: the parts that are blocks: index, size and dtype.
         padding: length of the padding of this member's row.
         even_dims: if all positions have equal parts of each sharded tensor, in order: the sharded dim of each tensor, or None for
             a replicated one. One copy then serves all positions. None: parts differ and are copied one by one.
@@ -60,7 +60,7 @@ class FlatBuffer:
     strides: tuple[tuple[int, ...], ...]
     row_dtype: torch.dtype
     lengths: tuple[int, ...]
-    piece_lengths: tuple[int, ...]
+    part_lengths: tuple[int, ...]
     blocks: tuple[tuple[int, tuple[int, ...], torch.dtype], ...]
     padding: int
     even_dims: tuple[int | None, ...] | None
@@ -75,8 +75,8 @@ class FlatBuffer:
         alignment: int = 1,
     ) -> FlatBuffer:
         """Return the flat buffer of tensors from their (sharded, gathered) layouts; rows are padded to ``alignment`` bytes."""
-        shapes = tuple(whole.shape_of(member) for _, whole in pairs)
-        boxes = [[box_inside(whole, member, part, other) for part, whole in pairs] for other in group]
+        shapes = tuple(full.shape_of(member) for _, full in pairs)
+        boxes = [[box_inside(full, member, part, other) for part, full in pairs] for other in group]
         return FlatBuffer.from_blocks(shapes, boxes, dtypes, sharded, list(group).index(member), alignment)
 
     @staticmethod
@@ -96,20 +96,20 @@ class FlatBuffer:
         kinds = {dtype for dtype, is_sharded in zip(dtypes, sharded, strict=True) if is_sharded}
         row_dtype = kinds.pop() if len(kinds) == 1 else torch.uint8
         lengths: list[int] = []
-        piece_lengths: list[int] = []
+        part_lengths: list[int] = []
         blocks: list[tuple[int, tuple[int, ...], torch.dtype]] = []
         for each in sizes:
-            start = len(piece_lengths)
+            start = len(part_lengths)
             for size, dtype, is_sharded in zip(each, dtypes, sharded, strict=True):
                 if is_sharded:
-                    blocks.append((len(piece_lengths), size, dtype))
-                    piece_lengths.append(math.prod(size) * dtype.itemsize // row_dtype.itemsize)
-            unit, used = max(1, alignment // row_dtype.itemsize), sum(piece_lengths[start:])
+                    blocks.append((len(part_lengths), size, dtype))
+                    part_lengths.append(math.prod(size) * dtype.itemsize // row_dtype.itemsize)
+            unit, used = max(1, alignment // row_dtype.itemsize), sum(part_lengths[start:])
             lengths.append(-(-used // unit) * unit)
-            piece_lengths.append(lengths[-1] - used)
-        padding = piece_lengths[(position + 1) * (sum(sharded) + 1) - 1]
+            part_lengths.append(lengths[-1] - used)
+        padding = part_lengths[(position + 1) * (sum(sharded) + 1) - 1]
         even_dims = _find_even_dims(ranges, sharded) if len(kinds) == 0 and len(boxes) > 1 else None
-        computed = (tuple(lengths), tuple(piece_lengths), tuple(blocks), padding, even_dims)
+        computed = (tuple(lengths), tuple(part_lengths), tuple(blocks), padding, even_dims)
         replicated = tuple(i for i, is_sharded in enumerate(sharded) if not is_sharded)
         strides = tuple(map(contiguous_stride, sizes[position]))
         return FlatBuffer(
@@ -166,7 +166,7 @@ class FlatBuffer:
             if self.even_dims is None or row is None:
                 torch._foreach_copy_(list(targets), [*self._block_sources(row), *replicated])
                 return
-            *blocks, padding = self.piece_lengths[: len(self.piece_lengths) // len(self.lengths)]
+            *blocks, padding = self.part_lengths[: len(self.part_lengths) // len(self.lengths)]
             rows, destinations = row.view(len(self.lengths), -1), list(targets[: len(blocks)])
             if all(x.ndim == 2 for x in destinations):
                 torch.split_with_sizes_copy(rows[:, :-padding] if padding else rows, blocks, 1, out=destinations)
@@ -182,17 +182,17 @@ class FlatBuffer:
     def _block_sources(self, row: Tensor | None) -> list[Tensor]:
         """Return the blocks of gathered rows as views with their shapes and dtypes."""
         sources: list[Tensor] = []
-        pieces = () if row is None else row.split(self.piece_lengths)
+        parts = () if row is None else row.split(self.part_lengths)
         for k, size, dtype in self.blocks:
-            piece = pieces[k]
-            sources.append((piece if dtype is self.row_dtype else align_bytes(piece, dtype.itemsize).view(dtype)).view(size))
+            part = parts[k]
+            sources.append((part if dtype is self.row_dtype else align_bytes(part, dtype.itemsize).view(dtype)).view(size))
         return sources
 
     # --- reduce-scatter ----------------------------------------------------------------------------------------------
     def pack_addends(
         self,
         chosen: Sequence[int],
-        wholes: Sequence[Tensor | None],
+        full_tensors: Sequence[Tensor | None],
         dtype: torch.dtype,
         device: torch.device,
         behind: Sequence[Tensor] = (),
@@ -207,14 +207,14 @@ class FlatBuffer:
         """
         with _below_autograd():
             if self.even_dims is not None:
-                return self._pack_even_addends(self.even_dims, chosen, wholes, dtype, device, behind, memory_of)
+                return self._pack_even_addends(self.even_dims, chosen, full_tensors, dtype, device, behind, memory_of)
             parts: list[Tensor] = []
             for numels, ranges in zip(self.numels, self.ranges, strict=True):
-                for i, whole in zip(chosen, wholes, strict=True):
-                    if whole is None:
+                for i, full in zip(chosen, full_tensors, strict=True):
+                    if full is None:
                         parts.append(torch.zeros(numels[i], dtype=dtype, device=device))
                     else:
-                        part = _narrow(whole, ranges[i]) if ranges[i] else whole
+                        part = _narrow(full, ranges[i]) if ranges[i] else full
                         parts.append((part if part.dtype is dtype else part.to(dtype)).reshape(-1))
                 parts += behind
             memory = memory_of(sum(part.numel() for part in parts))
@@ -224,7 +224,7 @@ class FlatBuffer:
         self,
         even_dims: Sequence[int | None],
         chosen: Sequence[int],
-        wholes: Sequence[Tensor | None],
+        full_tensors: Sequence[Tensor | None],
         dtype: torch.dtype,
         device: torch.device,
         behind: Sequence[Tensor],
@@ -232,13 +232,13 @@ class FlatBuffer:
     ) -> Tensor:
         """Return the input of a reduce-scatter of evenly sharded tensors, packed with one concatenation."""
         count, numels, parts = len(self.lengths), self.numels[0], list[Tensor]()
-        for i, whole in zip(chosen, wholes, strict=True):
-            if whole is None:
+        for i, full in zip(chosen, full_tensors, strict=True):
+            if full is None:
                 parts.append(torch.zeros((), dtype=dtype, device=device).expand(count, numels[i]))
             elif (dim := even_dims[i]) is None:
-                parts.append(whole.reshape(-1).expand(count, -1))
+                parts.append(full.reshape(-1).expand(count, -1))
             else:
-                part = _split_even(whole, dim, count)
+                part = _split_even(full, dim, count)
                 parts.append(part if part.ndim == 2 else part.reshape(count, numels[i]))
         parts += [x.expand(count, -1) for x in behind]
         length = count * sum(part.shape[1] for part in parts)
@@ -263,8 +263,8 @@ class FlatBuffer:
         behind_numel = flat.numel() - sum(numels)
         with _below_autograd():
             if is_traced(flat) or not flat.is_contiguous():
-                *pieces, behind = flat.split([*numels, behind_numel])
-                return [*(piece.view(sizes[i]) for piece, i in zip(pieces, chosen, strict=True)), behind]
+                *parts, behind = flat.split([*numels, behind_numel])
+                return [*(part.view(sizes[i]) for part, i in zip(parts, chosen, strict=True)), behind]
             strides = self.strides  # as_strided makes one view for each block; split and view would make two
             blocks = [flat.as_strided(sizes[i], strides[i], start) for i, start in zip(chosen, starts, strict=False)]
             return [*blocks, flat.as_strided((behind_numel,), (1,), starts[-1])]
@@ -278,7 +278,7 @@ def _below_autograd() -> AbstractContextManager[Any]:
 def _narrow_ranges(box: Box, shape: Sequence[int]) -> Ranges:
     """Return (tensor dim, start, length) for each dim of which ``box`` is a part; the start of an empty box is clamped."""
     dims = enumerate(zip(*box, shape, strict=True))
-    return tuple((dim, min(start, whole), size) for dim, (start, size, whole) in dims if size != whole)
+    return tuple((dim, min(start, full), size) for dim, (start, size, full) in dims if size != full)
 
 
 def _find_even_dims(
