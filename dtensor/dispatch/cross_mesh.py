@@ -170,7 +170,7 @@ def _choose_home_mesh(operator: OperatorSchema, bound: dict[str, Any]) -> Device
         if layouts:
             mesh: DeviceMesh = max(layouts, key=lambda layout: (_count_elements(layout), layout.mesh.size())).mesh
             return mesh
-    raise AssertionError("no operand lives on a mesh")
+    raise AssertionError("no operand is on a mesh")
 
 
 def _count_elements(layout: Layout) -> int:
@@ -234,7 +234,7 @@ def _replicate_on_own_mesh(value: Any, name: str) -> Any:
         return value._local
     if MODES.explicit:
         raise ImplicitCommunicationError(
-            f"{name} would all-gather an operand of another mesh, {layout!r}, under explicit(); redistribute it before"
+            f"{name} would all-gather an operand of another mesh, {layout!r}, under explicit(); redistribute it before the call"
         )
     return execute(plan_redistribution(layout, layout.to_replicated()), value._local)
 
@@ -265,7 +265,8 @@ def _take_equal_copy(local: Any, mesh: DeviceMesh, home: DeviceMesh, name: str) 
         return local
     if MODES.explicit:
         raise ImplicitCommunicationError(
-            f"{name} would compare the values of a 0-d tensor on {mesh!r} under explicit(), which communicates"
+            f"{name} would compare the values of a 0-d tensor on {mesh!r} between its submeshes, which communicates, under "
+            "explicit(); use it with operands of that mesh only"
         )
     shape = tuple(local.shape)
     copies = comm.all_gather(local, mesh_dims, lambda member: shape).wait()

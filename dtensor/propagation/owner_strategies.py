@@ -85,7 +85,7 @@ def _strategy_by_position(strategy: Strategy, factors: Factors, call: Call, fact
 
 
 def _strategy_by_group(strategy: Strategy, factors: Factors, call: Call, fact: DisjointSplit) -> Strategy | None:
-    """Return ``strategy``, which shards groups, for operands with rows disjoint by the same groups; None if there are none."""
+    """Return ``strategy``, which shards groups, for partial operands with rows disjoint by these groups; None without them."""
     operands, changed = list(strategy.operands), False
     for name, (groups, source) in factors.groups.items():
         if strategy.factor != groups or source != fact.source:

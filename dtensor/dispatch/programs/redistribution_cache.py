@@ -72,7 +72,7 @@ def read_budget() -> int:
     return int(text)
 
 
-class _Nested(per_thread):
+class _DecompositionDepth(per_thread):
     """Count how many decompositions this thread is inside of: torch does not count the writes of their operators."""
 
     depth = 0
@@ -84,7 +84,7 @@ class _Nested(per_thread):
         self.depth -= 1
 
 
-IN_DECOMPOSITION = _Nested()
+IN_DECOMPOSITION = _DecompositionDepth()
 
 
 def run_in_decomposition(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -369,13 +369,13 @@ def _lookup_or_plan(x: Any, plan: Plan, local: Any) -> tuple[Plan | None, Any, _
     owner, versions = version_owner(x), _cacheable_versions(x)
     if versions is None:
         return plan, local, None
-    (keeper, part), recorder = cache_owner(x, owner), active_recorder()
+    (holder, part), recorder = cache_owner(x, owner), active_recorder()
     note_preferred_layout(x, plan.dst)
-    is_parameter, is_all = owner.is_leaf and owner.requires_grad, keeper is owner and part is None
+    is_parameter, is_all = owner.is_leaf and owner.requires_grad, holder is owner and part is None
     if is_parameter and not (is_all and _may_cache_leaf(owner, recorder, versions)):
         register_grad_redistribute(owner if is_all else x, not is_all)
         return plan, local, None
-    cached, ends = get_or_make_copies(keeper, part, recorder, versions), _stored_ends(plan.src, plan.dst)
+    cached, ends = get_or_make_copies(holder, part, recorder, versions), _stored_ends(plan.src, plan.dst)
     redistributes = part is not None and cached.redistributes_grad
     cached.redistributes_grad = redistributes or register_grad_redistribute(owner if is_all else x, not is_all)
     if part is not None:
@@ -402,8 +402,8 @@ def cached_reductions(x: Any) -> frozenset[tuple[int, int | None]]:
         return frozenset()
     owner = version_owner(x)
     may_be_part = x is owner or not owner.__dict__.keys().isdisjoint((CACHED_PARTS, CACHED_COPIES))  # finding the part takes long
-    keeper, part = cache_owner(x, owner) if may_be_part else (x, None)
-    cached = find_copies(keeper, part, active_recorder(), _cacheable_versions(x))
+    holder, part = cache_owner(x, owner) if may_be_part else (x, None)
+    cached = find_copies(holder, part, active_recorder(), _cacheable_versions(x))
     if cached is None:
         return frozenset()
     order = _memory_order_of(layout)[0] or tuple(range(len(layout.shape)))
