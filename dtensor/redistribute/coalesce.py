@@ -219,13 +219,13 @@ def _bind_reduce_scatter(steps: tuple[Any, ...]) -> MergedStart:
     """Return the function that runs several reduce-scatters as one, of rows in which their operands are packed."""
     mesh, every, dtype, divisor = steps[0].before.mesh, range(len(steps)), steps[0].before.dtype, steps[0].divisor
     comm, rows = communicator_of(mesh), _flat_rows(steps)
-    bound = comm.bind_scatter(steps[0].mesh_dims, lambda member: rows[member].parts(every, 0), steps[0].op, dtype)
+    bound = comm.bind_scatter(steps[0].mesh_dims, lambda member: rows[member].addend_counts(every, 0), steps[0].op, dtype)
 
     def pack_addends(member: int, *parts: Tensor) -> Tensor:
         return rows[member].pack_addends(every, parts, dtype, parts[0].device)
 
     def unpack_reduced(member: int, reduced: Tensor) -> list[Tensor]:
-        return rows[member].split(every, divide_in_place(reduced, divisor) if divisor > 1 else reduced)[:-1]
+        return rows[member].split_reduced(every, divide_in_place(reduced, divisor) if divisor > 1 else reduced)[:-1]
 
     return lambda values, out: bound(comm.map(pack_addends, *values)).then(lambda reduced: comm.map(unpack_reduced, reduced))
 
@@ -244,11 +244,11 @@ def _bind_all_gather(steps: tuple[Any, ...]) -> MergedStart:
             arrived.new_empty(shape, dtype=dtype) if target is None else target
             for target, shape, dtype in zip(targets, own.shapes, own.dtypes, strict=True)
         ]
-        own.unpack(arrived, (), own.targets([x.data for x in made]))
+        own.copy_gathered(arrived, (), own.gathered_regions([x.data for x in made]))
         return made
 
     def start(values: list[LocalValue], out: list[LocalValue | None]) -> Merged:
-        row = comm.map(lambda member, *parts: rows[member].pack(parts, concat_to_row), *values)
+        row = comm.map(lambda member, *parts: rows[member].pack_row(parts, concat_to_row), *values)
         return bound(row).then(lambda arrived: use_targets(comm.map(unpack_gathered, arrived, *out), out))
 
     def use_targets(made: list[LocalValue], out: list[LocalValue | None]) -> list[LocalValue]:

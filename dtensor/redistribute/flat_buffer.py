@@ -117,18 +117,18 @@ class FlatBuffer:
         )
 
     # --- gather ------------------------------------------------------------------------------------------------------
-    def pack(self, locals_: Sequence[Tensor], join: Join = torch.cat) -> Tensor:
+    def pack_row(self, locals_: Sequence[Tensor], join: Join = torch.cat) -> Tensor:
         """Return the row that this member sends in an all-gather, packed from its local tensors."""
-        return self.row(self.parts_of(locals_), locals_[0].device, join)
+        return self.concat_row(self.flat_blocks_of(locals_), locals_[0].device, join)
 
-    def parts_of(self, locals_: Sequence[Tensor]) -> list[Tensor]:
+    def flat_blocks_of(self, locals_: Sequence[Tensor]) -> list[Tensor]:
         """Return the flat blocks of this member's row, one for each sharded tensor; views if dtype and strides allow it."""
         with _below_autograd():
             pairs = [(x, dtype) for x, is_sharded, dtype in zip(locals_, self.sharded, self.dtypes, strict=True) if is_sharded]
             blocks = [x if x.dtype is dtype else x.to(dtype) for x, dtype in pairs]
             return [x.reshape(-1) if x.dtype is self.row_dtype else flatten_to_row(x).view(self.row_dtype) for x in blocks]
 
-    def row(self, parts: Sequence[Tensor], device: str | torch.device, join: Join = torch.cat) -> Tensor:
+    def concat_row(self, parts: Sequence[Tensor], device: str | torch.device, join: Join = torch.cat) -> Tensor:
         """Concatenate flat blocks, and the padding, into a row. ``join`` returns memory that is not written to later."""
         if not parts:
             return torch.zeros(0, dtype=self.row_dtype, device=device)
@@ -136,7 +136,7 @@ class FlatBuffer:
             padding = [torch.zeros(self.padding, dtype=self.row_dtype, device=parts[0].device)] if self.padding else []
             return join([*parts, *padding])
 
-    def buffer(self, device: str) -> list[Tensor]:
+    def allocate_gathered(self, device: str) -> list[Tensor]:
         """Allocate memory for all gathered tensors. Return it as bytes, followed by each tensor as a view of it."""
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(self.shapes, self.dtypes, strict=True)]
         memory = torch.empty(max(1, sum(sizes)), dtype=torch.uint8, device=device)
@@ -146,7 +146,7 @@ class FlatBuffer:
             start += size
         return [memory, *views]
 
-    def targets(self, full: Sequence[Tensor]) -> list[Tensor]:
+    def gathered_regions(self, full: Sequence[Tensor]) -> list[Tensor]:
         """Return views of the gathered tensors that rows are copied to, in the order of the blocks, replicated tensors last."""
         if self.even_dims is not None:
             count = len(self.lengths)
@@ -159,7 +159,7 @@ class FlatBuffer:
         ]
         return regions + [x for x, is_sharded in zip(full, self.sharded, strict=True) if not is_sharded]
 
-    def unpack(self, row: Tensor | None, locals_: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    def copy_gathered(self, row: Tensor | None, locals_: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
         """Copy gathered rows, concatenated by position, to ``targets``, and replicated tensors from ``locals_``."""
         with _below_autograd():
             replicated = [locals_[i].detach() for i in self.replicated] if locals_ else []
@@ -247,16 +247,16 @@ class FlatBuffer:
         torch.cat(parts, 1, out=flat.view(count, -1))
         return flat
 
-    def parts(self, chosen: Sequence[int], behind: int) -> list[int]:
+    def addend_counts(self, chosen: Sequence[int], behind: int) -> list[int]:
         """Return by position the number of elements that :meth:`pack_addends` packs for it."""
         return [sum(numels[i] for i in chosen) + behind for numels in self.numels]
 
     def allocate_bucket(self, chosen: Sequence[int], dtype: torch.dtype, device: torch.device, behind: int) -> list[Tensor]:
         """Allocate this member's output of a reduce-scatter. Return it, a view for each tensor, and the ``behind`` elements."""
-        flat = torch.empty(self.parts(chosen, behind)[self.position], dtype=dtype, device=device)
-        return [flat, *self.split(chosen, flat)]
+        flat = torch.empty(self.addend_counts(chosen, behind)[self.position], dtype=dtype, device=device)
+        return [flat, *self.split_reduced(chosen, flat)]
 
-    def split(self, chosen: Sequence[int], flat: Tensor) -> list[Tensor]:
+    def split_reduced(self, chosen: Sequence[int], flat: Tensor) -> list[Tensor]:
         """Return this member's output of a reduce-scatter as one block for each chosen tensor, and the elements behind them."""
         sizes, numels = self.sizes[self.position], [self.numels[self.position][i] for i in chosen]
         starts = [*itertools.accumulate(numels, initial=int(flat.storage_offset()))]

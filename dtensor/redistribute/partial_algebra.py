@@ -72,7 +72,7 @@ class Reduction:
     averaged: tuple[int, ...] = ()  # a sum merged with averages is divided by the number of ranks on these mesh dims
     finish: bool = False
 
-    def part(self, mesh_dims: tuple[int, ...]) -> Reduction:
+    def over(self, mesh_dims: tuple[int, ...]) -> Reduction:
         """Return this reduction over only some of its mesh dims."""
         averaged = tuple(i for i in mesh_dims if i in self.averaged)
         if averaged == mesh_dims:

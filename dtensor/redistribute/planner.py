@@ -125,7 +125,7 @@ def _split_reduction(reduction: Reduction, scatter: frozenset[int]) -> Iterator[
     """Yield ``reduction`` in two parts if only some of its mesh dims scatter: those first, so that less is left."""
     first = tuple(i for i in reduction.mesh_dims if i in scatter)
     rest = tuple(i for i in reduction.mesh_dims if i not in scatter)
-    yield from (reduction.part(mesh_dims) for mesh_dims in (first, rest) if mesh_dims)
+    yield from (reduction.over(mesh_dims) for mesh_dims in (first, rest) if mesh_dims)
 
 
 # --- intermediate layouts -----------------------------------------------------------------------------------------

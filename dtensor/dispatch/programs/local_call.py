@@ -75,7 +75,7 @@ def call_local_function(plan: CallPlan, operator: OperatorSchema, signature: Cal
         runs_operator = strategy is not None and strategy.kernel is not None and strategy.kernel.run is run_operator
         empty = find_empty_ranks(plan, operator) if runs_operator else None  # without collectives, these ranks may skip it
         lacking = {name: value for name, value in signature.omitted_by_name.items() if name not in operator.outs}
-        return LocalCall(partial(empty.skip(kernel) if empty else kernel, **lacking), defaults)
+        return LocalCall(partial(empty.skip_empty_ranks(kernel) if empty else kernel, **lacking), defaults)
     rule_function = None if rule is None or rule.local is None else _function_for_ranks_here(plan, rule.local)
     by_member = _rank_constants(plan)
     if by_member:
@@ -83,7 +83,7 @@ def call_local_function(plan: CallPlan, operator: OperatorSchema, signature: Cal
     if rule_function:
         empty = find_empty_ranks(plan, operator)
         one_rank_function = getattr(rule_function, "of_one_rank", rule_function)
-        return LocalCall(rule_function if empty is None else empty.skip(one_rank_function))
+        return LocalCall(rule_function if empty is None else empty.skip_empty_ranks(one_rank_function))
     func = convert_scalars_once(plan, operator, local_function(operator.func))
     if operator.mutated and not operator.outs and not operator.traits.per_element and _may_refuse_shared_memory(plan):
         return LocalCall(_clone_if_refused(plan, func))
@@ -178,7 +178,7 @@ def _call_with_rank_constants(
     comm, empty = communicator_of(plan.call.mesh), find_empty_ranks(plan, operator)
     if not comm.holds_all:
         (member,) = by_member
-        return LocalCall(func, by_position[member], by_name[member]) if empty is None else LocalCall(empty.skip(func))
+        return LocalCall(func, by_position[member], by_name[member]) if empty is None else LocalCall(empty.skip_empty_ranks(func))
 
     def run_one(member: int, *local_args: Any, **local_kwargs: Any) -> Any:
         """Run the function of one rank, with the arguments that differ on each rank filled in."""
@@ -187,7 +187,7 @@ def _call_with_rank_constants(
             filled[position] = value
         return func(*filled, **{**local_kwargs, **by_name[member]})
 
-    return LocalCall(partial(comm.map, run_one if empty is None else empty.skip_member(run_one)))
+    return LocalCall(partial(comm.map, run_one if empty is None else empty.skip_empty_member(run_one)))
 
 
 def _make_contiguous_if_refused(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -275,7 +275,7 @@ class EmptyRanks:
         ]
         return blocks[0] if len(blocks) == 1 else tuple(blocks)
 
-    def skip_member(self, run_one: Callable[..., Any]) -> Callable[..., Any]:
+    def skip_empty_member(self, run_one: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap ``run_one(member, *locals)`` so that empty ranks get empty results without running it."""
 
         def run_unless_empty(member: int, *args: Any, **kwargs: Any) -> Any:
@@ -286,9 +286,9 @@ class EmptyRanks:
 
         return run_unless_empty
 
-    def skip(self, func: Callable[..., Any]) -> Callable[..., Any]:
+    def skip_empty_ranks(self, func: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function that runs ``func``, of one rank's local tensors, on all ranks here; empty ranks skip it."""
-        run_one = self.skip_member(lambda member, *args, **kwargs: func(*args, **kwargs))
+        run_one = self.skip_empty_member(lambda member, *args, **kwargs: func(*args, **kwargs))
         comm = communicator_of(self.mesh)
         return partial(comm.map, run_one) if comm.holds_all else partial(run_one, *self.members)
 
@@ -322,7 +322,7 @@ def with_uniform_errors(plan: CallPlan, operator: OperatorSchema, func: Callable
     element in place of none: kernels refuse a dtype only if they have something to do.
     """
     empty = find_empty_ranks(plan, operator)
-    compute = func if empty is None else empty.skip(func)
+    compute = func if empty is None else empty.skip_empty_ranks(func)
     comm, operands = communicator_of(plan.call.mesh), plan.call.operands if plan.chosen is None else plan.chosen.operands
     never_raises = operator.is_view or operator.mutated or operator.seeded
     if never_raises or comm.holds_all or not any(map(_may_have_empty_shard, operands)) or not all(x.numel for x in operands):

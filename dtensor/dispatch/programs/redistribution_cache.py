@@ -119,7 +119,7 @@ class CachedCopies:
         self.recent: _RecentCopies | None = None
         self.copies: dict[Layout, dict[Layout, Any]] = {}
 
-    def drop(self, source: Layout, target: Layout) -> None:
+    def drop_copy(self, source: Layout, target: Layout) -> None:
         """Drop the cached copy that was made from layout ``source`` to layout ``target``."""
         targets = self.copies.get(source, {})
         targets.pop(target, None)
@@ -144,7 +144,7 @@ class _RecentCopies:
         self.copies: OrderedDict[Any, tuple[weakref.ref[CachedCopies], int]] = OrderedDict()
         self.leaf_keys: deque[Any] = deque()
 
-    def add(self, cached: CachedCopies, source: Layout, target: Layout, is_leaf: bool, is_counted: bool) -> None:
+    def add_copy(self, cached: CachedCopies, source: Layout, target: Layout, is_leaf: bool, is_counted: bool) -> None:
         """List a new copy, and drop the copies that exceed the limits, perhaps the new one.
 
         Args:
@@ -152,30 +152,30 @@ class _RecentCopies:
             is_counted: its bytes count; False in recordings.
         """
         key = cached.number, source, target
-        self._remove(key)
+        self._remove_copy(key)
         nbytes = max(target.max_local_nbytes, self.budget >> 14, 1) if is_counted else 0
         self.copies[key] = weakref.ref(cached), nbytes
         self.nbytes += nbytes
         if is_counted:
             cached.recent = self
         while self.nbytes > self.budget:
-            self._remove(next(iter(self.copies)), drop=True)
+            self._remove_copy(next(iter(self.copies)), drop=True)
         if is_leaf:
             self.leaf_keys.append(key)
             if len(self.leaf_keys) > _LEAF_COPY_LIMIT:
-                self._remove(self.leaf_keys.popleft(), drop=True)
+                self._remove_copy(self.leaf_keys.popleft(), drop=True)
 
-    def use(self, cached: CachedCopies, source: Layout, target: Layout) -> None:
+    def mark_used(self, cached: CachedCopies, source: Layout, target: Layout) -> None:
         """Make a copy the most recently used one, if it is listed."""
         if (key := (cached.number, source, target)) in self.copies:
             self.copies.move_to_end(key)
 
-    def _remove(self, key: Any, drop: bool = False) -> None:
+    def _remove_copy(self, key: Any, drop: bool = False) -> None:
         """Take one copy off this list, with its bytes. With ``drop`` its :class:`CachedCopies` drops it too."""
         ref, nbytes = self.copies.pop(key, (None, 0))
         self.nbytes -= nbytes
         if drop and ref is not None and (cached := ref()) is not None:
-            cached.drop(*key[1:])
+            cached.drop_copy(*key[1:])
 
     def held_bytes(self) -> int:
         """Return the bytes of the listed copies that are not freed, of one rank."""
@@ -269,7 +269,7 @@ def redistribute_cached(x: Any, plan: Plan, local: Any) -> Any:
     remaining, value, slot = _lookup_or_plan(x, plan, local)
     if remaining is None:
         return value
-    return execute(remaining, value) if slot is None else slot.store(execute(remaining, value))
+    return execute(remaining, value) if slot is None else slot.store_copy(execute(remaining, value))
 
 
 def redistribute_cached_many(requests: Sequence[Request]) -> list[Any]:
@@ -293,7 +293,7 @@ def redistribute_cached_many(requests: Sequence[Request]) -> list[Any]:
         return values
     arrived = execute_many([plan for *_, plan, _, _ in pending], [value for *_, value, _ in pending], large_alone=True).wait()
     for (k, slot, *_, back), value in zip(pending, arrived, strict=True):
-        values[k] = slot.store(value) if slot else value.permute(back) if back else value
+        values[k] = slot.store_copy(value) if slot else value.permute(back) if back else value
     return values
 
 
@@ -344,14 +344,14 @@ class _Slot(NamedTuple):
     may_live_long: bool
     is_counted: bool
 
-    def store(self, value: Any) -> Any:
+    def store_copy(self, value: Any) -> Any:
         """Store ``value``, which has its dims in memory order; return it with the dims of the target layout."""
         ends = self.ends
         targets = self.cached.copies.setdefault(ends.source_key, self.targets)  # dropped there while it was empty
         targets[ends.target_key] = value if ends.target_key is ends.target else value.reshape(-1)
         if self.may_live_long or self.is_counted:
             recent = _RECENT.of(ends.source.mesh)
-            recent.add(self.cached, ends.source_key, ends.target_key, self.may_live_long, self.is_counted)
+            recent.add_copy(self.cached, ends.source_key, ends.target_key, self.may_live_long, self.is_counted)
         return value.permute(ends.back) if ends.back else value
 
 
@@ -388,7 +388,7 @@ def _lookup_or_plan(x: Any, plan: Plan, local: Any) -> tuple[Plan | None, Any, _
         is_counted = recorder is None and not ends.target_key.has_symbols
         return cheapest, start, _Slot(cached, targets, ends, may_live_long, is_counted)
     if (recent := cached.recent) is not None and recent.nbytes > recent.budget >> 1:
-        recent.use(cached, ends.source_key, ends.target_key)
+        recent.mark_used(cached, ends.source_key, ends.target_key)
     if ends.target_key is not ends.target:
         copy = copy.view(ends.target.shape)
     return None, copy.permute(ends.back) if ends.order else copy, None
