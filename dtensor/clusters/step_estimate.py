@@ -16,7 +16,7 @@ from ..base.group_by import group_by_key
 from ..errors import PlanError
 from .cluster import Cluster, Degrees, iter_degrees
 from .decoder_parts import RECOMPUTATIONS
-from .dry_step import DryStep, Work, dry_step
+from .dry_step import DryStep, PeriodWork, dry_step
 from .model_sizes import Transformer
 
 _USABLE_MEMORY = 0.94  # usable share of a device's memory; the allocator and the libraries need the rest
@@ -141,7 +141,7 @@ def _compose_estimate(request: _StepRequest, parts: DryRunOf, again: str) -> Est
     start, layer, end = parts("start", RECOMPUTATIONS[0]), parts("layer", again), parts("end", RECOMPUTATIONS[0])
     shares = ((start, 1 / pp), (layer, model.layers / pp), (end, 1 / pp))
 
-    passes, once = Work(), Work()
+    passes, once = PeriodWork(), PeriodWork()
     for part, share in shares:
         passes, once = passes.add_scaled(part.micro, share * micros), once.add_scaled(part.once, share)
     if pp > 1:  # each stage sends activations forward and their gradients back
@@ -163,12 +163,12 @@ def _compose_estimate(request: _StepRequest, parts: DryRunOf, again: str) -> Est
     return Estimate(degrees, again, memory, nbytes, seconds, mfu, sum(memory.values()) < _USABLE_MEMORY * cluster.memory)
 
 
-def _pipeline_message(cluster: Cluster, degrees: Degrees, nbytes: float) -> Work:
+def _pipeline_message(cluster: Cluster, degrees: Degrees, nbytes: float) -> PeriodWork:
     """Return the bytes and seconds of sending ``nbytes`` of activations to the next pipeline stage."""
     profile = cluster.profile
     reach = degrees.tp * degrees.cp * degrees.ep * degrees.pp
     link = profile.link("nccl", between_hosts=reach > profile.ranks_per_host)
-    work = Work()
+    work = PeriodWork()
     work.nbytes["pp"] += nbytes
     work.seconds["pp"] += link.exchange.seconds(2, nbytes)
     return work
@@ -239,7 +239,7 @@ def _without_data_parallel(parts: DryRunOf) -> DryRunOf:
         step = parts(part, again)
         gradients = step.memory["gradients"]
         return replace(
-            step, once=Work(), memory={"parameters": gradients / 2, "gradients": gradients, "optimizer": 0.0}, most=0.0
+            step, once=PeriodWork(), memory={"parameters": gradients / 2, "gradients": gradients, "optimizer": 0.0}, most=0.0
         )
 
     return lower_bound_of_part

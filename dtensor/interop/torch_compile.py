@@ -167,15 +167,15 @@ def _make_factory_pair(function: Any) -> tuple[Any, Any]:
     def factory(*size: Any, **options: Any) -> Any:
         return function(*size, **options)
 
-    def substitute(*size: Any, **options: Any) -> Any:
-        """Break the graph unless the call names a mesh on processes; else call the factory."""
+    def traced_factory(*size: Any, **options: Any) -> Any:
+        """Break the graph unless the call names a mesh on processes; else call the factory in the graph."""
         if not _is_on_processes(options.get("device_mesh")):
             _graph_break(msg=ALL_RANKS)
         if options.get("device_mesh") is None:
             _graph_break(msg="a DTensor made without device_mesh= is on the mesh of the `with mesh:` block; pass device_mesh=")
         return factory(*size, **options)
 
-    return factory, substitute
+    return factory, traced_factory
 
 
 def _traced_distribute_tensor(

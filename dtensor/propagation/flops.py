@@ -21,8 +21,8 @@ from ..rules.rule import Along, Factors, Rule, Spec, Strategy
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """The work of an operator, before it is divided among ranks.
+class OperatorWork:
+    """FLOPs of an operator and bytes of its tensors, before they are divided among ranks.
 
     Attributes:
         flops: FLOPs of its products, 0 if it is no contraction.
@@ -45,7 +45,7 @@ class Work:
         return sum(self.operands) + sum(self.results)
 
 
-def work_of(rule: Rule | None, factors: Factors | None, call: Call) -> Work:
+def work_of(rule: Rule | None, factors: Factors | None, call: Call) -> OperatorWork:
     """Return the FLOPs and bytes of a complete call, before it is divided among ranks; layouts do not matter.
 
     >>> import dtensor as dt
@@ -65,13 +65,13 @@ def work_of(rule: Rule | None, factors: Factors | None, call: Call) -> Work:
     results = tuple(call.result_bytes())
     dtype = call.operands[0].dtype if call.operands else torch.float32
     if returns_view(call.func) or torch.Tag.inplace_view in call.func.tags:
-        return Work(0, operands, results, dtype, {}, free=True)
+        return OperatorWork(0, operands, results, dtype, {}, free=True)
     if factors is None:
-        return Work(0 if rule is None or rule.flops is None else rule.flops(call), operands, results, dtype, {})
+        return OperatorWork(0 if rule is None or rule.flops is None else rule.flops(call), operands, results, dtype, {})
     if rule is not None and rule.flops is not None:
-        return Work(rule.flops(call), operands, results, dtype, factors.sizes)
+        return OperatorWork(rule.flops(call), operands, results, dtype, factors.sizes)
     sizes = _contraction_factors(factors) or {}
-    return Work(2 * math.prod(sizes.values()) if sizes else 0, operands, results, dtype, sizes)
+    return OperatorWork(2 * math.prod(sizes.values()) if sizes else 0, operands, results, dtype, sizes)
 
 
 def _contraction_factors(factors: Factors) -> dict[str, int] | None:
@@ -96,7 +96,7 @@ def largest_chunk_fraction(size: int, ranks: int) -> float:
     return -(-size // ranks) / size if size else 1.0
 
 
-def divide_by_other_mesh_dims(work: Work, call: Call, mesh_dim: int) -> Work:
+def divide_by_other_mesh_dims(work: OperatorWork, call: Call, mesh_dim: int) -> OperatorWork:
     """Return the work that remains for ``mesh_dim`` after the other mesh dims divide it, estimated from operand layouts.
 
     A mesh dim that shards some operand divides all of the work.
@@ -112,7 +112,7 @@ def divide_by_other_mesh_dims(work: Work, call: Call, mesh_dim: int) -> Work:
 
 
 def strategy_compute_seconds(
-    device: Device, work: Work, strategy: Strategy, ranks: int, sizes: Mapping[str, int], min_fraction: float = 0.0
+    device: Device, work: OperatorWork, strategy: Strategy, ranks: int, sizes: Mapping[str, int], min_fraction: float = 0.0
 ) -> float:
     """Return the seconds that one rank computes if ``strategy`` divides ``work`` among the ranks of a mesh dim.
 

@@ -32,7 +32,7 @@ from ..layout.layout import Layout
 from ..placement import Partial, Replicate, Shard
 from ..rules.call import Call
 from ..rules.rule import Factors, Kernel, Strategy
-from .flops import Work, divide_by_other_mesh_dims, strategy_compute_seconds
+from .flops import OperatorWork, divide_by_other_mesh_dims, strategy_compute_seconds
 from .strategy_table import BoundStrategy, DimPlacement, StrategyTable
 
 LOCAL_STEP = 1e-7  # seconds of a local slice, or of making zeros
@@ -76,7 +76,7 @@ def rank_strategies(
     call: Call,
     inplace_results: InplaceResults,
     mesh_dim: int,
-    work: Work,
+    work: OperatorWork,
     misaligned: bool,
 ) -> list[tuple[Any, Strategy]]:
     """Return all strategies of one mesh dim with their costs, the cheapest first.

@@ -48,7 +48,7 @@ _ENGINE_FUNCTION = "_engine_run_backward"  # of torch.autograd.graph; frames bel
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecordedCollective:
-    """Collective with the line, module and operator that issued it.
+    """Collective of a run, with the line, module and operator that issued it.
 
     Attributes:
         event: its kind, mesh dims, group and bytes, as ``CommDebugMode`` counts them.

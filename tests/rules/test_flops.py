@@ -13,7 +13,7 @@ import dtensor as dt
 from dtensor.base.tensor_tree import map_tensors
 from dtensor.cost.device import DEVICES, Device
 from dtensor.layout.layout import Layout
-from dtensor.propagation.flops import Work, divide_by_other_mesh_dims, strategy_compute_seconds, work_of
+from dtensor.propagation.flops import OperatorWork, divide_by_other_mesh_dims, strategy_compute_seconds, work_of
 from dtensor.propagation.make_call import make_call
 from dtensor.propagation.op_schema import operator_schema_of
 from dtensor.rules.call import Call, Meta
@@ -46,7 +46,7 @@ def call_of(op: Any, *args: Any, mesh: dt.DeviceMesh = MESH, placements: Any = N
     return call
 
 
-def work_of_call(call: Call) -> Work:
+def work_of_call(call: Call) -> OperatorWork:
     rule = lookup(call.func)
     return work_of(rule, None if rule is None else rule.factors(call), call)
 
