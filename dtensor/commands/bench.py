@@ -200,8 +200,8 @@ def time_operators(names: Sequence[str]) -> Iterator[OperatorTiming]:
         for name in names:
             call = OPERATORS[name]
             plain, distributed = (
-                median_of_slowest_rank(lambda given=given, call=call: call(*given), _SECONDS)  # type: ignore[misc]  # bound in this iteration
-                for given in (local, ours)
+                median_of_slowest_rank(lambda operands=operands, call=call: call(*operands), _SECONDS)  # type: ignore[misc]  # bound in this iteration
+                for operands in (local, ours)
             )
             yield OperatorTiming(name, plain, distributed)
 

@@ -35,9 +35,9 @@ def report_lines() -> Iterator[str]:
     yield f"process groups: {', '.join(backends) or 'none'}"
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     yield f"accelerators: {', '.join(torch.cuda.get_device_name(i) for i in range(devices)) or 'none'}"
-    found = [change for change in PATCHES if change.in_force]
-    yield f"active patches on torch ({len(found)} of {len(PATCHES)}):"
-    yield from (f"  {change.where}: {change.why}" for change in found)
+    active = [patch for patch in PATCHES if patch.in_force]
+    yield f"active patches on torch ({len(active)} of {len(PATCHES)}):"
+    yield from (f"  {patch.where}: {patch.why}" for patch in active)
 
 
 def self_test(seconds: float = 60.0) -> str:

@@ -45,6 +45,6 @@ def cache_info() -> dict[str, CacheInfo]:
     """
     return {
         "layouts": CacheInfo(count_layouts(), None, None),
-        **{name: CacheInfo(*found, None) for name, found in cache_fullness().items()},
+        **{name: CacheInfo(*fullness, None) for name, fullness in cache_fullness().items()},
         **{name: CacheInfo(kept, PLANS.each, made) for name, (kept, made) in plans_of_operators().items()},
     }

@@ -46,14 +46,14 @@ from .programs.frame import Runner
 
 def meshes_of(values: Any) -> dict[DeviceMesh, None]:
     """Return the meshes of all DTensors among ``values`` and in lists of them, in order."""
-    found: dict[DeviceMesh, None] = {}
+    meshes: dict[DeviceMesh, None] = {}
     for value in values:
         if isinstance(value, torch.Tensor):
             if (layout := getattr(value, "_layout", None)) is not None:
-                found[layout.mesh] = None
+                meshes[layout.mesh] = None
         elif isinstance(value, (list, tuple)):
-            found.update(meshes_of(value))
-    return found
+            meshes.update(meshes_of(value))
+    return meshes
 
 
 def make_cross_mesh_runner(operator: OperatorSchema, bound: dict[str, Any]) -> Runner | None:

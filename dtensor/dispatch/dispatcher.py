@@ -151,6 +151,7 @@ def _make_dispatch(op_dispatch: OperatorDispatch) -> Callable[..., Any]:
 
     def dispatch_call(cls: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Look up the program of a call by layouts and static arguments, or make it, and run it."""
+        cache_key: tuple[Any, ...]
         try:
             if _count_modes() and tracing.add_graph_constants((args, kwargs)):
                 return func(*args, **(kwargs or {}))
@@ -164,20 +165,20 @@ def _make_dispatch(op_dispatch: OperatorDispatch) -> Callable[..., Any]:
                 kwargs = {}
                 if args and type(args[0]) is tensor:  # the most frequent calls: the look-up in fewer steps
                     if len(args) == 2 and type(args[1]) is tensor:
-                        found = find(cache_key := (args[0]._layout, args[1]._layout))
-                        if type(found) is Layout:
-                            return wrap_local(local_op(args[0]._local, args[1]._local), found)
-                        if found is None:
-                            found = runner_of(_make_program_on_miss(op_dispatch, cache_key, args, kwargs), op_dispatch.operator)
-                        return found(args, kwargs, [args[0]._local, args[1]._local], {})
+                        program = find(cache_key := (args[0]._layout, args[1]._layout))
+                        if type(program) is Layout:
+                            return wrap_local(local_op(args[0]._local, args[1]._local), program)
+                        if program is None:
+                            program = runner_of(_make_program_on_miss(op_dispatch, cache_key, args, kwargs), op_dispatch.operator)
+                        return program(args, kwargs, [args[0]._local, args[1]._local], {})
                     if len(args) == 3 and type(args[1]) is tensor and type(args[2]) is tensor:
-                        three = (args[0]._layout, args[1]._layout, args[2]._layout)
-                        found = find(three)
-                        if found is None:
-                            found = _make_program_on_miss(op_dispatch, three, args, kwargs)
-                        if type(found) is Layout:
-                            return wrap_local(local_op(args[0]._local, args[1]._local, args[2]._local), found)
-                        return found(args, kwargs, [args[0]._local, args[1]._local, args[2]._local], {})
+                        cache_key = (args[0]._layout, args[1]._layout, args[2]._layout)
+                        program = find(cache_key)
+                        if program is None:
+                            program = _make_program_on_miss(op_dispatch, cache_key, args, kwargs)
+                        if type(program) is Layout:
+                            return wrap_local(local_op(args[0]._local, args[1]._local, args[2]._local), program)
+                        return program(args, kwargs, [args[0]._local, args[1]._local, args[2]._local], {})
                     if len(args) <= keyed:
                         try:
                             if listed and len(args) == 2:
@@ -186,15 +187,15 @@ def _make_dispatch(op_dispatch: OperatorDispatch) -> Callable[..., Any]:
                                 cache_key = (args[0]._layout, *[tuple(x) if type(x) is list else x for x in args[1:]])
                             else:
                                 cache_key = (args[0]._layout, *args[1:])
-                            found = find(cache_key)
+                            program = find(cache_key)
                         except TypeError:  # symbolic numbers
                             pass
                         else:
-                            if found is None:
-                                found = _make_program_on_miss(op_dispatch, cache_key, args, kwargs)
-                            if type(found) is Layout:
-                                return wrap_local(local_op(args[0]._local, *args[1:]), found)
-                            return found(args, kwargs, [args[0]._local, *args[1:]], {})
+                            if program is None:
+                                program = _make_program_on_miss(op_dispatch, cache_key, args, kwargs)
+                            if type(program) is Layout:
+                                return wrap_local(local_op(args[0]._local, *args[1:]), program)
+                            return program(args, kwargs, [args[0]._local, *args[1:]], {})
             return run_general(args, kwargs)
         except Exception as error:
             record_error(op_dispatch.operator, error, args, kwargs or {})
@@ -238,13 +239,13 @@ def _make_general_dispatch(op_dispatch: OperatorDispatch, find: Callable[..., An
         if IMPLICIT_REPLICATION.held and MODES.implicit_replication:
             key.append(MODES)
         cache_key = tuple(key)
-        found = find(cache_key, numbers)
-        if found is None:
-            found = _make_program_on_miss(op_dispatch, cache_key, args, kwargs)
-        if type(found) is not Layout:
-            return found(args, kwargs, local_args, local_kwargs)
+        program = find(cache_key, numbers)
+        if program is None:
+            program = _make_program_on_miss(op_dispatch, cache_key, args, kwargs)
+        if type(program) is not Layout:
+            return program(args, kwargs, local_args, local_kwargs)
         result = local_op(*local_args, **local_kwargs) if local_kwargs else local_op(*local_args)
-        return wrap_view(result, found, args[0]) if is_view else wrap_local(result, found)
+        return wrap_view(result, program, args[0]) if is_view else wrap_local(result, program)
 
     return dispatch_general_call
 

@@ -199,11 +199,11 @@ def _traced_distribute_tensor(
         return _distribute_in_graph(tensor, device_mesh, placements, src_data_rank)
 
 
-def _traced_distribute_module(*given: Any, **options: Any) -> None:
+def _traced_distribute_module(*args: Any, **options: Any) -> None:
     _graph_break(msg="distribute_module makes parameters, which are inputs of graphs; call it before the compiled function")
 
 
-def _refuse_mode(*given: Any, **options: Any) -> None:
+def _refuse_mode(*args: Any, **options: Any) -> None:
     _graph_break(msg="modes are guards of a graph; enter the mode around the call of the compiled function")
 
 
@@ -247,7 +247,7 @@ _ALLOWED_IN_GRAPH: tuple[Any, ...] = (
     _distribute_in_graph,
     redistribute_if_needed,
     to_local_tensor,
-    *[made for made, _ in _FACTORY_PAIRS.values()],
+    *[factory for factory, _ in _FACTORY_PAIRS.values()],
 )
 _SUBSTITUTES: dict[Any, Any] = {
     **{function: seen_as for function, (_, seen_as) in _FACTORY_PAIRS.items()},

@@ -240,19 +240,19 @@ def _bind_all_gather(steps: tuple[Any, ...]) -> MergedStart:
     def unpack_gathered(member: int, arrived: Tensor, *targets: Tensor | None) -> list[Tensor]:
         """Return the tensors of one rank from the gathered bytes, written into the targets where there are any."""
         own = rows[member]
-        made = [
+        results = [
             arrived.new_empty(shape, dtype=dtype) if target is None else target
             for target, shape, dtype in zip(targets, own.shapes, own.dtypes, strict=True)
         ]
-        own.copy_gathered(arrived, (), own.gathered_regions([x.data for x in made]))
-        return made
+        own.copy_gathered(arrived, (), own.gathered_regions([x.data for x in results]))
+        return results
 
     def start(values: list[LocalValue], out: list[LocalValue | None]) -> Merged:
         row = comm.map(lambda member, *parts: rows[member].pack_row(parts, concat_to_row), *values)
         return bound(row).then(lambda arrived: use_targets(comm.map(unpack_gathered, arrived, *out), out))
 
-    def use_targets(made: list[LocalValue], out: list[LocalValue | None]) -> list[LocalValue]:
-        return [x if target is None else target for x, target in zip(made, out, strict=True)]
+    def use_targets(results: list[LocalValue], out: list[LocalValue | None]) -> list[LocalValue]:
+        return [x if target is None else target for x, target in zip(results, out, strict=True)]
 
     return start
 

@@ -80,10 +80,10 @@ def common_device_type(places: Iterable[Place]) -> str:
         raise MeshError(f"one tensor's shards live on devices of one type, got {types}; choose one of them")
     if not types:
         return "cpu"
-    (found,) = types
-    if found != "cpu" and not has_processes() and not torch.get_device_module(found).is_available():
+    (device_type,) = types
+    if device_type != "cpu" and not has_processes() and not torch.get_device_module(device_type).is_available():
         return "cpu"
-    return found
+    return device_type
 
 
 def mesh_ranks_of(places: Iterable[Place]) -> dict[Place, int]:

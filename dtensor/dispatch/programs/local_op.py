@@ -45,10 +45,10 @@ _is_excluded, _set_excluded = is_key_excluded, set_key_excluded
 @memoize(8192)
 def local_function(func: Any) -> Any:
     """Return the callable for local tensors that means the overload ``func``: a generated C++ function where there is one."""
-    found = named_function_of(func)
-    if found is func and type(func) is OpOverload:
-        found = func._op  # the function that calling the overload calls
-    return _decompose_under_modes(found) if has_kernel(func.name(), "CompositeImplicitAutograd") else found
+    callable_ = named_function_of(func)
+    if callable_ is func and type(func) is OpOverload:
+        callable_ = func._op  # the function that calling the overload calls
+    return _decompose_under_modes(callable_) if has_kernel(func.name(), "CompositeImplicitAutograd") else callable_
 
 
 def _decompose_under_modes(composite: Any) -> Any:

@@ -283,12 +283,12 @@ def redistribute_cached_many(requests: Sequence[Request]) -> list[Any]:
         and any(type(step) is not Exchange for _, plan, _ in requests if plan.communicates for step in plan.steps)
     ):
         return redistribute_cached_each(requests)
-    found = [_lookup_or_plan(x, plan, local) for x, plan, local in requests]
-    memories = [id(slot.targets) for _, _, slot in found if slot]
+    lookups = [_lookup_or_plan(x, plan, local) for x, plan, local in requests]
+    memories = [id(slot.targets) for _, _, slot in lookups if slot]
     if len(set(memories)) < len(memories):  # the copy that one request makes may serve another
         return redistribute_cached_each(requests)
-    values = [value for _, value, _ in found]
-    pending = [(k, slot, *_in_memory_order(plan, value)) for k, (plan, value, slot) in enumerate(found) if plan is not None]
+    values = [value for _, value, _ in lookups]
+    pending = [(k, slot, *_in_memory_order(plan, value)) for k, (plan, value, slot) in enumerate(lookups) if plan is not None]
     if not pending:
         return values
     arrived = execute_many([plan for *_, plan, _, _ in pending], [value for *_, value, _ in pending], large_alone=True).wait()
