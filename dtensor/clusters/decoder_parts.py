@@ -143,6 +143,7 @@ class DecoderLayer(nn.Module):
     """Decoder layer: attention and feed-forward halves. ``again`` is what backward recomputes (:data:`RECOMPUTATIONS`)."""
 
     def __init__(self, model: Transformer, mesh: DeviceMesh, sequence: int, again: str = "nothing") -> None:
+        """Make the two halves of a layer, and shard their matrices over the mesh dim ``tp``."""
         super().__init__()
         self.again, self.last = again, _LastProduct()
         self.attention_norm = nn.RMSNorm(model.hidden)

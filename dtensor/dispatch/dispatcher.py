@@ -65,6 +65,7 @@ class OperatorDispatch:
     __slots__ = ("fingerprints", "func", "local_op", "misses", "operator", "plans", "run", "scalar_names", "scalar_positions")
 
     def __init__(self, func: Any) -> None:
+        """Read the schema and the rule of an overload, make its plan cache, and make the function that dispatches it."""
         self.func = func
         self.local_op = local_function(func)
         self.operator: OperatorSchema = operator_schema_of(func)

@@ -102,6 +102,7 @@ class PlanFingerprints:
     """
 
     def __init__(self, operator: OperatorSchema, plans: dict[Any, Any]) -> None:
+        """Make ``find``, the look-up of plans that records calls, with all that it reads as local variables."""
         self._operator, stores, unordered, many = (
             operator,
             operator.traits.stores,

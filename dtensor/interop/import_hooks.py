@@ -22,10 +22,7 @@ def on_import(name: str, action: Callable[[ModuleType], None]) -> None:
 
 
 class _PostImportFinder(MetaPathFinder):
-    """A finder that finds nothing itself.
-
-    It wraps the loader of one module, so that an action runs after the module was executed.
-    """
+    """Import finder that wraps the loader of one module, so that an action runs after the module was executed."""
 
     def __init__(self, name: str, action: Callable[[ModuleType], None]) -> None:
         self.name, self.action = name, action

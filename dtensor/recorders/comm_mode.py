@@ -82,6 +82,7 @@ class CommDebugMode:
         self._blocks: list[ModeBlock[events.Listener]] = []
 
     def __enter__(self) -> CommDebugMode:
+        """Clear the events, and start to listen for collectives, to track modules and to report c10d calls."""
         self.events.clear()
         self._world = dist.group.WORLD
         block = events.LISTENING.enter(self._handle_own_event)

@@ -127,6 +127,7 @@ class RunRecorder(CommDebugMode):
         self._hooks: list[Any] = []
 
     def __enter__(self) -> RunRecorder:
+        """Start to record collectives with stacks of autograd nodes, and operators and memory if asked for."""
         self.movements.clear()
         _NODE_STACKS.__enter__()
         super().__enter__()
@@ -135,6 +136,7 @@ class RunRecorder(CommDebugMode):
         return self
 
     def __exit__(self, *exception: Any) -> None:
+        """Stop all that :meth:`__enter__` started; the records stay."""
         if self._operator_recorder is not None:
             _exit_mode_anywhere(self._operator_recorder)
             self._operator_recorder = None

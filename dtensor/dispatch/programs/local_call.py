@@ -51,6 +51,7 @@ class LocalCall:
         self.func, self.constants, self.keywords = func, constants, keywords or {}
 
     def __call__(self, frame: Frame) -> None:
+        """Replace the arguments that differ on each rank, and call the function with the frame's local arguments."""
         local_args, local_kwargs = frame.local_args, frame.local_kwargs
         for position, value in self.constants:
             local_args[position] = value
