@@ -119,7 +119,7 @@ def append_list_to_key(value: Any, key: list[Any], by_type: bool, numbers: list[
 
 
 def _plain_tensor_key(x: torch.Tensor) -> tuple[Any, ...]:
-    """Return sizes, strides and dtype of a plain tensor; only its format if it is nested."""
+    """Return the part of a plan-cache key for a plain tensor: sizes, strides and dtype; only its format if it is nested."""
     if x.is_nested:  # it has no sizes; planning refuses it
         return (x.layout,)
     return hashable_sizes(x.shape), hashable_sizes(x.stride()) if x.layout is torch.strided else None, x.dtype

@@ -116,7 +116,7 @@ def plain_arguments_of(operator: OperatorSchema) -> tuple[str, ...]:
 
 
 def check_plain_argument(value: torch.Tensor, name: str, position: int | None, operator: OperatorSchema) -> None:
-    """Check a plain tensor next to DTensors against [Note: Plain tensors next to DTensors].
+    """Raise unless a plain tensor next to DTensors counts as replicated: [Note: Plain tensors next to DTensors].
 
     Args:
         name: the argument that it is.
@@ -197,7 +197,7 @@ def make_plain_write_runner(operator: OperatorSchema, bound: dict[str, Any]) -> 
 
 
 def _needs_copy(operator: OperatorSchema, value: Any) -> bool:
-    """Return True for a plain tensor, but for the step counts of optimizers."""
+    """Return True for a plain tensor that a call writes to, except the step count of an optimizer."""
     is_plain = isinstance(value, torch.Tensor) and not hasattr(value, "_layout")
     return is_plain and not (operator.traits.per_element and value.ndim == 0)
 

@@ -58,7 +58,7 @@ def _without_compiler(environment: Any) -> Iterator[Any]:
 
 
 def _allow_captured_tensors(module: Any) -> None:
-    """Patch Dynamo so that plain tensors which ``score_mod`` and ``mask_mod`` capture count as replicated.
+    """Patch Dynamo so that plain tensors captured by ``score_mod`` or ``mask_mod`` count as replicated while it traces.
 
     Dynamo makes their arguments with ``query.new_empty``, so these are DTensors.
     """

@@ -51,7 +51,7 @@ class BoundStrategy:
         return f"{','.join(operands)} -> {','.join(map(format_placement, self.results))}{owners}"
 
     def strategy_for(self, factors: Factors) -> Strategy:
-        """Return the strategy, with the kernel that the call's factors have for it if it runs one."""
+        """Return the strategy, with the kernel of the call's factors filled in if it runs one."""
         strategy = self.strategy
         return replace(strategy, kernel=factors.kernels[strategy.factor]) if self.kernel and strategy.factor else strategy
 

@@ -107,7 +107,7 @@ class MemoryTracker:
         return tuple((entry[0].number, x.numel() * x.element_size()) for entry, x in entries if entry is not None)
 
     def set_kind(self, values: Iterable[Tensor], kind: str) -> None:
-        """Set the kind of the storages of these tensors, for their whole lifetime."""
+        """Set what the storages of these tensors are, such as parameters or gradients, for their whole lifetime."""
         for x in values:
             for store in self._storages_of(x):
                 store.kind = kind

@@ -167,7 +167,7 @@ def _in_own_storage(local: LocalValue) -> LocalValue:
 
 
 def _merge_key(step: Step, index: int) -> Hashable:
-    """Return the key of steps that can share one collective; a monoid, which may need complete addends, is alone."""
+    """Return the key that steps have in common if they can share one collective; a monoid's all-reduce has its own."""
     over = (step.before.mesh, step.mesh_dims)
     match step:
         case AllReduce(op=Monoid()):

@@ -284,7 +284,7 @@ def _narrow_ranges(box: Box, shape: Sequence[int]) -> Ranges:
 def _find_even_dims(
     ranges: Sequence[Sequence[tuple[tuple[int, int, int], ...]]], sharded: Sequence[bool]
 ) -> tuple[int | None, ...] | None:
-    """Return for each tensor the dim that positions share equally, in order (None: replicated); None if any parts differ."""
+    """Return for each tensor the dim of which all positions have equal parts in order (None: replicated); else None."""
     dims: list[int | None] = []
     for i, is_sharded in enumerate(sharded):
         first, size = ranges[0][i][0][::2] if ranges[0][i] else (None, 0)

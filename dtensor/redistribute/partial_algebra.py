@@ -26,7 +26,7 @@ IDEMPOTENT_OPS = frozenset({"max", "min", "avg"})  # the reduction of equal adde
 
 
 def may_commute(a: ReduceOp, b: ReduceOp) -> bool:
-    """Return True if two reductions of a nest may change places."""
+    """Return True if two nested reductions, over different mesh dims, may run in either order."""
     if isinstance(a, Monoid) or isinstance(b, Monoid):
         return False  # associative, but not known to be commutative
     return a == b or (a in LINEAR_OPS and b in LINEAR_OPS)
@@ -169,7 +169,7 @@ def _make_reduction(src: Layout, dst: Layout, mesh_dims: tuple[int, ...]) -> Red
 
 
 def _monoid_run(layout: Layout, mesh_dim: int) -> tuple[int, ...]:
-    """Return the adjacent partial mesh dims that are one reduction with ``mesh_dim``."""
+    """Return the adjacent mesh dims that are partial under the same monoid and reduced together with ``mesh_dim``."""
     run, current = [], []
     for i, op in enumerate(layout.partials):
         if op == layout.partials[mesh_dim]:

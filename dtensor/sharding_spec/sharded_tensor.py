@@ -108,7 +108,7 @@ def randn(*size: Any, sharding_spec: Any, **options: Any) -> Any:
 
 
 def shard_tensor(tensor: torch.Tensor, sharding_spec: Any, src_rank: int | None = 0) -> Any:
-    """Return ``tensor`` sharded by a spec, a leaf that requires grad for a parameter.
+    """Return ``tensor`` of rank ``src_rank``, distributed as a spec says; a parameter gives a leaf that requires grad.
 
     Args:
         tensor: the global tensor; a DTensor is resharded.

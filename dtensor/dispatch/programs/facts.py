@@ -147,7 +147,7 @@ def find_disjoint_rows(x: Any) -> DisjointRows | None:
 
 
 def _get_or_make_ownership(ends: Any, disjoint: DisjointResult, layout: Layout) -> RowOwnership:
-    """Return the row ownership of a grouped matrix product; products with the same group ends and shards have one together."""
+    """Return the row ownership of a grouped matrix product, cached on ``ends``, its tensor of group ends."""
     ownerships = ends.__dict__.get(_OWNERSHIPS)
     if type(ownerships) is not RowOwnerships:
         ownerships = ends.__dict__[_OWNERSHIPS] = RowOwnerships()

@@ -52,7 +52,7 @@ def register_grad_redistribute(x: Any, is_part: bool) -> bool:
     metadata[key] = True
 
     def redistribute_grad(grad: Any) -> Any:
-        """Return the gradient sharded as its forward value, or None if it stays as it is."""
+        """Return the gradient redistributed to the shards of its forward value, or None to keep it as it is."""
         present = getattr(grad, "_layout", None)
         if present is None or present.mesh != layout.mesh:
             return None

@@ -288,7 +288,7 @@ class EmptyRanks:
         return run_unless_empty
 
     def skip_empty_ranks(self, func: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function that runs ``func``, of one rank's local tensors, on all ranks here; empty ranks skip it."""
+        """Return a function that runs ``func`` on each rank of this process, except on empty ranks, which get empty results."""
         run_one = self.skip_empty_member(lambda member, *args, **kwargs: func(*args, **kwargs))
         comm = communicator_of(self.mesh)
         return partial(comm.map, run_one) if comm.holds_all else partial(run_one, *self.members)
