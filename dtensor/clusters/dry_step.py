@@ -211,6 +211,6 @@ class _StepObserver:
         return len(self.holdings.log)
 
     def bytes_over_time(self) -> list[int]:
-        """Return the allocated bytes at each log position."""
+        """Return the bytes that are allocated at each position of the memory log."""
         before = sum(store.before for store in self.holdings.tracked_storages)
         return [*accumulate((more for _, _, more in self.holdings.log), initial=before)]

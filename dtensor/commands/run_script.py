@@ -27,7 +27,7 @@ from .progress import report_periodically
 
 
 def run_script(script: Path, arguments: Sequence[str]) -> int:
-    """Run a script as Python would and return its exit status."""
+    """Run a script as ``python script arguments`` would, in this process, and return its exit status."""
     argv, path = sys.argv, list(sys.path)
     sys.argv, sys.path[0] = [str(script), *arguments], str(script.parent.resolve())
     try:

@@ -27,7 +27,7 @@ from .programs.facts import facts_of_call
 
 
 def plan_call(operator: OperatorSchema, bound: dict[str, Any], choose: StrategySelector = select_strategies) -> CallPlan:
-    """Plan a call with these arguments by name; nothing runs.
+    """Return the dispatch plan of a call with these arguments by name; nothing runs.
 
     Args:
         choose: selects the strategies.

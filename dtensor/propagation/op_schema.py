@@ -122,7 +122,7 @@ class CallSignature:
 
     @classmethod
     def of(cls, operator: OperatorSchema, args: Sequence[Any], kwargs: dict[str, Any]) -> CallSignature:
-        """Return the signature of a call after its arguments are put in order."""
+        """Return the signature of a call; arguments by keyword count as positional where they have a position."""
         if not any(name in kwargs for name in operator.names[len(args) : operator.positional]):
             return cls(operator, len(args), frozenset(kwargs))
         ordered, named = operator.move_to_positions(args, kwargs)

@@ -259,7 +259,7 @@ def find_single_owner(layout: Layout) -> tuple[int, int] | None:
 
 
 def _result_on_owner(mesh_dim: int, rank: int, meta: Meta, owned_operands: Sequence[Layout]) -> Layout:
-    """Return the layout of a result that the owner has completely.
+    """Return the layout of a result that one rank of ``mesh_dim`` has completely, and the others have no elements of.
 
     It is sharded along the dim of an operand with the same shape, or along the first dim with several positions.
     """

@@ -158,7 +158,7 @@ def _operands_sharing_result_dims(factors: Factors, current: Sequence[DimPlaceme
 
 
 def kernel_seconds(strategy: Strategy, call: Call, mesh_dim: int) -> float:
-    """Return the seconds of the collectives of a strategy's kernel."""
+    """Return the estimated seconds of the collectives that a strategy's kernel issues on a mesh dim."""
     ranks = call.mesh.shape[mesh_dim]
     if strategy.kernel is None or ranks == 1:
         return 0.0

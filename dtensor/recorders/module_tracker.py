@@ -68,7 +68,7 @@ class ModuleTracker:
         self._hooks.append(register_module_forward_pre_hook(self._on_forward_start))
 
     def stop_tracking(self) -> None:
-        """Remove all hooks."""
+        """Remove the hooks on modules, and stop tracking; the records of modules and collectives stay."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

@@ -277,7 +277,7 @@ def _line_and_caller(frame: FrameType | None, node: Any) -> tuple[SourceLine, st
 
 
 def _line_of_node(node: Any) -> SourceLine:
-    """Return the user's line that created an autograd node.
+    """Return the source line of the user's program that created an autograd node.
 
     For a node that a backward pass created (double backward), return the line of its outermost parent node.
     """

@@ -46,7 +46,7 @@ LocalValue = Any  # local value: a torch.Tensor, or a PerRank of all ranks (docs
 
 
 def redistribute_local(local: LocalValue, src: Layout, dst: Layout) -> LocalValue:
-    """Redistribute ``local``, a local value under ``src``, to ``dst``.
+    """Return the local value that ``local``, one under layout ``src``, becomes under ``dst``; waits for collectives.
 
     >>> mesh = dt.DeviceMesh("cpu", 2)
     >>> src, dst = (Layout.of(mesh, [p], (2, 3)) for p in (dt.Shard(0), dt.Shard(1)))
@@ -77,7 +77,7 @@ class BoundRedistribution(NamedTuple):
 
 
 def redistribution_between(src: Layout, dst: Layout) -> BoundRedistribution:
-    """Return the redistribution between two layouts, ready to run."""
+    """Return the redistribution between two layouts as a function to be timed, with its collectives and bytes."""
     found_plan = plan_of(src, dst)
     return BoundRedistribution(found_plan.collectives, found_plan.bytes, functools.partial(execute, found_plan))
 
@@ -228,7 +228,7 @@ def to_memory_order_of(member: int, x: torch.Tensor, layout: Layout) -> torch.Te
 
 
 def _first_along(x: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
-    """Return ``x`` narrowed to one element along each of ``dims``."""
+    """Return a view of ``x`` with only the first element along each of ``dims``."""
     for d in dims:
         x = x.narrow(d, 0, 1)
     return x

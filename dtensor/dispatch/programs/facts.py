@@ -167,7 +167,7 @@ def read_row_ownership(plan: CallPlan, operator: OperatorSchema, signature: Call
     inherited = [None if disjoint.operand is None else slots[disjoint.operand] for disjoint in plan.chosen.disjoint_results]
 
     def find_inherited(bound: Mapping[str, Any], name: str, index: int) -> DisjointRows | None:
-        """Return the valid disjoint rows of one operand, or None."""
+        """Return the fact that the rows of one operand are disjoint, if it is valid now; else None."""
         value = bound[name]
         return find_disjoint_rows(value[index] if isinstance(value, (list, tuple)) else value)
 

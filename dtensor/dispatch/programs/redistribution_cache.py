@@ -193,8 +193,8 @@ class _RecentByMesh(per_thread):
     def __init__(self) -> None:
         self.by_mesh: weakref.WeakKeyDictionary[Any, _RecentCopies] = weakref.WeakKeyDictionary()
 
-    def of(self, mesh: Any) -> _RecentCopies:
-        """Return the recent copies on ``mesh``."""
+    def get_or_make(self, mesh: Any) -> _RecentCopies:
+        """Return the recent copies on ``mesh``; the first request reads the budget from the environment."""
         recent = self.by_mesh.get(mesh)
         if recent is None:
             recent = self.by_mesh[mesh] = _RecentCopies(read_budget())
@@ -350,7 +350,7 @@ class _Slot(NamedTuple):
         targets = self.cached.copies.setdefault(ends.source_key, self.targets)  # dropped there while it was empty
         targets[ends.target_key] = value if ends.target_key is ends.target else value.reshape(-1)
         if self.may_live_long or self.is_counted:
-            recent = _RECENT.of(ends.source.mesh)
+            recent = _RECENT.get_or_make(ends.source.mesh)
             recent.add_copy(self.cached, ends.source_key, ends.target_key, self.may_live_long, self.is_counted)
         return value.permute(ends.back) if ends.back else value
 
@@ -467,7 +467,7 @@ def _memory_order_of(layout: Layout) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _permute_layout(layout: Layout, order: tuple[int, ...]) -> Layout:
-    """Return the layout of a tensor with its dims in another order."""
+    """Return the layout that a tensor has after its dims are permuted by ``order``."""
     if not order:
         return layout
     splits, shape = [layout.splits[d] for d in order], [layout.shape[d] for d in order]
