@@ -158,6 +158,9 @@ else:
             raise ImportError(f"cannot import name {name!r} from {__name__!r}: {advice}", name=__name__)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{advice and f': {advice}'}")
 
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *_LAZY_PACKAGES, *_LAZY_NAMES})
+
     class _Root(ModuleType):
         """The package root: keeps functions such as ``dtensor.capture`` when Python imports the package of the same name."""
 

@@ -36,7 +36,7 @@ Run = Callable[[argparse.Namespace], "int | Callable[[], int]"]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command and return its exit status: 2 for arguments without a meaning or a missing extra.
+    """Run a command of the command line, and return its exit status: 2 for a DTensorError, such as a missing extra.
 
     ``verify`` returns 1 if a rule is wrong, lacks placements or has no sample. A script that is run returns its own status, and
     its exceptions are raised unchanged.
@@ -91,7 +91,7 @@ def check_installed(module: str, extra: str, what: str) -> None:
 
 # --- scripts ------------------------------------------------------------------------------------------------------------
 def _add_script(commands: Any, name: str, about: str, run: Run, *examples: str) -> argparse.ArgumentParser:
-    """Add a command that runs a Python script with arguments, and return its parser."""
+    """Add a subcommand that runs a Python script with arguments, and return its parser."""
     command = _add_command(commands, name, about, run, *examples)
     command.add_argument("script", type=Path, metavar="SCRIPT.py", help="Python program; under torchrun, each rank runs it")
     command.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
@@ -99,7 +99,7 @@ def _add_script(commands: Any, name: str, about: str, run: Run, *examples: str) 
 
 
 def _add_html(command: argparse.ArgumentParser) -> None:
-    """Add the option ``--html``, which also writes the report as a page."""
+    """Add the option ``--html`` to a command, which also writes its report as a page."""
     command.add_argument(
         "--html",
         type=run_script.writable_path,
@@ -109,7 +109,7 @@ def _add_html(command: argparse.ArgumentParser) -> None:
 
 
 def _add_explain(commands: Any) -> None:
-    """Add the command ``explain``: report a script's communication, compute and memory."""
+    """Add the subcommand ``explain`` to the parser; it reports a script's communication, compute and memory."""
 
     def run_explain(options: argparse.Namespace) -> Callable[[], int]:
         path = run_script.existing_file(options.script)
@@ -121,7 +121,7 @@ def _add_explain(commands: Any) -> None:
 
 
 def _add_trace(commands: Any) -> None:
-    """Add the command ``trace``: run a script and write a timeline of its ranks."""
+    """Add the subcommand ``trace`` to the parser; it runs a script and writes a timeline of its ranks."""
 
     def run_trace(options: argparse.Namespace) -> Callable[[], int]:
         path = run_script.existing_file(options.script)
@@ -141,7 +141,7 @@ def _add_trace(commands: Any) -> None:
 
 
 def _add_plan(commands: Any) -> None:
-    """Add the command ``plan``: plan the strategies of a script, or find the best mesh for a known model."""
+    """Add the subcommand ``plan`` to the parser; it plans a script's strategies, or finds the best mesh for a known model."""
 
     def run_plan_command(options: argparse.Namespace) -> int | Callable[[], int]:
         """Find layouts for a known model now, or return the call that plans a script."""
@@ -179,8 +179,8 @@ def _near_models(name: str) -> str:
 
 # --- measuring ----------------------------------------------------------------------------------------------------------
 def _add_bench(commands: Any) -> None:
-    """Add the command ``bench``, which measures redistributions or the dispatch time of operators."""
-    command = _add_command(
+    """Add the subcommand ``bench`` to the parser; it measures redistributions or the dispatch time of operators."""
+    bench_command = _add_command(
         commands,
         "bench",
         "measure redistributions or operators on this machine, with one process per rank (gloo)",
@@ -188,24 +188,24 @@ def _add_bench(commands: Any) -> None:
         'dtensor bench redistribute --mesh 3x2 --size 1MB --pairs "S0->S1,R" "P->R" --plot times.png',
         "dtensor bench dispatch --only add mm",
     )
-    kinds = command.add_subparsers(title="kinds", dest="kind", required=True, metavar="KIND")
+    kinds = bench_command.add_subparsers(title="kinds", dest="kind", required=True, metavar="KIND")
     about = "measure redistributions and compare them with the cost model"
-    moved = _add_command(
+    redistribute_command = _add_command(
         kinds, "redistribute", about, _bench_redistribute, 'dtensor bench redistribute --mesh 3x2 --pairs "S0->S1,R"'
     )
-    moved.add_argument("--mesh", default="4", help="shape of the mesh, such as 4 or 3x2 (default: 4)")
-    moved.add_argument(
+    redistribute_command.add_argument("--mesh", default="4", help="shape of the mesh, such as 4 or 3x2 (default: 4)")
+    redistribute_command.add_argument(
         "--size", nargs="+", default=["1MB"], metavar="SIZE", help="bytes (64KB) or shapes (1031x1021) of float32 tensors"
     )
-    moved.add_argument(
+    redistribute_command.add_argument(
         "--pairs",
         nargs="+",
         metavar="PAIR",
         help='source and target placements, one for each mesh dim: "S0->S1,R"; R if left out',
     )
     about = "measure the host time of operators and compare it with plain torch"
-    called = _add_command(kinds, "dispatch", about, _bench_dispatch, "dtensor bench dispatch --only add mm")
-    called.add_argument(
+    dispatch_command = _add_command(kinds, "dispatch", about, _bench_dispatch, "dtensor bench dispatch --only add mm")
+    dispatch_command.add_argument(
         "--only",
         nargs="+",
         choices=list(bench.OPERATORS),
@@ -213,9 +213,9 @@ def _add_bench(commands: Any) -> None:
         metavar="OPERATOR",
         help=f"operators to measure (default: all of {', '.join(bench.OPERATORS)})",
     )
-    for each in (moved, called):
-        each.add_argument("--json", action="store_true", help="print the rows as JSON instead of a table")
-        each.add_argument(
+    for command in (redistribute_command, dispatch_command):
+        command.add_argument("--json", action="store_true", help="print the rows as JSON instead of a table")
+        command.add_argument(
             "--plot",
             type=run_script.writable_path,
             metavar="FILE",
@@ -260,7 +260,7 @@ def _show_rows(options: argparse.Namespace, rows: Iterator[Any], count: int) -> 
 
 
 def _add_calibrate(commands: Any) -> None:
-    """Add the command ``calibrate``: measure this machine's collectives for the cost model."""
+    """Add the subcommand ``calibrate`` to the parser; it measures this machine's collectives for the cost model."""
     about = "measure collectives and compute on this machine, and save the constants of the cost model"
     command = _add_command(commands, "calibrate", about, _run_calibrate, "dtensor calibrate --ranks 4")
     command.add_argument("--ranks", type=int, default=4, metavar="N", help="processes to start, unless torchrun did (default: 4)")
@@ -295,10 +295,10 @@ def _add_doctor(commands: Any) -> None:
 
 
 def _add_ranks(commands: Any) -> None:
-    """Add the command ``ranks``: print what each rank did last, after a run that hung or died."""
+    """Add the subcommand ``ranks`` to the parser; it prints what each rank did last, after a run that hung or died."""
 
     def print_rank_logs(options: argparse.Namespace) -> int:
-        """Print what each rank did last, from the logs of a folder."""
+        """Print the last events that the ranks of a job logged in its folder."""
         if options.folder is not None and not options.folder.is_dir():
             raise ArgumentError(f"there is no folder {options.folder}")
         try:
@@ -320,7 +320,7 @@ def _add_ranks(commands: Any) -> None:
 
 
 def _add_ops(commands: Any) -> None:
-    """Add the command ``ops``: print how each operator runs, as Markdown tables."""
+    """Add the subcommand ``ops`` to the parser; it prints how each operator runs, as Markdown tables."""
 
     def print_operator_tables(options: argparse.Namespace) -> int:
         print(operator_tables(), end="")
@@ -331,7 +331,7 @@ def _add_ops(commands: Any) -> None:
 
 
 def _add_verify(commands: Any) -> None:
-    """Add the command ``verify``: run sharding rules on samples, and compare with plain torch."""
+    """Add the subcommand ``verify`` to the parser; it runs sharding rules on samples and compares with plain torch."""
     about = "run operators under many placements and compare the results with PyTorch on plain tensors"
     examples = ('dtensor verify "*softmax*"', "dtensor verify my.module::halve")
     command = _add_command(commands, "verify", about, _verify_rules, *examples)

@@ -49,6 +49,7 @@ class Placement:
         return False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Raise PlacementError for a subclass of another package with methods: the library would not call them."""
         super().__init_subclass__(**kwargs)
         own = [name for name, value in vars(cls).items() if callable(value) and name not in ("__repr__", "__str__")]
         if own and not cls.__module__.startswith(_OWN_PREFIX):
@@ -87,6 +88,7 @@ class Shard(Placement):
     level: int | None = None
 
     def __post_init__(self) -> None:
+        """Convert ``dim``, ``sizes`` and ``level`` to ints; raise PlacementError if they are none."""
         if type(self.dim) is not int:
             object.__setattr__(self, "dim", _check_int(self.dim, "Shard(dim)", "Shard(0)"))
         if self.level is not None and (type(self.level) is not int or self.level < 0):
@@ -120,11 +122,10 @@ class Shard(Placement):
 
     @staticmethod
     def local_shard_size_and_offset(curr_local_size: int, num_chunks: int, rank: int) -> tuple[int, int]:
-        """Return the number of elements that rank ``rank`` of ``num_chunks`` gets of ``curr_local_size``, and their start. No
-        communication.
+        """Return (size, start) of the block that rank ``rank`` of ``num_chunks`` gets of ``curr_local_size`` elements.
 
-        This is the rule of a :class:`Shard` without ``sizes``; an empty block starts at the end. The blocks of a DTensor, with
-        all its mesh dims and sizes, are ``x.layout.local_shape(coordinate)`` and ``local_offset``.
+        No communication. This is the rule of a :class:`Shard` without ``sizes``; an empty block starts at the end. The blocks of
+        a DTensor, with all its mesh dims and sizes, are ``x.layout.local_shape(coordinate)`` and ``local_offset``.
 
         >>> [Shard.local_shard_size_and_offset(5, 4, rank) for rank in range(4)]
         [(2, 0), (2, 2), (1, 4), (0, 5)]
@@ -239,6 +240,7 @@ class Partial(Placement):
     reduce_op: str | Monoid = "sum"
 
     def __post_init__(self) -> None:
+        """Raise PlacementError for an unknown reduction."""
         op = self.reduce_op
         if not isinstance(op, Monoid) and op not in REDUCE_OPS:
             raise PlacementError(f"Partial takes one of {REDUCE_OPS} or a Monoid, got {op!r}")
@@ -287,7 +289,7 @@ def parse_placement(text: str) -> Placement:
 
 
 def _reduction_of_name(name: str) -> str | Monoid:
-    """Return the reduction or library monoid of this name; raise if there is none."""
+    """Return the reduction or library monoid of this name; raise PlacementError if there is none."""
     reduction: str | Monoid | None = name if name in REDUCE_OPS else resolve_late("library_monoid")(name)
     if reduction is None:
         raise PlacementError(
@@ -316,6 +318,7 @@ class Partition:
     unreduced: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        """Raise PlacementError for entries that are no names, and for repeated names."""
         names = [*(name for dim in self.dims for name in dim), *self.unreduced]
         if not all(isinstance(name, str) for name in names):
             raise PlacementError(
@@ -378,7 +381,7 @@ def _check_int(value: Any, what: str, example: str) -> int:
 
 
 def normalize_placements(placements: Any, mesh_ndim: int, ndim: int) -> tuple[Placement, ...]:
-    """Return one placement per mesh dim, with non-negative tensor dims; for placements in the order of the mesh dims.
+    """Return ``placements``, given in the order of the mesh dims, as a tuple with one per mesh dim and non-negative dims.
 
     Raises:
         PlacementError: wrong count, not a placement, or a tensor dim out of range.
@@ -401,7 +404,7 @@ def normalize_placements(placements: Any, mesh_ndim: int, ndim: int) -> tuple[Pl
 
 
 def check_placement(placement: Placement, ndim: int) -> Placement:
-    """Return ``placement`` with a non-negative tensor dim.
+    """Return ``placement`` with a non-negative tensor dim, after a check that it fits a tensor of ``ndim`` dims.
 
     Raises:
         PlacementError: not a placement, or a tensor dim out of range.

@@ -20,8 +20,8 @@ _CACHES: dict[str, Fullness] = {}
 def memoize(limit: int) -> Callable[[Callable[ParamsT, ValueT]], Callable[ParamsT, ValueT]]:
     """Memoize a function of hashable arguments with an LRU cache of ``limit`` results."""
 
-    def decorate(function: Callable[ParamsT, ValueT]) -> Callable[ParamsT, ValueT]:
-        """Return the memoized function, registered by its name for ``cache_info``."""
+    def memoize_function(function: Callable[ParamsT, ValueT]) -> Callable[ParamsT, ValueT]:
+        """Return ``function`` with an LRU cache, which is registered under its name for ``cache_info``."""
         cached = lru_cache(maxsize=limit)(function)
 
         def fullness() -> tuple[int, int]:
@@ -30,11 +30,11 @@ def memoize(limit: int) -> Callable[[Callable[ParamsT, ValueT]], Callable[Params
         register_cache(f"{function.__module__.removeprefix('dtensor.')}.{function.__name__}", fullness)
         return cast(Any, cached)  # lru_cache forgets the signature
 
-    return decorate
+    return memoize_function
 
 
 def register_cache(name: str, fullness: Fullness) -> None:
-    """Register a cache of another kind for ``dtensor.cache_info()``.
+    """Register a cache for ``dtensor.cache_info()``, which prints it under ``name``.
 
     Args:
         fullness: returns the number of entries and the greatest number of entries.
@@ -43,7 +43,7 @@ def register_cache(name: str, fullness: Fullness) -> None:
 
 
 def cache_fullness() -> dict[str, tuple[int, int]]:
-    """Return the number of entries and the greatest number of entries of each registered cache, by name."""
+    """Return (number of entries, limit) of each registered cache, by name."""
     return {name: count_entries() for name, count_entries in sorted(_CACHES.items())}
 
 
@@ -52,7 +52,7 @@ def _typed_value(value: Any) -> Any:
 
 
 def nested_key(value: Any, leaf: Callable[[Any], Any] = _typed_value) -> Any:
-    """Return nested arguments as a hashable key. Numbers are keyed with their type, because ``True == 1 == 1.0``.
+    """Return nested lists, tuples and dicts as a hashable key. Numbers are keyed with their type, as ``True == 1 == 1.0``.
 
     >>> nested_key([1, {"dim": True}])
     ((<class 'int'>, 1), (('dim', (<class 'bool'>, True)),))
@@ -75,7 +75,7 @@ class BoundedDict(dict[KeyT, ValueT]):
             register_cache(name, lambda: (len(self), self.limit))
 
     def keep(self, key: KeyT, value: ValueT) -> ValueT:
-        """Store ``value`` and return it."""
+        """Store ``value`` under ``key``, and return it; at ``limit`` entries first drop the older half."""
         if len(self) >= self.limit:
             for oldest in list(self)[: max(1, self.limit // 2)]:
                 self.pop(oldest, None)  # another thread may have removed it
@@ -84,11 +84,11 @@ class BoundedDict(dict[KeyT, ValueT]):
 
 
 class PooledDicts(Generic[KeyT, ValueT]):
-    """Dicts with a common bound: at most ``each`` entries per dict and ``together`` in all. A dict that changes often evicts
-    its own entries first.
+    """Dicts with a common bound: at most ``each`` entries per dict and ``together`` in all.
 
-    The oldest half of the entries is dropped at once. A dropped entry that is still needed is computed again and is then the
-    newest. A lookup is a plain ``dict.get`` and needs no lock in any thread.
+    A dict that changes often evicts its own entries first. The oldest half of the entries is dropped at once. A dropped entry
+    that is still needed is computed again and is then the newest. A lookup is a plain ``dict.get`` and needs no lock in any
+    thread.
     """
 
     def __init__(self, each: int, together: int) -> None:
@@ -96,12 +96,12 @@ class PooledDicts(Generic[KeyT, ValueT]):
         self._entries: deque[tuple[dict[KeyT, ValueT], KeyT]] = deque()  # oldest first; some are dropped from their dict already
         self._lock = RLock()
 
-    def part(self) -> dict[KeyT, ValueT]:
+    def make_part(self) -> dict[KeyT, ValueT]:
         """Return a new dict of the pool. Add entries to it by :meth:`keep`."""
         return {}
 
     def keep(self, part: dict[KeyT, ValueT], key: KeyT, value: ValueT) -> ValueT:
-        """Store ``value`` under ``key`` of ``part`` and return it."""
+        """Store ``value`` under ``key`` of the dict ``part``, and return it; drop the oldest entries of a full dict or pool."""
         with self._lock:
             if len(part) >= self.each:
                 for oldest in list(islice(part, max(1, self.each // 2))):

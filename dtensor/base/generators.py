@@ -27,7 +27,7 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 
 def get_generator_state(generator: torch.Generator) -> torch.Tensor:
-    """Return the state of ``generator``."""
+    """Return the state of ``generator``, read under the lock that all threads use for generator states."""
     with _GENERATOR_LOCK:
         return generator.get_state()
 

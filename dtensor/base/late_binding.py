@@ -10,12 +10,12 @@ _PROVIDERS: dict[str, str] = {}
 
 
 def register_provider(module: str, *names: str) -> None:
-    """Register ``module`` as the provider of functions. Only the package root calls this: it may import every package."""
+    """Register ``module`` as the provider of the functions ``names``. Only the package root, which may import all, calls it."""
     _PROVIDERS.update(dict.fromkeys(names, module))
 
 
 def resolve_late(name: str) -> Callable[..., Any]:
-    """Return the function with this name and import its module."""
+    """Import the module that provides the function ``name``, and return the function."""
     function: Callable[..., Any] = getattr(import_module(_PROVIDERS[name]), name)
     return function
 

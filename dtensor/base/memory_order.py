@@ -11,7 +11,7 @@ Stride = tuple[int, ...]
 
 @memoize(4096)
 def contiguous_stride(shape: tuple[int, ...]) -> Stride:
-    """Return the strides of a row-major tensor."""
+    """Return the strides of a row-major tensor of ``shape``."""
     stride, step = [], 1
     for size in reversed(shape):
         stride.append(step)
@@ -54,8 +54,7 @@ def stride_like(shape: Sequence[int], like: Sequence[int]) -> Stride:
 
 @memoize(4096)
 def memory_order(shape: tuple[int, ...], stride: Stride) -> tuple[int, ...] | None:
-    """Return the dims of a dense tensor, outermost in memory first. Row-major gives ``()``; a tensor that is not dense gives
-    None.
+    """Return the dims of a dense tensor, outermost in memory first: ``()`` if row-major; None if it is not dense.
 
     >>> memory_order((2, 3), (3, 1)), memory_order((2, 3), (1, 2)), memory_order((2, 3), (0, 1))
     ((), (1, 0), None)

@@ -103,7 +103,7 @@ class ModeStack(Generic[T]):
         return block
 
     def leave(self, block: ModeBlock[T]) -> None:
-        """End a block, in any context."""
+        """End ``block`` in this context, or in all contexts if another context entered it."""
         now, token, block.token = self._blocks.get(), block.token, None
         try:
             self._blocks.reset(token)  # raises if another context entered the block
@@ -114,11 +114,11 @@ class ModeStack(Generic[T]):
 
     def leave_last(self, entered: list[ModeBlock[T]]) -> None:
         """End and remove one block of ``entered``: the last one that is entered in this context, else the last of the list."""
-        block = next((block for block in reversed(entered) if self.sees(block)), entered[-1])
+        block = next((block for block in reversed(entered) if self.is_entered(block)), entered[-1])
         entered.remove(block)
         self.leave(block)
 
-    def sees(self, block: ModeBlock[T]) -> bool:
+    def is_entered(self, block: ModeBlock[T]) -> bool:
         """Return True if ``block`` is entered in this context."""
         return block in self._visible_blocks()
 
@@ -131,7 +131,7 @@ class ModeStack(Generic[T]):
         _keep_in_thread(self._thread_key, (get_ident(), self._blocks.get()))
 
     def _blocks_of_backward_caller(self) -> tuple[ModeBlock[T], ...]:
-        """Return the blocks of the thread that started this backward pass, if that is another thread."""
+        """Return the blocks of the thread that started this backward pass; none outside of one, or in that thread itself."""
         if graph_task() == -1 or not is_kept_in_thread(self._thread_key):
             return ()
         thread, blocks = kept_in_thread(self._thread_key)
@@ -169,6 +169,7 @@ class ReusableContext:
         self._context: AbstractContextManager[None] | None = None
 
     def __enter__(self) -> None:
+        """Enter a new context; raise RuntimeError if one was entered before."""
         if self._context is not None:
             raise RuntimeError(
                 "this context manager was entered before and can be entered once; call the function that "
@@ -182,6 +183,7 @@ class ReusableContext:
         return self._context.__exit__(*exc_info)
 
     def __call__(self, fn: Callable[P, R]) -> Callable[P, R]:
+        """Wrap a function or coroutine function so that each call runs inside of a new block."""
         if inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
             raise ArgumentError(
                 f"{fn.__name__} is a generator function; as a decorator the block would end before the generator "
@@ -189,26 +191,26 @@ class ReusableContext:
             )
         if inspect.iscoroutinefunction(fn):
 
-            async def later(*args: P.args, **kwargs: P.kwargs) -> Any:
+            async def await_in_block(*args: P.args, **kwargs: P.kwargs) -> Any:
                 with self._make():
                     return await fn(*args, **kwargs)
 
-            return cast("Callable[P, R]", wraps(fn)(later))
+            return cast("Callable[P, R]", wraps(fn)(await_in_block))
 
         @wraps(fn)
-        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        def run_in_block(*args: P.args, **kwargs: P.kwargs) -> R:
             with self._make():
                 return fn(*args, **kwargs)
 
-        return run
+        return run_in_block
 
 
 def mode_context(fn: Callable[P, Iterator[None]]) -> Callable[P, ReusableContext]:
-    """Make a mode of a generator function, like ``contextlib.contextmanager``; the result is a :class:`ReusableContext`."""
+    """Make a mode of a generator function, like ``contextlib.contextmanager``; a call returns a :class:`ReusableContext`."""
     make = contextmanager(fn)
 
     @wraps(fn)
-    def enter(*args: P.args, **kwargs: P.kwargs) -> ReusableContext:
+    def make_context(*args: P.args, **kwargs: P.kwargs) -> ReusableContext:
         return ReusableContext(partial(make, *args, **kwargs))
 
-    return enter
+    return make_context

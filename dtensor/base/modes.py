@@ -35,7 +35,7 @@ _DEFAULTS = (False, False, "values")
 
 
 def mode_values() -> tuple[bool, bool, str]:
-    """Return the values of all modes, as a part of a cache key."""
+    """Return the values of all modes in this context, as a part of a cache key."""
     if not (IMPLICIT_REPLICATION.held or EXPLICIT.held or REMEMBER.held):
         return _DEFAULTS
     return MODES.implicit_replication, MODES.explicit, MODES.remembered

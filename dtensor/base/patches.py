@@ -28,6 +28,7 @@ class RefCountedPatch:
         self._make_patch, self._lock, self._depth = make_patch, Lock(), 0
 
     def __enter__(self) -> None:
+        """Apply the patch if no thread has entered."""
         with self._lock:
             if not self._depth:
                 self._patch = self._make_patch()
@@ -35,6 +36,7 @@ class RefCountedPatch:
             self._depth += 1
 
     def __exit__(self, *exc_info: object) -> None:
+        """Remove the patch if this is the last thread that leaves."""
         with self._lock:
             self._depth -= 1
             if not self._depth:

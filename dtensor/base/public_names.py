@@ -7,11 +7,13 @@ from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 
+from .caches import memoize
+
 _ROOT = Path(__file__).parents[1]
 
 
 def advise_on_name(name: str, root: str, own_names: Collection[str], packages: tuple[str, ...]) -> str:
-    """Return what to write for a name that ``root`` lacks: where it is, or the most similar name. Empty if there is none.
+    """Return advice for a name that package ``root`` lacks: its place, or the most similar name; empty if there is none.
 
     Args:
         own_names: the public names of ``root``.
@@ -27,25 +29,28 @@ def advise_on_name(name: str, root: str, own_names: Collection[str], packages: t
         return f"write `from {root}.{place} import {name}`"
     candidates = {each.lower(): each for names in (*names_by_package.values(), own_names) for each in names}
     for similar in get_close_matches(name.lower(), candidates, n=1, cutoff=0.75):
-        found = candidates[similar]
-        place = None if found in own_names else _find_package(found, names_by_package)
-        return f"did you mean `from {root}{'' if place is None else f'.{place}'} import {found}`?"
+        candidate = candidates[similar]
+        place = None if candidate in own_names else _find_package(candidate, names_by_package)
+        return f"did you mean `from {root}{'' if place is None else f'.{place}'} import {candidate}`?"
     return ""
 
 
 def _find_package(name: str, names_by_package: Mapping[str, frozenset[str]]) -> str | None:
-    """Return the first package that has a public name."""
+    """Return the first package with the public name ``name``, None if there is none."""
     return next((package for package, names in names_by_package.items() if name in names), None)
 
 
+@memoize(limit=4)
 def _read_public_names(packages: tuple[str, ...]) -> Mapping[str, frozenset[str]]:
     """Return the ``__all__`` of each package. Packages precede modules, which repeat names of packages."""
     files = {package: _ROOT / package / "__init__.py" for package in packages}
     ordered = sorted(packages, key=lambda package: not files[package].exists())
-    return {package: _read_all(files[package] if files[package].exists() else _ROOT / f"{package}.py") for package in ordered}
+    return {
+        package: _read_dunder_all(files[package] if files[package].exists() else _ROOT / f"{package}.py") for package in ordered
+    }
 
 
-def _read_all(file: Path) -> frozenset[str]:
+def _read_dunder_all(file: Path) -> frozenset[str]:
     """Return the names in ``__all__`` of a file; none if there is no source."""
     if not file.exists():
         return frozenset()

@@ -41,8 +41,9 @@ class RecorderProtocol(Protocol):
         """Return True if the pending collective began in this recording."""
 
     def isolate_state(self, owner: Any, empty: Mapping[str, Any]) -> None:
-        """Announce attributes of ``owner`` that carry state between calls, before they are read. A recording starts with the
-        values ``empty`` and restores the earlier values at its end.
+        """Announce attributes of ``owner`` with state between calls: a recording sets them to ``empty``, and restores them.
+
+        Call it before they are read. The earlier values return at the end of the recording.
         """
 
     def on_refusal(self, fn: Callable[[], Any]) -> None:
@@ -50,8 +51,9 @@ class RecorderProtocol(Protocol):
 
 
 class CrossCallState(dict[Any, Any]):
-    """State that the library carries from one call to a later one: tensors in nested values. A recording treats the state at
-    its start as arguments, and the state at its end as results.
+    """State that the library carries from one call to a later one: tensors in nested values.
+
+    A recording treats the state at its start as arguments, and the state at its end as results.
     """
 
 
@@ -89,26 +91,26 @@ def is_recorded_by(reference: weakref.ref[Any] | None, recorder: Any) -> bool:
 
 
 def recorded_op(fn: Callable[ParamsT, ResultT]) -> Callable[ParamsT, ResultT]:
-    """Mark ``fn`` as one step of a recording."""
-    return _mark(fn, "record_op")
+    """Mark ``fn`` as one step of a recording, which each replay runs again."""
+    return _wrap_for_recorder(fn, "record_op")
 
 
 def recorded_mutation(fn: Callable[ParamsT, ResultT]) -> Callable[ParamsT, ResultT]:
     """Mark ``fn`` as one step of a recording that writes to its arguments."""
-    return _mark(fn, "record_mutation")
+    return _wrap_for_recorder(fn, "record_mutation")
 
 
 def untracked(fn: Callable[ParamsT, ResultT]) -> Callable[ParamsT, ResultT]:
-    """Mark ``fn`` as no step of a recording: its result is valid for every replay."""
-    return _mark(fn, "run_untracked")
+    """Mark ``fn`` as no step of a recording: it runs once, and its result is valid for every replay."""
+    return _wrap_for_recorder(fn, "run_untracked")
 
 
-def _mark(fn: Callable[ParamsT, ResultT], method: str) -> Callable[ParamsT, ResultT]:
-    """Wrap ``fn``: an active recorder runs it through its method of this name."""
+def _wrap_for_recorder(fn: Callable[ParamsT, ResultT], method: str) -> Callable[ParamsT, ResultT]:
+    """Wrap ``fn`` so that an active recorder runs it, by its method ``method``."""
 
     @wraps(fn)
-    def run(*args: ParamsT.args, **kwargs: ParamsT.kwargs) -> ResultT:
+    def run_by_recorder(*args: ParamsT.args, **kwargs: ParamsT.kwargs) -> ResultT:
         recorder = current_recorder() if ACTIVE_RECORDERS else None
         return fn(*args, **kwargs) if recorder is None else cast(ResultT, getattr(recorder, method)(fn, args, kwargs))
 
-    return run
+    return run_by_recorder

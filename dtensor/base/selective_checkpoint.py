@@ -26,7 +26,7 @@ ParamsT = ParamSpec("ParamsT")
 ResultT = TypeVar("ResultT")
 
 
-def policy_mode() -> Any:
+def selective_checkpoint_mode() -> Any:
     """Return the innermost selective checkpointing mode of this thread, or None."""
     if not count_dispatch_modes():
         return None
@@ -35,9 +35,9 @@ def policy_mode() -> Any:
 
 @contextmanager
 def hidden_from_policies() -> Iterator[None]:
-    """Run a block without the selective checkpointing modes of this thread; other modes stay active."""
+    """Run a ``with`` block without the selective checkpointing modes of this thread; other modes stay active."""
     popped: list[Any] = []
-    while policy_mode() is not None:
+    while selective_checkpoint_mode() is not None:
         popped.append(pop_dispatch_mode())
     others = [mode for mode in popped if not isinstance(mode, (CachingMode, CachedMode))]
     for mode in reversed(others):
@@ -55,11 +55,11 @@ def hides_from_policies(function: Callable[ParamsT, ResultT]) -> Callable[Params
     """Wrap ``function`` so that selective checkpointing does not see the operators that it runs."""
 
     @wraps(function)
-    def run(*args: ParamsT.args, **kwargs: ParamsT.kwargs) -> ResultT:
-        """Run the function, hidden from the policy of selective checkpointing if one is active."""
-        if policy_mode() is None:
+    def run_hidden(*args: ParamsT.args, **kwargs: ParamsT.kwargs) -> ResultT:
+        """Run the function, hidden from the mode of selective checkpointing if one is active."""
+        if selective_checkpoint_mode() is None:
             return function(*args, **kwargs)
         with hidden_from_policies():
             return function(*args, **kwargs)
 
-    return run
+    return run_hidden

@@ -30,7 +30,7 @@ class SymbolicSize(torch.SymInt):
 
     @property
     def shape_env(self) -> Any:
-        """Return torch's ``ShapeEnv`` of the program.
+        """Return torch's ``ShapeEnv`` of the program that has this size.
 
         Raises:
             DTensorError: the program has ended, so the size has no value.
@@ -42,7 +42,7 @@ class SymbolicSize(torch.SymInt):
 
     @property
     def node(self) -> Any:
-        """Return the ``SymNode`` that torch computes with.
+        """Return the ``SymNode`` that torch computes with, of the program that is being recorded if there is one.
 
         While a program is recorded, the node belongs to that program. Torch finds the source of a size by this object, and a
         node of an earlier trace may belong to a gradient, which the forward pass does not have.
@@ -58,6 +58,7 @@ class SymbolicSize(torch.SymInt):
         return nodes[node.expr]
 
     def __eq__(self, other: object) -> bool:
+        """Return True if both sizes are equal in one program, which may add a guard; False for another program."""
         if isinstance(other, SymbolicSize):
             if other._program is not self._program:
                 return False
@@ -109,8 +110,9 @@ def _node_in_program(node: Any, tracer: Any) -> Any:
 
 
 class SymbolicCost(torch.SymFloat):
-    """Estimated cost that is computed from symbolic sizes. Costs that differ only by rounding compare equal: torch evaluates
-    its guards in another order of operations, and could find the greater cost smaller.
+    """Estimated cost that is computed from symbolic sizes. Costs that differ only by rounding compare equal.
+
+    Torch evaluates its guards in another order of operations, and could find the greater cost smaller.
     """
 
     def __lt__(self, other: Any) -> bool:
@@ -141,35 +143,35 @@ def _is_clearly_less(one: Any, other: Any) -> bool:
         return bool(other - one > (one + other) * 1e-9)
 
 
-def _returning_cost(plain: Any) -> Any:
-    """Return an operation whose symbolic result is a cost."""
+def _wrap_cost_operation(plain: Any) -> Any:
+    """Wrap the operation ``plain`` so that a symbolic float result is a :class:`SymbolicCost`."""
 
-    def operation(*values: Any) -> Any:
-        found = plain(*values)
-        return SymbolicCost(found.node) if type(found) is torch.SymFloat else found
+    def run_cost_operation(*values: Any) -> Any:
+        result = plain(*values)
+        return SymbolicCost(result.node) if type(result) is torch.SymFloat else result
 
-    return operation
+    return run_cost_operation
 
 
-def _returning_size(plain: Any) -> Any:
-    """Return an operation of symbolic sizes with a size as result, or a cost if it computes with a float."""
-    price = _returning_cost(plain)
+def _wrap_size_operation(plain: Any) -> Any:
+    """Wrap an operation of symbolic sizes so that its result is a size, or a cost if the other operand is a float."""
+    compute_cost = _wrap_cost_operation(plain)
 
-    def operation(self: SymbolicSize, *others: Any) -> Any:
+    def run_size_operation(self: SymbolicSize, *others: Any) -> Any:
         """Compute the symbolic size outside of the traced program; with a float operand return a symbolic cost."""
         if others and isinstance(others[0], (float, torch.SymFloat)):
-            return price(self, *others)
+            return compute_cost(self, *others)
         with untraced():  # must not become a step of the program
             return hashable_size(plain(self, *others))
 
-    return operation
+    return run_size_operation
 
 
 def _decide(name: str, *values: Any) -> Any:
     """Compare symbolic sizes with torch's method ``name``, and return a plain bool (or NotImplemented)."""
     with untraced():
-        found = getattr(torch.SymInt, name)(*values)
-        return found if found is NotImplemented else bool(found)
+        result = getattr(torch.SymInt, name)(*values)
+        return result if result is NotImplemented else bool(result)
 
 
 def _deciding_method(name: str) -> Any:
@@ -177,11 +179,11 @@ def _deciding_method(name: str) -> Any:
 
 
 for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "floordiv", "rfloordiv", "mod", "neg"):
-    setattr(SymbolicSize, f"__{_name}__", _returning_size(getattr(torch.SymInt, f"__{_name}__")))
+    setattr(SymbolicSize, f"__{_name}__", _wrap_size_operation(getattr(torch.SymInt, f"__{_name}__")))
 for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "neg"):
-    setattr(SymbolicCost, f"__{_name}__", _returning_cost(getattr(torch.SymFloat, f"__{_name}__")))
+    setattr(SymbolicCost, f"__{_name}__", _wrap_cost_operation(getattr(torch.SymFloat, f"__{_name}__")))
 for _name in ("truediv", "rtruediv"):
-    setattr(SymbolicSize, f"__{_name}__", _returning_cost(getattr(torch.SymInt, f"__{_name}__")))
+    setattr(SymbolicSize, f"__{_name}__", _wrap_cost_operation(getattr(torch.SymInt, f"__{_name}__")))
 for _name in ("lt", "le", "gt", "ge"):
     setattr(SymbolicSize, f"__{_name}__", _deciding_method(f"__{_name}__"))
 
@@ -197,7 +199,7 @@ def hashable_size(value: Any) -> Any:
         return value
     if not value.node.has_hint():
         raise torch_internals.GuardOnDataDependentSymNode(value.node.expr)
-    return int(value) if _SPECIALIZED.of(value.node) else SymbolicSize(value.node)
+    return int(value) if _SPECIALIZED.includes(value.node) else SymbolicSize(value.node)
 
 
 def hashable_sizes(values: Iterable[Any]) -> tuple[Any, ...]:
@@ -209,9 +211,7 @@ _PLAIN_TYPES = frozenset({int, type(None)})
 
 
 def to_torch_symbols(values: Any) -> Any:
-    """Return ``values`` (also nested in lists) with plain ``SymInt`` for :class:`SymbolicSize`, as operators of a recorded
-    program take them.
-    """
+    """Return nested ``values`` with each :class:`SymbolicSize` as a plain ``SymInt``, as operators of a recorded program need."""
     if isinstance(values, (list, tuple)):
         return [to_torch_symbols(value) for value in values]
     return torch.SymInt(values.node) if type(values) is SymbolicSize else values
@@ -222,9 +222,7 @@ def contains_symbols(values: Iterable[Any]) -> bool:
 
 
 def specialize_symbols(value: Any) -> Any:
-    """Return ``value`` (also nested in lists and dicts) with ints for symbols. Other sizes then cause a new trace of the
-    program.
-    """
+    """Return nested ``value`` with symbols specialized to ints, so that other sizes cause a new trace of the program."""
     if isinstance(value, dict):
         return {name: specialize_symbols(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -233,7 +231,7 @@ def specialize_symbols(value: Any) -> Any:
 
 
 def _source_names(expr: Any, node: Any) -> set[str]:
-    """Return the names of the sources of the symbols in ``expr``."""
+    """Return the names of the program inputs from which the symbols in ``expr`` come."""
     return {str(source.name) for symbol in expr.free_symbols for source in node.shape_env.var_to_sources.get(symbol, ())}
 
 
@@ -244,16 +242,17 @@ class _SpecializedSizes:
         self.program: Any = None
         self.names: set[str] = set()
 
-    def add(self, names: set[str]) -> None:
+    def add_names(self, names: set[str]) -> None:
         """Add size names of the program that is being compiled; names of an earlier program are dropped first."""
         program = torch_internals.compile_id()
         if program != self.program:
             self.program, self.names = program, set()
         self.names |= names
 
-    def of(self, node: Any) -> bool:
-        """Return True if the program is specialized on a symbol of ``node``. Sizes of the gradient of a leaf always count:
-        torch makes symbols of them, too, and cannot guard them.
+    def includes(self, node: Any) -> bool:
+        """Return True if the program is specialized on a symbol of ``node``, or if that is a size of a leaf's gradient.
+
+        Torch makes symbols of sizes of gradients too, and cannot guard them.
         """
         sources = _source_names(node.expr, node)
         if self.names and self.program == torch_internals.compile_id() and not self.names.isdisjoint(sources):
@@ -265,8 +264,9 @@ _SPECIALIZED = _SpecializedSizes()
 
 
 def recompile_if_specialized(values: Iterable[Any]) -> None:
-    """Recompile the program if a symbol among ``values`` became an int since the values were recorded: torch would get results
-    with fewer symbols than it recorded.
+    """Recompile the program if a symbol among ``values`` became an int since the values were recorded.
+
+    Torch would get results with fewer symbols than it recorded.
     """
     if infra_mode(_PROXY) is not None:
         _recompile_specialized(
@@ -279,49 +279,44 @@ def recompile_for_sizes(values: Iterable[Any]) -> None:
     _recompile_specialized([value for value in values if type(value) is SymbolicSize])
 
 
-def recompile_unless_derivable(values: Iterable[Any], given: Iterable[Any]) -> None:
-    """Recompile the program with ints for symbols among ``values`` and ``given`` that graphs cannot derive.
+def recompile_unless_derivable(values: Iterable[Any], graph_sizes: Iterable[Any]) -> None:
+    """Recompile the program with ints for symbols among ``values`` and ``graph_sizes`` that graphs cannot derive.
 
     Torch passes to a graph only the sizes of its arguments. A symbol that is a size of the base of a view is not among them,
-    unless an item of ``given`` is that symbol.
+    unless an item of ``graph_sizes`` is that symbol.
     """
-    given = [value for value in hashable_sizes(given) if type(value) is SymbolicSize]
-    known = {value.node.expr for value in given if value.node.expr.is_symbol}
+    graph_sizes = [value for value in hashable_sizes(graph_sizes) if type(value) is SymbolicSize]
+    known = {value.node.expr for value in graph_sizes if value.node.expr.is_symbol}
     recompile_for_sizes(
-        value for value in (*values, *given) if type(value) is SymbolicSize and _depends_on_view_base(value.node, known)
+        value for value in (*values, *graph_sizes) if type(value) is SymbolicSize and _depends_on_view_base(value.node, known)
     )
 
 
 def _depends_on_view_base(node: Any, known: set[Any]) -> bool:
-    """Return True if a symbol of ``node`` that is not in ``known`` comes only from the base of a view, or from a view that is
-    made again.
-    """
+    """Return True if a symbol of ``node`` outside of ``known`` comes only from a view's base, or a view that is made again."""
     names = [_source_names(symbol, node) for symbol in node.expr.free_symbols - known]
     return any(all("._base" in name or "<" in name for name in each) for each in names)
 
 
-def _recompile_specialized(closed: list[SymbolicSize]) -> None:
-    """Restart compilation with the symbolic sizes ``closed`` as constants; do nothing if there are none."""
-    if closed:
-        _SPECIALIZED.add(set().union(*[_source_names(value._expr, value) for value in closed]))
+def _recompile_specialized(sizes: list[SymbolicSize]) -> None:
+    """Restart compilation with the symbolic sizes ``sizes`` as constants; do nothing if there are none."""
+    if sizes:
+        _SPECIALIZED.add_names(set().union(*[_source_names(value._expr, value) for value in sizes]))
         raise torch_internals.restart(restart_reason="the program is right for one size alone")
 
 
 def symbolic_fake_mode(values: Iterable[Any]) -> FakeTensorMode | None:
-    """Return a fake mode with the ``ShapeEnv`` of the first symbol among ``values`` (sizes, lists, tensors, layouts); None if
-    all are ints.
+    """Return a fake mode with the ``ShapeEnv`` of the first symbol among ``values``, None if all sizes are ints.
+
+    Values are sizes, layouts, tensors with symbols, and lists of these.
     """
     for value in values:
         if type(value) is SymbolicSize:
             return FakeTensorMode(shape_env=value.shape_env)
-        inner = (
-            value
-            if isinstance(value, (list, tuple))
-            else (*value.shape, *value.stride)
-            if getattr(value, "has_symbols", False)
-            else ()
-        )
-        found = symbolic_fake_mode(inner)
-        if found is not None:
-            return found
+        sizes = value if isinstance(value, (list, tuple)) else ()
+        if getattr(value, "has_symbols", False):
+            sizes = (*value.shape, *value.stride)
+        mode = symbolic_fake_mode(sizes)
+        if mode is not None:
+            return mode
     return None

@@ -12,7 +12,7 @@ from ..errors import LayoutError
 
 
 def tensor_text(dtype: torch.dtype, shape: Iterable[Any]) -> str:
-    """Return dtype and shape as text.
+    """Return dtype and shape of a tensor as text.
 
     >>> tensor_text(torch.float32, (4, 6))
     'float32[4, 6]'
@@ -21,7 +21,7 @@ def tensor_text(dtype: torch.dtype, shape: Iterable[Any]) -> str:
 
 
 def parse_tensor_text(text: str) -> tuple[torch.dtype, tuple[int, ...]]:
-    """Return the dtype and the shape that :func:`tensor_text` printed.
+    """Parse the text of :func:`tensor_text` to (dtype, shape).
 
     Raises:
         LayoutError: torch has no such dtype.

@@ -1,5 +1,4 @@
-"""Tensor tree: map over the tensors inside nested lists, tuples and dicts, in order, and inside wrapper subclasses; the tensors
-of a module."""
+"""Tensor tree: list and map the tensors inside nested values, wrapper subclasses and modules, in order."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from .torch_internals import is_traceable_wrapper_subclass
 
 
 def iter_tree_leaves(value: Any) -> Iterator[Any]:
-    """Yield everything that is not a list, tuple or dict."""
+    """Yield the items of nested lists, tuples and dicts that are none of these, in order."""
     if isinstance(value, (list, tuple)):
         for item in value:
             yield from iter_tree_leaves(item)
@@ -25,7 +24,7 @@ def iter_tree_leaves(value: Any) -> Iterator[Any]:
 
 
 def tensor_leaves(value: Any) -> list[torch.Tensor]:
-    """Return all tensors, in order."""
+    """Return all tensors in the nested ``value``, in order."""
     return [leaf for leaf in iter_tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
@@ -40,19 +39,19 @@ def rebuild_sequence(sequence: Any, items: Any) -> Any:
 
 
 def map_leaves(fn: Callable[[Any], Any], value: Any) -> Any:
-    """Return the same structure with ``fn(x)`` in place of everything that is not a list, tuple or dict, called in order."""
+    """Return the nested ``value`` with ``fn(x)`` in place of each leaf, which is no list, tuple or dict, called in order."""
     if isinstance(value, (list, tuple)):
         return rebuild_sequence(value, [map_leaves(fn, item) for item in value])
     return {key: map_leaves(fn, item) for key, item in value.items()} if isinstance(value, dict) else fn(value)
 
 
 def map_tensors(fn: Callable[[torch.Tensor], Any], value: Any) -> Any:
-    """Return the same structure with ``fn(x)`` in place of every tensor, called in order."""
+    """Return the nested ``value`` with ``fn(x)`` in place of every tensor, called in order."""
     return map_leaves(lambda x: fn(x) if isinstance(x, torch.Tensor) else x, value)
 
 
 def fill_tensors(value: Any, values: Iterable[Any]) -> Any:
-    """Return the same structure with ``values`` in place of its tensors, in order."""
+    """Return the nested ``value`` with ``values`` in place of its tensors, in order."""
     remaining = iter(values)
     return map_tensors(lambda _: next(remaining), value)
 

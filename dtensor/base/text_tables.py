@@ -10,7 +10,7 @@ Rows = Sequence[Sequence[str]]
 
 
 def table_text(rows: Rows, numbers: bool = False) -> str:
-    """Return rows of cells with aligned columns; the first row is the head.
+    """Return rows of cells as text with aligned columns; the first row is the head.
 
     Args:
         numbers: align all columns but the first to the right.

@@ -28,7 +28,7 @@ NAMES: dict[str, Internal] = {
     # --- tensors of a class of our own
     "make_wrapper_subclass": Internal("torch.Tensor._make_wrapper_subclass", "a tensor without storage of its own", _NONE),
     "disabled_torch_function": Internal("torch._C._disabled_torch_function_impl", "no __torch_function__ and no cost", _NONE),
-    "set_conj": Internal("torch._C._set_conj", "a lazily conjugated local shows above dispatch", _NONE),
+    "set_conj": Internal("torch._C._set_conj", "torch sees above dispatch that a local tensor is lazily conjugated", _NONE),
     "TensorBase": Internal("torch._C.TensorBase", "methods as torch defines them, under those of the subclass", "torch.Tensor"),
     "nn_functions": Internal("torch._C._nn", "functions of torch.nn.functional written in C++", "torch.nn.functional"),
     "flash_attention_on_cpu": Internal(
@@ -39,10 +39,10 @@ NAMES: dict[str, Internal] = {
     "OpOverloadPacket": Internal("torch._ops.OpOverloadPacket", "the type of an operator", _NONE),
     "suggest_memory_format": Internal("torch._prims_common.suggest_memory_format", "the format that strides mean", _NONE),
     "foreach_supported_types": Internal(
-        "torch.utils._foreach_utils._foreach_supported_types", "optimizers take their list forms for DTensors", _NONE
+        "torch.utils._foreach_utils._foreach_supported_types", "optimizers use foreach operators for DTensors", _NONE
     ),
     "optimizer_supported_types": Internal(
-        "torch.optim.optimizer._foreach_supported_types", "optimizers take their list forms for DTensors", _NONE
+        "torch.optim.optimizer._foreach_supported_types", "optimizers use foreach operators for DTensors", _NONE
     ),
     "linalg_functions": Internal("torch._C._linalg", "functions of torch.linalg written in C++", "torch.linalg"),
     "fft_functions": Internal("torch._C._fft", "functions of torch.fft written in C++", "torch.fft"),
@@ -50,9 +50,9 @@ NAMES: dict[str, Internal] = {
     # --- dispatch
     "TorchDispatchMode": Internal("torch.utils._python_dispatch.TorchDispatchMode", "recorders and explainers", _NONE),
     "current_dispatch_modes": Internal(
-        "torch.utils._python_dispatch._get_current_dispatch_mode_stack", "which recorder listens in this thread", _NONE
+        "torch.utils._python_dispatch._get_current_dispatch_mode_stack", "which recorder is active in this thread", _NONE
     ),
-    "count_dispatch_modes": Internal("torch._C._len_torch_dispatch_stack", "whether some mode is in the way", _NONE),
+    "count_dispatch_modes": Internal("torch._C._len_torch_dispatch_stack", "whether a dispatch mode is active", _NONE),
     "pop_dispatch_mode": Internal("torch.utils._python_dispatch._pop_mode", "a recorder is left below another mode", _NONE),
     "push_dispatch_mode": Internal("torch.utils._python_dispatch._push_mode", "a recorder is left below another mode", _NONE),
     "is_traceable_wrapper_subclass": Internal(
@@ -74,16 +74,18 @@ NAMES: dict[str, Internal] = {
     "DispatchKeySet": Internal("torch._C.DispatchKeySet", "the keys that a kernel was called with", _NONE),
     "keys_of_arguments": Internal("torch._ops._compute_keyset", "the next implementation of a higher-order operator", _NONE),
     "has_kernel": Internal("torch._C._dispatch_has_kernel_for_dispatch_key", "whether an operator is a composite", _NONE),
-    "keys_after": Internal("torch._C._dispatch_keyset_full_after", "to go on below a kernel of ours", _NONE),
-    "is_key_excluded": Internal("torch._C._dispatch_tls_is_dispatch_key_excluded", "to see lazy conjugation off or on", _NONE),
+    "keys_after": Internal("torch._C._dispatch_keyset_full_after", "to continue below a kernel of the library", _NONE),
+    "is_key_excluded": Internal(
+        "torch._C._dispatch_tls_is_dispatch_key_excluded", "to read whether lazy conjugation is off", _NONE
+    ),
     "set_key_excluded": Internal("torch._C._dispatch_tls_set_dispatch_key_excluded", "to turn lazy conjugation off or on", _NONE),
     "included_keys": Internal("torch._C._dispatch_tls_local_include_set", "to call a kernel as the caller would", _NONE),
     "excluded_keys": Internal("torch._C._dispatch_tls_local_exclude_set", "to call a kernel as the caller would", _NONE),
     "ForceDispatchKeyGuard": Internal("torch._C._ForceDispatchKeyGuard", "to call a kernel under given keys", _NONE),
     "all_schemas": Internal("torch._C._jit_get_all_schemas", "the page of operators lists what has no rule", _NONE),
     "resolve_packet": Internal("torch._C._jit_resolve_packet", "the overload that a call would take", _NONE),
-    "CustomOpDef": Internal("torch._library.custom_ops.CustomOpDef", "what torch.library.custom_op gave", _NONE),
-    "context": Internal("torch._C", "what is set of torch, asked at each call of a captured function", "torch.backends"),
+    "CustomOpDef": Internal("torch._library.custom_ops.CustomOpDef", "the type that torch.library.custom_op returns", _NONE),
+    "context": Internal("torch._C", "settings of torch, which each call of a captured function compares", "torch.backends"),
     "count_function_modes": Internal("torch._C._len_torch_function_stack", "whether the user has function modes entered", _NONE),
     "current_function_modes": Internal(
         "torch.overrides._get_current_function_mode_stack", "the function modes that the user has entered", _NONE
@@ -95,41 +97,45 @@ NAMES: dict[str, Internal] = {
     "PRINT_OPTS": Internal("torch._tensor_str.PRINT_OPTS", "how tensors are printed", "torch.get_printoptions, once it is there"),
     "dict_version": Internal(
         "torch._C._dynamo.guards.dict_version",
-        "a number that is another one after any change of a dictionary",
-        "all that it holds",
+        "a number that changes with each change of a dict",
+        "a comparison of all entries",
     ),
     "autocast_enabled": Internal(
-        "torch._C._is_any_autocast_enabled", "whether operations cast what they take", "torch.is_autocast_enabled of each device"
+        "torch._C._is_any_autocast_enabled", "whether autocast casts operands", "torch.is_autocast_enabled of each device"
     ),
     # --- threads: what autograd carries to its own
     "keep_in_thread": Internal("torch._C._stash_obj_in_tls", "modes are seen in backward passes", _NONE),
     "kept_in_thread": Internal("torch._C._get_obj_in_tls", "modes are seen in backward passes", _NONE),
     "is_kept_in_thread": Internal("torch._C._is_key_in_tls", "modes are seen in backward passes", _NONE),
-    "profiler_enabled": Internal("torch._C._autograd._profiler_enabled", "our ranges in what the profiler shows", _NONE),
+    "profiler_enabled": Internal("torch._C._autograd._profiler_enabled", "ranges of the library in the profiler", _NONE),
     # --- autograd
     "BelowAutograd": Internal("torch._C._AutoDispatchBelowAutograd", "local operations skip autograd", "torch.no_grad(), slower"),
     "graph_task": Internal("torch._C._current_graph_task_id", "whether gradients are being computed in this thread", _NONE),
-    "said_alike": Internal(
+    "implicit_replication_allowed": Internal(
         "torch._C._get_dtensor_allow_implicit_replication",
-        "torch's own word that a batching rule makes plain tensors alike on all ranks; since 2.12",
+        "whether torch says that plain tensors of a batching rule are equal on all ranks; since 2.12",
         _NONE,
     ),
-    "engine_runs": Internal("torch._C._will_engine_execute_node", "whether backward was asked for some gradients only", _NONE),
-    "graph_stays": Internal(
+    "engine_will_run": Internal(
+        "torch._C._will_engine_execute_node", "whether backward was asked for some gradients only", _NONE
+    ),
+    "keeps_graph": Internal(
         "torch._C._autograd._get_current_graph_task_keep_graph",
         "whether a backward pass was given retain_graph=True",
         _NONE,
     ),
     "storage_use_count": Internal(
-        "torch._C._storage_Use_Count", "memory of gathered parameters that a program still uses is not given back", _NONE
+        "torch._C._storage_Use_Count", "memory of gathered parameters that a program still uses is not freed", _NONE
     ),
     "set_version_counter": Internal(
         "torch._C._autograd._unsafe_set_version_counter",
-        "autograd refuses what it has saved of memory that is given back",
-        "hooks for all that is saved",
+        "autograd refuses saved tensors with freed memory",
+        "hooks for all saved tensors",
     ),
-    "AccumulateGrad": Internal("torch._C._functions.AccumulateGrad", "what copies a gradient, or does not", _NONE),
-    "autograd_node": Internal("torch._C._current_autograd_node", "whose backward an operation is part of", _NONE),
+    "AccumulateGrad": Internal("torch._C._functions.AccumulateGrad", "nodes that accumulate gradients of leaves", _NONE),
+    "autograd_node": Internal(
+        "torch._C._current_autograd_node", "the autograd node that runs an operation in a backward pass", _NONE
+    ),
     "sequence_number": Internal("torch._C._autograd._get_sequence_nr", "which forward call a backward belongs to", _NONE),
     "run_backward": Internal(
         "torch.autograd.graph._engine_run_backward",
@@ -150,7 +156,9 @@ NAMES: dict[str, Internal] = {
     ),
     "CreationMeta": Internal("torch._C._autograd.CreationMeta", "whether torch lets a view be changed in place", _NONE),
     "creation_meta": Internal("torch._C._autograd._get_creation_meta", "whether torch lets a view be changed in place", _NONE),
-    "functorch_active": Internal("torch._C._are_functorch_transforms_active", "torch.func is in the way of a short cut", _NONE),
+    "functorch_active": Internal(
+        "torch._C._are_functorch_transforms_active", "whether a transform of torch.func is active", _NONE
+    ),
     "is_functorch_wrapped": Internal("torch._C._functorch.is_functorch_wrapped_tensor", "a tensor under torch.func", _NONE),
     "functorch_unwrapped": Internal("torch._C._functorch.get_unwrapped", "the DTensor that torch.func hides", _NONE),
     "is_functorch_batched": Internal("torch._C._functorch.is_batchedtensor", "vmap hides a dim of a DTensor", _NONE),
@@ -167,26 +175,26 @@ NAMES: dict[str, Internal] = {
         "whether a transform differentiates a tensor",
         _NONE,
     ),
-    "hidden_dim": Internal("torch._C._functorch.maybe_get_bdim", "which dim vmap hides", _NONE),
-    "add_batch_dim": Internal("torch._add_batch_dim", "gradients in batches, where a DTensor was moved", _NONE),
-    "remove_batch_dim": Internal("torch._remove_batch_dim", "gradients in batches, where a DTensor was moved", _NONE),
+    "batch_dim_of": Internal("torch._C._functorch.maybe_get_bdim", "which dim of a tensor vmap batches", _NONE),
+    "add_batch_dim": Internal("torch._add_batch_dim", "batched gradients of a redistributed DTensor", _NONE),
+    "remove_batch_dim": Internal("torch._remove_batch_dim", "batched gradients of a redistributed DTensor", _NONE),
     # --- fake tensors
-    "FakeTensor": Internal("torch._subclasses.FakeTensor", "values that are not there are not compared", _NONE),
+    "FakeTensor": Internal("torch._subclasses.FakeTensor", "tensors without values are not compared", _NONE),
     "FakeTensorMode": Internal("torch._subclasses.fake_tensor.FakeTensorMode", "shapes of results without data", _NONE),
     "UnsupportedFakeTensorException": Internal(
         "torch._subclasses.fake_tensor.UnsupportedFakeTensorException", "operators without a meta kernel", _NONE
     ),
     "GuardOnDataDependentSymNode": Internal(
-        "torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode", "sizes that values decide are named", _NONE
+        "torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode", "errors name sizes that depend on values", _NONE
     ),
     "FunctionalTensor": Internal(
-        "torch._subclasses.functional_tensor.FunctionalTensor", "a local of a program that is being compiled", _NONE
+        "torch._subclasses.functional_tensor.FunctionalTensor", "local tensors of a program that is being compiled", _NONE
     ),
     "DISPATCH_MODE_KEYS": Internal("torch._C._TorchDispatchModeKey", "names of torch's own modes", _NONE),
     "infra_mode": Internal("torch._C._get_dispatch_mode", "whether operators are recorded for a graph", _NONE),
     "track_tensor": Internal(
         "torch.fx.experimental.proxy_tensor.track_tensor_tree",
-        "constants of a graph of whole DTensors are its values",
+        "DTensors become constants of a graph of DTensors",
         _NONE,
     ),
     "sympy_interp": Internal(
@@ -195,14 +203,12 @@ NAMES: dict[str, Internal] = {
     "PythonReferenceAnalysis": Internal(
         "torch.utils._sympy.reference.PythonReferenceAnalysis", "sizes that planning computed are computed in a graph", _NONE
     ),
-    "from_functional": Internal(
-        "torch._from_functional_tensor", "what a local of a program that is being compiled stands for", _NONE
-    ),
+    "from_functional": Internal("torch._from_functional_tensor", "the tensor that a functional local tensor wraps", _NONE),
     "has_data_mutation": Internal(
-        "torch._functionalize_has_data_mutation", "whether a compiled program writes to what it is given", _NONE
+        "torch._functionalize_has_data_mutation", "whether a compiled program writes to an argument", _NONE
     ),
     "restart": Internal(
-        "torch._dynamo.exc.TensorifyScalarRestartAnalysis", "a program is compiled for one size, after all", _NONE
+        "torch._dynamo.exc.TensorifyScalarRestartAnalysis", "compilation starts again with a size as a constant", _NONE
     ),
     "compile_id": Internal("torch._guards.CompileContext.current_compile_id", "which program is compiled", _NONE),
     "WrappedConstant": Internal(
@@ -213,7 +219,7 @@ NAMES: dict[str, Internal] = {
     "tree_flatten": Internal("torch.utils._pytree.tree_flatten", "arguments of captured functions", _PYTREE),
     "tree_leaves": Internal("torch.utils._pytree.tree_leaves", "tensors among arguments", _PYTREE),
     "tree_map": Internal("torch.utils._pytree.tree_map", "tensors among arguments", _PYTREE),
-    "tree_unflatten": Internal("torch.utils._pytree.tree_unflatten", "results as they were", _PYTREE),
+    "tree_unflatten": Internal("torch.utils._pytree.tree_unflatten", "results in their structure", _PYTREE),
     "pytree": Internal("torch.utils._pytree", "its type of a structure", _PYTREE),
     # --- process groups and checkpoints
     "resolve_process_group": Internal("torch._C._distributed_c10d._resolve_process_group", "the group of a name", _NONE),
@@ -229,8 +235,8 @@ NAMES: dict[str, Internal] = {
     # --- the compiler
     "eval_frame": Internal("torch._C._dynamo.eval_frame", "our own frames are not compiled", "torch.compiler.disable"),
     "opaque_object": Internal("torch._library.opaque_object", "placements and meshes are constants of graphs", _NONE),
-    "graph_break": Internal("torch._dynamo.graph_break", "what is not compiled says why", _NONE),
-    "TracingContext": Internal("torch._guards.TracingContext", "whether the compiler asks", _NONE),
+    "graph_break": Internal("torch._dynamo.graph_break", "an operation that is not compiled says why", _NONE),
+    "TracingContext": Internal("torch._guards.TracingContext", "whether a program is being compiled", _NONE),
     "Unsupported": Internal("torch._dynamo.exc.Unsupported", "a tensor that is not compiled says why", _NONE),
     "export_trace": Internal("torch.export._trace", "an exported program is refused, a graph captured for it is not", _NONE),
     "CachingMode": Internal(
@@ -249,6 +255,7 @@ NAMES: dict[str, Internal] = {
 
 
 def __getattr__(name: str) -> Any:
+    """Return the object of torch that ``NAMES`` lists under ``name``, resolved at its first use."""
     if name not in NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = _resolve_internal(NAMES[name])
@@ -256,7 +263,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _resolve_internal(internal: Internal) -> Any:
-    """Return the object at the path of ``internal``.
+    """Import and return the object of torch at the path of ``internal``.
 
     Raises:
         ImportError: this version of torch lacks the path.

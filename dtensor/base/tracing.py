@@ -24,17 +24,13 @@ from .torch_internals import (
     without_modes,
 )
 
-OBSERVER_MODES: dict[
-    type, bool
-] = {}  # dispatch modes of torch that only observe operators -> whether they also observe profiler ranges
+# dispatch modes of torch that only observe operators -> whether they also observe profiler ranges
+OBSERVER_MODES: dict[type, bool] = {}
 _VALUELESS_TYPES = (FakeTensor, FunctionalTensor)
 _PROXY = DISPATCH_MODE_KEYS.PROXY
 _FUNCTIONAL = DISPATCH_MODE_KEYS.FUNCTIONAL
 # raised by kernels for operands that they do not accept; ValueError only on meta tensors
-KERNEL_ERRORS = (
-    RuntimeError,
-    ValueError,
-)
+KERNEL_ERRORS = (RuntimeError, ValueError)
 _TRACING_KEYS = (_PROXY, _FUNCTIONAL, DISPATCH_MODE_KEYS.FAKE)
 
 
@@ -73,30 +69,26 @@ def is_analysis_local(local: Any) -> bool:
 
 
 def swap_analysis_local(local: Any) -> Any:
-    """Return the tensor of this local tensor in the run in which torch found the mutations; None in the first run."""
+    """Store ``local`` as that of the last analysis run, and return that of the run before; None in the first run."""
     state = vars(torch_internals.from_functional(local.elem))
     before, state["_last_run"] = state.get("_last_run"), local
     return before
 
 
 def has_data_mutation(local: Any) -> bool:
-    """Return True if such a local tensor was written to since the run began."""
+    """Return True if a local tensor of an analysis run was written to since the run began."""
     return torch_internals.has_data_mutation(local.elem)
 
 
 def _dtensor_graph_tracer() -> Any:
     """Return the tracer of a graph of DTensors (``make_fx``, ``linearize``), None if no such graph is recorded."""
     mode = infra_mode(_PROXY)
-    return (
-        None
-        if mode is None or infra_mode(_FUNCTIONAL) is not None or infra_mode(DISPATCH_MODE_KEYS.FAKE) is not None
-        else mode.tracer
-    )
+    is_of_locals = infra_mode(_FUNCTIONAL) is not None or infra_mode(DISPATCH_MODE_KEYS.FAKE) is not None
+    return None if mode is None or is_of_locals else mode.tracer
 
 
 def add_graph_constants(operands: Any) -> bool:
-    """Record those DTensors among ``operands`` that are no values of the recorded graph as constants of it. Return True if
-    there are any.
+    """Make DTensors among ``operands`` that the recorded graph does not know constants of it; return True if there are any.
 
     A graph does not see what is computed from a tensor that it does not know: it would contain the results of the recording
     instead.
@@ -115,7 +107,7 @@ def add_graph_constants(operands: Any) -> bool:
 
 
 def check_not_in_graph(x: Any, what: str) -> None:
-    """Raise if ``x`` is a value of a graph of DTensors, which has no operator for ``what``.
+    """Raise if ``x`` is a value of a recorded graph of DTensors, which has no operator for ``what``.
 
     Raises:
         UnsupportedOperationError: ``x`` is a value of such a graph.
@@ -129,7 +121,7 @@ def check_not_in_graph(x: Any, what: str) -> None:
 
 
 def explain_data_dependence(error: Exception, operation: str) -> Exception:
-    """Return the error that explains ``error`` if ``operation`` needed a number from values of a traced program."""
+    """Return an error with advice if ``operation`` needed a number from values of a traced program, else ``error`` itself."""
     if not (is_tracing() and isinstance(error, torch_internals.GuardOnDataDependentSymNode)):
         return error
     return UnsupportedOperationError(
@@ -164,15 +156,15 @@ def has_range_observer() -> bool:
 
 
 def unwrap_graph_constant(x: Any) -> Any:
-    """Return ``x``. After a graph break torch may pass a constant of the graph in a wrapper; return the wrapped object then."""
+    """Return ``x`` without the wrapper in which torch may pass a constant of a graph after a graph break."""
     return x.real_obj if type(x) is WrappedConstant else x
 
 
 def register_object(value: Any, shared_key: Any = None) -> str:
-    """Return a name for an object that compiled programs of this process refer to.
+    """Store an object that compiled programs of this process refer to, and return a name for it.
 
     Args:
-        alike: key that equivalent objects share. Only the first object of a key is registered.
+        shared_key: key that equivalent objects share. Only the first object of a key is registered.
     """
     key = value if shared_key is None else shared_key
     index = _OBJECT_INDEX.get(key)

@@ -9,7 +9,7 @@ _FLOP = ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP")
 
 
 def bytes_text(count: float) -> str:
-    """Return a number of bytes in powers of 1024.
+    """Return a number of bytes as text, in powers of 1024.
 
     >>> bytes_text(96), bytes_text(184_320), bytes_text(3_355_443)
     ('96 B', '180 KiB', '3.2 MiB')
@@ -18,7 +18,7 @@ def bytes_text(count: float) -> str:
 
 
 def flop_text(count: float) -> str:
-    """Return a number of floating-point operations in powers of 1000.
+    """Return a number of floating-point operations as text, in powers of 1000.
 
     >>> flop_text(384), flop_text(262_800_000)
     ('384 FLOP', '263 MFLOP')
@@ -27,7 +27,7 @@ def flop_text(count: float) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """Return a duration in seconds, milliseconds or microseconds.
+    """Return a duration as text, in seconds, milliseconds or microseconds.
 
     >>> seconds_text(0.00012), seconds_text(0.0619), seconds_text(72.4)
     ('120 us', '61.9 ms', '72.4 s')
@@ -47,5 +47,5 @@ def _scaled(count: float, base: int, units: Sequence[str]) -> str:
 
 
 def _digits(value: float) -> str:
-    """Return three significant digits, more for integers and for values from 1000."""
+    """Return a number as text with three significant digits; integers and values from 1000 without a fraction."""
     return f"{value:,.0f}" if abs(value) >= 999.5 or value == int(value) else f"{value:.3g}"

@@ -21,12 +21,7 @@ _STDLIB_PATH = str(Path(os.__file__).resolve().parent) + os.sep
 _OPTIMIZER_PATH = os.path.join(_TORCH_PATH, "optim", "")
 _TYPING_EXTENSIONS = typing_extensions.__file__  # wraps deprecated functions of torch
 # generated code of libraries; "<stdin>" and notebooks belong to the user
-_GENERATED_PREFIXES = (
-    "<frozen",
-    "<string>",
-    "<eval_with_key",
-    "<captured ",
-)
+_GENERATED_PREFIXES = ("<frozen", "<string>", "<eval_with_key", "<captured ")
 _IS_LIBRARY_CACHE: BoundedDict[str, bool] = BoundedDict(10_000)  # bounded, because generated functions have file names too
 _FRAME_PATTERN = re.compile(r'\s*File "(?P<file>.*)", line (?P<line>\d+), in ')
 
@@ -82,7 +77,7 @@ def iter_torch_frames(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def torch_ddp_hint(frame: FrameType | None) -> str:
-    """Return a hint for a distributed model inside of torch's ``DistributedDataParallel``; "" if that is not on the stack."""
+    """Return an error hint for a distributed model inside of ``DistributedDataParallel``; "" if that is not on the stack."""
     if distributed.__file__ not in _stack_files(frame):
         return ""
     return (
@@ -94,7 +89,7 @@ def torch_ddp_hint(frame: FrameType | None) -> str:
 
 
 def optimizer_state_hint(frame: FrameType | None) -> str:
-    """Return a hint for optimizer state that was saved on another mesh; "" if no optimizer of torch is on the stack."""
+    """Return an error hint for optimizer state saved on another mesh; "" if no optimizer of torch is on the stack."""
     if not any(file.startswith(_OPTIMIZER_PATH) for file in _stack_files(frame)):
         return ""
     return (
@@ -112,7 +107,7 @@ def _stack_files(frame: FrameType | None) -> Iterator[str]:
 
 
 def source_line_of(frame: FrameType | None) -> SourceLine:
-    """Return the source line of ``frame``."""
+    """Return the source line of ``frame``; ``NO_SOURCE_LINE`` for None."""
     return NO_SOURCE_LINE if frame is None else SourceLine(frame.f_code.co_filename, frame.f_lineno)
 
 

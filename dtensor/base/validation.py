@@ -27,7 +27,7 @@ def check_int(value: Any, what: str) -> int:
 
 
 def as_index(value: Any) -> int | None:
-    """Return what :func:`check_int` accepts as an int; None for any other value."""
+    """Return ``value`` as an int (or a hashable symbol while traced) if :func:`check_int` accepts it, else None."""
     if type(value) is int:
         return value
     if isinstance(value, torch.SymInt):  # while a program is traced
@@ -40,14 +40,14 @@ def as_index(value: Any) -> int | None:
 
 
 def check_ints(values: Any, what: str) -> tuple[int, ...]:
-    """Return a sequence of ints as a tuple."""
+    """Return a sequence of ints as a tuple; raise ArgumentError for anything else."""
     if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
         raise ArgumentError(f"{what} takes a sequence of ints, got {values!r}")
     return tuple(check_int(value, what) for value in values)
 
 
 def check_sizes(values: Any, what: str) -> tuple[int, ...]:
-    """Return a sequence of non-negative ints as a tuple."""
+    """Return a sequence of non-negative ints as a tuple; raise for anything else."""
     sizes = check_ints(values, what)
     if any(value < 0 for value in sizes):
         raise LayoutError(f"{what} must be non-negative, got {sizes}")
@@ -55,7 +55,7 @@ def check_sizes(values: Any, what: str) -> tuple[int, ...]:
 
 
 def check_dtype(dtype: Any) -> torch.dtype:
-    """Return ``dtype`` if a DTensor can have it."""
+    """Return ``dtype`` if a DTensor can have it; raise for quantized dtypes and other objects."""
     if not isinstance(dtype, torch.dtype):
         raise ArgumentError(f"dtype takes a torch.dtype, got {dtype!r}; write torch.float32, for example")
     if dtype in _QUANTIZED_DTYPES:
@@ -64,7 +64,10 @@ def check_dtype(dtype: Any) -> torch.dtype:
 
 
 def refuse_torch_dtensor(tensor: torch.Tensor, what: str) -> None:
-    """Raise for a distributed tensor of another library, which would otherwise count as a plain tensor of its global shape."""
+    """Raise MixedTensorError for a distributed tensor of another library.
+
+    It would otherwise count as a plain tensor of its global shape.
+    """
     kind = type(tensor)
     if kind is not torch.Tensor and hasattr(kind, "device_mesh") and not hasattr(tensor, "_layout"):
         raise MixedTensorError(
@@ -76,7 +79,7 @@ def refuse_torch_dtensor(tensor: torch.Tensor, what: str) -> None:
 
 
 def check_strided(tensor: Any, what: str, sparse: bool = False) -> torch.Tensor:
-    """Return ``tensor`` if it has strides, so that it can be sharded. ``sparse=True`` also accepts replicated sparse ones."""
+    """Return ``tensor`` if it has strides, so that it can be sharded, else raise. ``sparse=True`` also accepts sparse ones."""
     if not isinstance(tensor, torch.Tensor):
         raise ArgumentError(f"{what} takes a torch.Tensor, got {type(tensor).__name__}; write torch.as_tensor(value)")
     refuse_torch_dtensor(tensor, what)

@@ -112,7 +112,7 @@ def agree_on_bits(groups: Iterable[Group], bits: int) -> int:
     Each group exchanges one number. Groups may have ranks in common, so with several groups there is a second round, in which
     each group learns the bits of the others.
     """
-    process_groups = [(comm, dims) for mesh, dims in groups if (comm := communicator_of(mesh)).talks]
+    process_groups = [(comm, dims) for mesh, dims in groups if (comm := communicator_of(mesh)).has_other_processes]
     for comm, dims in (*process_groups, *process_groups[-2::-1]):
         bits = functools.reduce(and_, [number for row in comm.all_gather_numbers([bits], dims) for number in row])
     return bits

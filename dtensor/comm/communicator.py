@@ -1,6 +1,7 @@
 """Base of the communication backends: the collectives over the dims of one mesh, which are bound once and run any number of
 times.
 
+To *bind* a collective is to return a function that runs it, with all work done once that depends only on shapes, dtype and group.
 A backend is a subclass of ``Communicator`` with six methods, ``map`` and the five abstract ones with an underscore, for groups
 of two ranks or more. This module has what all backends share: groups of one rank, ranks outside the mesh, events, recording,
 and collectives of separate tensors. Each collective returns :class:`Pending`.
@@ -55,12 +56,12 @@ class BoundReduction:
 
     Attributes:
         run: reduces a local value of the dtype for which it was bound.
-        taking: the same for a row-major value that the caller does not need any more, so that its memory may hold the result.
+        run_donated: the same for a row-major value that the caller needs no more, so that its memory may hold the result.
         at_once: whether the transfer completes without this rank's ``wait()``, so that ``wait()`` may come at any time.
     """
 
     run: BoundCollective
-    taking: BoundCollective | None = None
+    run_donated: BoundCollective | None = None
     at_once: bool = False
 
 
@@ -76,17 +77,17 @@ class Communicator(ABC):
         held: the members with local values in this process: all if all ranks are here, one with process groups, none outside
             the mesh.
         holds_all: whether all ranks are in this process, so that local values are :class:`..ranks.per_rank.PerRank`.
-        talks: whether there may be other processes.
+        has_other_processes: whether there may be other processes.
     """
 
     held: Sequence[int]
     holds_all: bool = False
-    talks: bool = True
+    has_other_processes: bool = True
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
         self._kept: PooledDicts[Any, Any] = PooledDicts(128, 128)
-        self._bound = self._kept.part()
+        self._bound = self._kept.make_part()
 
     # --- abstract methods --------------------------------------------------------------------------------------------------
     @abstractmethod
@@ -94,12 +95,12 @@ class Communicator(ABC):
         """Call ``fn(member, *args, **kwargs)`` for each member held here, each with its own part of every ``PerRank``."""
 
     @abstractmethod
-    def _transfer(self, dims: Dims, transfer: Transfer) -> BoundCollective:
-        """Bind a transfer within the groups over mesh dims."""
+    def _make_transfer(self, dims: Dims, transfer: Transfer) -> BoundCollective:
+        """Return the transfer within the groups over mesh dims. No data is sent before it is called."""
 
     @abstractmethod
-    def _transfer_to(self, target: DeviceMesh, ranks: Dims, transfer: Transfer) -> BoundCollective:
-        """Bind a transfer from this mesh to another one.
+    def _make_transfer_to(self, target: DeviceMesh, ranks: Dims, transfer: Transfer) -> BoundCollective:
+        """Return the transfer from local values on this mesh to local values on ``target``. No data is sent before it is called.
 
         The "members" of the transfer are positions in ``ranks``, the ranks of both meshes.
         """
@@ -114,7 +115,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def _all_gather_object(self, value: Any, dims: Dims) -> list[Any]:
-        """Return the values of all ranks of the group, in its order."""
+        """Return the Python values that the ranks of the group pass, by group position."""
 
     # --- bound collectives -----------------------------------------------------------------------------------------------
     def bind_transfer(self, mesh_dims: Sequence[int], transfer: Transfer) -> BoundCollective:
@@ -123,10 +124,10 @@ class Communicator(ABC):
         if not self.held:
             return Pending.of
         nbytes = functools.cache(lambda: self._max_received(dims, transfer) * transfer.dtype.itemsize)
-        return self._wrap_issue(transfer.kind, dims, self._transfer(dims, transfer), lambda _: nbytes())
+        return self._wrap_collective(transfer.kind, dims, self._make_transfer(dims, transfer), lambda _: nbytes())
 
     def _max_received(self, dims: Dims, transfer: Transfer) -> int:
-        """Return the number of elements that a rank receives, the maximum over ranks."""
+        """Return the number of elements that a rank receives in a transfer, the maximum over ranks."""
         return events.max_received(self._groups(dims), transfer.route_of)
 
     def bind_transfer_to(self, target: DeviceMesh, ranks: Sequence[int], transfer: Transfer) -> BoundCollective:
@@ -136,17 +137,18 @@ class Communicator(ABC):
         of neither mesh do nothing. It is reported as an all-to-all if one of the meshes has all the ranks, else as
         ``"send_recv"``.
         """
-        run, groups = self._transfer_to(target, tuple(ranks), transfer), [range(len(ranks))]
+        run, groups = self._make_transfer_to(target, tuple(ranks), transfer), [range(len(ranks))]
         kind = "send_recv" if containing_mesh(self.mesh, target) is None else "all_to_all"
 
         @recorded_op
-        def issue(x: Local) -> Pending[Local]:
+        def issue_transfer_to(x: Local) -> Pending[Local]:
+            """Run the transfer, reported to listeners if it sends anything."""
             if events.listeners and (nbytes := events.max_received(groups, transfer.route_of) * transfer.dtype.itemsize):
                 event = events.Event(kind, (), len(ranks), nbytes, groups=(tuple(ranks),))
-                return events.report_events(event, lambda: run(x), x)
+                return events.issue_reported(event, lambda: run(x), x)
             return run(x)
 
-        return issue
+        return issue_transfer_to
 
     def bind_reduce_scatter(self, mesh_dims: Sequence[int], scatter: Scatter) -> BoundCollective:
         """Bind a reduce-scatter: position k gets region k of the group's blocks, reduced."""
@@ -155,11 +157,11 @@ class Communicator(ABC):
         if not self.held:
             return Pending.of
 
-        def received(_: Local) -> int:
+        def num_received(_: Local) -> int:
             max_numel = max(box.numel for group in self._groups(dims) for box in scatter.chunks_of(group[0]))
             return (self.group_size(dims) - 1) * max_numel * scatter.dtype.itemsize
 
-        return self._wrap_issue("reduce_scatter", dims, self._make_reduce_scatter(dims, scatter), received)
+        return self._wrap_collective("reduce_scatter", dims, self._make_reduce_scatter(dims, scatter), num_received)
 
     def bind_all_reduce(self, mesh_dims: Sequence[int], op: Op, dtype: torch.dtype) -> BoundReduction:
         """Bind an all-reduce: each rank of a group gets the reduction of the group's local values of one dtype."""
@@ -180,31 +182,33 @@ class Communicator(ABC):
             nbytes = max(shard.numel() * shard.dtype.itemsize for shard in shards_of(x))
             return events.all_reduce_bytes(nbytes, size, op)
 
-        def wrap(run: BoundCollective) -> BoundCollective:
-            return self._wrap_issue("all_reduce", dims, run, num_received, bound.at_once)
+        def wrap_reduction(run: BoundCollective) -> BoundCollective:
+            return self._wrap_collective("all_reduce", dims, run, num_received, bound.at_once)
 
         bound = self._make_all_reduce(dims, op, dtype)
-        return BoundReduction(wrap(bound.run), None if bound.taking is None else wrap(bound.taking), bound.at_once)
+        return BoundReduction(
+            wrap_reduction(bound.run), None if bound.run_donated is None else wrap_reduction(bound.run_donated), bound.at_once
+        )
 
-    def _wrap_issue(
+    def _wrap_collective(
         self, kind: str, dims: Dims, run: BoundCollective, nbytes: Callable[[Local], int], at_once: bool = True
     ) -> BoundCollective:
-        """Wrap ``run`` so that it is recorded by an active recorder, and reported to listeners and the profiler.
+        """Wrap ``run``, a bound collective: an active recorder records each call; listeners and the profiler get an event for it.
 
         ``nbytes(x)``: bytes that a rank receives. ``at_once``: see :class:`BoundReduction`.
         """
 
-        def issue(x: Local) -> Pending[Local]:
-            """Record the collective, or report and run it, or run it."""
+        def run_or_record(x: Local) -> Pending[Local]:
+            """Run the collective: through an active recorder, or reported to listeners or the profiler, or directly."""
             if ACTIVE_RECORDERS and (recorder := current_recorder()) is not None:
-                return recorder.record_op(issue, (x,), {})
+                return recorder.record_op(run_or_record, (x,), {})
             if events.listeners or profiler_enabled() or (count_dispatch_modes() and has_range_observer()):
-                return events.report_events(self._event(kind, dims, nbytes(x)), lambda: run(x), x)
+                return events.issue_reported(self._event(kind, dims, nbytes(x)), lambda: run(x), x)
             return run(x)
 
-        issue.__name__ = kind
-        setattr(issue, "at_once", at_once and self.talks)  # noqa: B010  mypy knows no such attribute of functions
-        return issue
+        run_or_record.__name__ = kind
+        setattr(run_or_record, "at_once", at_once and self.has_other_processes)  # noqa: B010  mypy knows no such attribute of functions
+        return run_or_record
 
     def local(self, shards: Sequence[torch.Tensor]) -> Local:
         """Return the local value with these shards, one for each member held here."""
@@ -233,7 +237,7 @@ class Communicator(ABC):
         return self._kept.keep(self._bound, key, make()) if bound is None else bound
 
     def _event(self, kind: str, dims: Dims, nbytes: int) -> events.Event:
-        """Return the event by which a collective is reported."""
+        """Make the event that describes a collective to listeners."""
         ranks = self.mesh.ranks
         groups = self._get_or_bind(
             ("ranks", dims), lambda: tuple(tuple(ranks[member] for member in group) for group in self._groups(dims))
@@ -256,13 +260,17 @@ class Communicator(ABC):
         row = self.map(lambda member, shard: concat_to_row([check_announced_shape(shard, shapes[member], member)]), x)
         bound = self._get_or_bind(
             ("all_gather", dims, *shapes.items(), row.dtype),
-            lambda: self.bind_gather(dims, lambda at: [math.prod(shapes[k]) for k in self.mesh.members_of(dims, at)], row.dtype),
+            lambda: self.bind_row_all_gather(
+                dims, lambda at: [math.prod(shapes[k]) for k in self.mesh.members_of(dims, at)], row.dtype
+            ),
         )
         return cast(BoundCollective, bound)(row).then(
             lambda row: self.map(lambda at, own: split_row(own, [shapes[k] for k in self.mesh.members_of(dims, at)]), row)
         )
 
-    def bind_gather(self, mesh_dims: Sequence[int], lengths_of: Lengths, dtype: torch.dtype, owner: str = "") -> BoundCollective:
+    def bind_row_all_gather(
+        self, mesh_dims: Sequence[int], lengths_of: Lengths, dtype: torch.dtype, owner: str = ""
+    ) -> BoundCollective:
         """Bind an all-gather of rows: each rank gets the rows of its group, concatenated.
 
         Args:
@@ -313,13 +321,15 @@ class Communicator(ABC):
         row = self.map(lambda _, *shards: concat_to_row(shards), *chunks)
         bound = self._get_or_bind(
             ("reduce_scatter", dims, *shapes.items(), op, row.dtype),
-            lambda: self.bind_scatter(dims, lambda member: [math.prod(shape) for shape in shapes[member]], op, row.dtype),
+            lambda: self.bind_row_reduce_scatter(
+                dims, lambda member: [math.prod(shape) for shape in shapes[member]], op, row.dtype
+            ),
         )
         return cast(BoundCollective, bound)(row).then(
             lambda reduced: self.map(lambda member, shards: shards.view(shape_of(member, member)), reduced)
         )
 
-    def bind_scatter(
+    def bind_row_reduce_scatter(
         self, mesh_dims: Sequence[int], lengths_of: Lengths, op: str, dtype: torch.dtype, owner: str = ""
     ) -> BoundCollective:
         """Bind a reduce-scatter of rows: position k gets part k of the group's rows, reduced.
@@ -351,13 +361,12 @@ class Communicator(ABC):
         )
         return self.bind_reduce_scatter(dims, scatter)
 
-    def bind_exchange(
+    def bind_row_exchange(
         self, mesh_dims: Sequence[int], send_lengths_of: Lengths, recv_lengths_of: Lengths, dtype: torch.dtype
     ) -> BoundCollective:
-        """Bind an all-to-all of rows: part k of a member's row goes to position k, and what it receives is concatenated by
-        position.
+        """Bind an all-to-all of rows: part k of a row goes to position k; received parts are concatenated by position.
 
-        ``leaving`` and ``arriving`` give the lengths of the parts that a member sends and receives, by position.
+        ``send_lengths_of`` and ``recv_lengths_of`` give the lengths of the parts that a member sends and receives, by position.
         """
         dims = tuple(mesh_dims)
 
@@ -371,7 +380,7 @@ class Communicator(ABC):
     def _make_dense_transfer(
         self, dims: Dims, route_of: Callable[[int], SendRecvPlan], dtype: torch.dtype, kind: str
     ) -> Transfer:
-        """Make a transfer in which each rank is assumed to send to all others, since no rank knows all routes."""
+        """Make a transfer that counts as messages from each rank to all others, since no rank knows the routes of others."""
         traffic = Traffic(0, self.group_size(dims), False)
         return Transfer(route_of, dtype, kind, lambda _: traffic)
 
@@ -395,7 +404,7 @@ class Communicator(ABC):
     def _exchange(
         self, chunks: list[Local], dims: Dims, shape_of: Callable[[int, int], Shape], kind: str
     ) -> Pending[list[Local]]:
-        """Send a chunk from each member to each member of its group, and return what each received."""
+        """Send a chunk from each member to each member of its group, and return the received chunks by position."""
         members_of = self.mesh.members_of
 
         @functools.cache
@@ -426,6 +435,7 @@ class Communicator(ABC):
         shapes = self._map_members(lambda _, shard: tuple(shard.shape), x)
 
         def route_of(member: int) -> SendRecvPlan:
+            """Return the member's send/receive plan for the broadcast."""
             group = self.mesh.members_of(dims, member)
             shape = next(shapes[one] for one in (group[source], member, *shapes) if one in shapes)
             return broadcast_route(shape, size, source, group.index(member))
@@ -451,10 +461,10 @@ class Communicator(ABC):
         return rows
 
     def all_gather_rows(self, numbers: bytearray, mesh_dims: Sequence[int]) -> torch.Tensor:
-        """Return the rows of 64-bit integers in ``numbers`` of the group, as a tensor of shape (group size, length)."""
+        """All-gather the bytes of ``numbers``, read as int64; return a tensor of shape (group size, length)."""
         dims, size = tuple(mesh_dims), self.group_size(mesh_dims)
         row = torch.frombuffer(numbers, dtype=torch.int64)
-        if not self.talks or size == 1:
+        if not self.has_other_processes or size == 1:
             return row.expand(size, -1)
         self.report("all_gather_object", dims)
         length = len(row)
@@ -463,14 +473,14 @@ class Communicator(ABC):
         return rows
 
     def _bind_number_rows(self, dims: Dims, length: int) -> BoundCollective:
-        """Return the all-gather of ``length`` int64 numbers from each rank of a group along ``dims``."""
+        """Bind the all-gather of ``length`` int64 numbers from each rank of a group along ``dims``; it is not reported."""
         group = self.mesh.members_of(dims, self.held[0])
         lengths, description = [(length,)] * len(group), f"of {length} whole numbers"
         route_of = lambda member: row_gather_route(lengths, group.index(member))  # noqa: E731
-        return self._transfer(dims, Transfer(route_of, torch.int64, "all_gather", description=description, blocking=True))
+        return self._make_transfer(dims, Transfer(route_of, torch.int64, "all_gather", description=description, blocking=True))
 
     def report(self, kind: str, mesh_dims: Sequence[int], nbytes: Callable[[], int] = lambda: 0) -> None:
-        """Report an event that is no collective of its own to the listeners."""
+        """Send listeners the event of a communication that the caller runs by itself, not through a bound collective."""
         if events.listeners:
             events.report_event(self._event(kind, tuple(mesh_dims), nbytes()))
 

@@ -17,9 +17,7 @@ from ..base.caches import memoize
 from ..base.generators import get_generator_state
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
-from ..watchdog.collective_hooks import (
-    get_or_make_operation_log,
-)
+from ..watchdog.collective_hooks import get_or_make_operation_log
 from ..watchdog.flight_recorder import OperationHash, fingerprint
 from ..watchdog.levels import CheckLevel, operation_records_of
 
@@ -30,7 +28,7 @@ _MAIN_THREAD = threading.main_thread().ident
 
 @memoize(256)
 def ranks_along(mesh: DeviceMesh, dims: tuple[int, ...] | None = None) -> frozenset[int]:
-    """Return the ranks along the given mesh dims (default: all) of this rank; empty if they are not processes."""
+    """Return the global ranks of this rank's group along mesh dims (default: all); empty if ranks are not processes."""
     if mesh.kind != "process_group":
         return frozenset()
     along = range(mesh.ndim) if dims is None else dims
@@ -38,7 +36,7 @@ def ranks_along(mesh: DeviceMesh, dims: tuple[int, ...] | None = None) -> frozen
 
 
 def ranks_computing_with(layouts: Sequence[Layout]) -> frozenset[int]:
-    """Return the ranks along all mesh dims over which any of these tensors is sharded or partial.
+    """Return the global ranks of this rank's group along all mesh dims over which any of these tensors is sharded or partial.
 
     Empty if the ranks are not processes, and if ranks could disagree about the set. A tensor on a slice of one mesh and a
     tensor on another mesh have other ranks in common for each copy of the slice.
@@ -60,8 +58,7 @@ def operation_hash_of(layouts: Sequence[Layout]) -> OperationHash | None:
 
 
 def count_as_operation(layouts: Sequence[Layout], mesh_dims: Sequence[int], text: str, run: Callable[P, T]) -> Callable[P, T]:
-    """Wrap ``run``, a collective over ``mesh_dims`` of one mesh, so that its calls count as operations on tensors of these
-    layouts.
+    """Wrap a collective so that its calls enter the rolling hash of the ranks that compute with tensors of ``layouts``.
 
     Ranks that share such tensors issue the collectives of their different groups in one order. If the tensors are sharded over
     ``mesh_dims`` alone, the group itself compares that order, and ``run`` is returned as it is.
@@ -82,14 +79,14 @@ def count_as_operation(layouts: Sequence[Layout], mesh_dims: Sequence[int], text
 
 
 def compare_generator_state(mesh: DeviceMesh, generator: torch.Generator, how: str) -> None:
-    """Add the state of the generator, from which all ranks draw, and ``how`` they draw to what the ranks compare."""
+    """Mix the state of ``generator`` and ``how`` ranks draw from it into the hash that they compare at their next collective."""
     if _is_compared(mesh):
         state_hash = zlib.crc32(how.encode(), zlib.crc32(get_generator_state(generator).numpy().data))
         _add_to_hash(mesh, state_hash, f"{how} from the generator in state {state_hash:x}")
 
 
 def compare_text(mesh: DeviceMesh, text: str) -> None:
-    """Add ``text``, what ranks of ``mesh`` do alike with local tensors between collectives, to what the ranks compare."""
+    """Mix ``text``, a description of a local operation, into the hash that ranks of ``mesh`` compare at their next collective."""
     if _is_compared(mesh):
         _add_to_hash(mesh, fingerprint(text), text)
 

@@ -49,7 +49,7 @@ def payload_bytes(mesh: DeviceMesh) -> int:
 def check_identical(
     mesh: DeviceMesh, what: str, make: Callable[[], T], summarize: Callable[[T], tuple[Hashable, tuple[int, ...], bytes]]
 ) -> tuple[T, RankSummaries | None]:
-    """Return ``make()`` and the summaries of all ranks of the mesh; None instead of summaries if there is no other rank.
+    """Return ``make()``, and the summaries of all ranks; raise on all ranks if they differ. No other process: None as summaries.
 
     ``summarize(result)`` returns a value that must be equal on all ranks and can be printed, up to 64 integers, and a payload of
     up to :func:`payload_bytes` bytes. On process groups this takes one exchange of a fixed form (a second one, of the texts, if
@@ -58,7 +58,7 @@ def check_identical(
     Raises:
         LayoutError: on all ranks with one text, if the values differ. The error of ``make``, if all ranks have the same.
     """
-    if not communicator_of(mesh).talks or mesh.size() == 1:
+    if not communicator_of(mesh).has_other_processes or mesh.size() == 1:
         return make(), None
     problem: Exception | None = None
     text: Hashable
@@ -79,8 +79,9 @@ def check_identical(
 def gather_summaries(
     mesh: DeviceMesh, text: Hashable, numbers: Sequence[int] = (), payload: bytes = b"", payload_size: int = 0
 ) -> RankSummaries:
-    """Return the summaries of all ranks: whether ``text`` is equal on all, up to 64 ``numbers``, and ``payload_size``
-    bytes that begin with ``payload``, in one exchange.
+    """Gather in one exchange whether ``text`` is equal on all ranks, each rank's ``numbers``, and each rank's ``payload``.
+
+    There are at most 64 numbers. A payload has at most ``payload_size`` bytes.
     """
     row = bytearray(_HEADER_BYTES + payload_size)
     head = array("q", (_hash_text(text), len(numbers), *numbers)).tobytes()
@@ -121,8 +122,9 @@ def check_same_on_all_ranks(
     what: str,
     instead: str = "distribute its source with distribute_tensor(t, mesh, placements)",
 ) -> None:
-    """Check that all ranks of ``mesh`` have the same plain ``value``, by one exchange of a few bytes; in one process there is
-    none.
+    """Raise on all ranks if the plain tensor ``value`` differs between ranks of ``mesh``. They exchange a hash of it.
+
+    In one process nothing is compared.
 
     Args:
         what: the operation, for the error.
@@ -131,7 +133,7 @@ def check_same_on_all_ranks(
     Raises:
         MixedTensorError: on all ranks, if they have different values.
     """
-    if not communicator_of(mesh).talks or has_no_values(value):
+    if not communicator_of(mesh).has_other_processes or has_no_values(value):
         return
     digest = hashlib.blake2b(content_bytes(value), digest_size=16).hexdigest()
     if not gather_summaries(mesh, f"{tuple(value.shape)} {value.dtype} {digest}").same:

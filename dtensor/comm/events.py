@@ -81,18 +81,18 @@ def listening(listener: Listener) -> AbstractContextManager[None]:
 
 def report_event(event: Event) -> list[CollectiveWrapper]:
     """Send an event to the listeners, and return the wrappers of those that want to see it run."""
-    return [around for listener in LISTENING.values() if (around := listener(event)) is not None]
+    return [wrapper for listener in LISTENING.values() if (wrapper := listener(event)) is not None]
 
 
-def report_events(event: Event, issue: Callable[[], T], sent: Any = None) -> T:
-    """Return ``issue()``, reported to listeners with what it sends. They see the completion of a :class:`Pending` too."""
-    arounds = report_event(event)
+def issue_reported(event: Event, issue: Callable[[], T], sent: Any = None) -> T:
+    """Return ``issue()``, run inside the wrappers of listeners. A :class:`Pending` result completes inside them too."""
+    wrappers = report_event(event)
     if has_range_observer():
-        arounds = [_profiler_range(str(event)), *arounds]
-    result = _run_through(arounds, issue, sent)
-    if not arounds or not isinstance(result, Pending):
+        wrappers = [_profiler_range(str(event)), *wrappers]
+    result = _run_in_wrappers(wrappers, issue, sent)
+    if not wrappers or not isinstance(result, Pending):
         return result
-    return result.within(partial(_run_through, arounds))  # type: ignore[return-value]  # it is result itself
+    return result.wrap_completion(partial(_run_in_wrappers, wrappers))  # type: ignore[return-value]  # it is result itself
 
 
 def _profiler_range(name: str) -> CollectiveWrapper:
@@ -105,10 +105,10 @@ def _profiler_range(name: str) -> CollectiveWrapper:
     return run_in_range
 
 
-def _run_through(arounds: Sequence[CollectiveWrapper], fn: Callable[[], T], sent: Any = None) -> T:
-    """Run ``fn`` inside all wrappers of listeners; the last wrapper is outermost."""
-    for around in arounds:
-        fn = partial(around, fn, sent)
+def _run_in_wrappers(wrappers: Sequence[CollectiveWrapper], fn: Callable[[], T], sent: Any = None) -> T:
+    """Run ``fn`` inside all ``wrappers`` of listeners; the last one is outermost."""
+    for wrapper in wrappers:
+        fn = partial(wrapper, fn, sent)
     return fn()
 
 
@@ -134,11 +134,11 @@ def current_redistribution_steps() -> tuple[Any, ...]:
 
 
 def mark_reported(fn: Callable[P, T]) -> Callable[P, T]:
-    """Mark the calls of ``torch.distributed`` in ``fn`` as part of a collective that is reported as a whole."""
+    """Wrap ``fn`` so that listeners get no event for its ``torch.distributed`` calls: its caller reports the collective."""
 
     @wraps(fn)
     def run_marked(*args: P.args, **kwargs: P.kwargs) -> T:
-        """Run ``fn``; its collectives are not reported to listeners a second time."""
+        """Run ``fn``; :func:`is_reported` is True for the ``torch.distributed`` calls in it."""
         if not listeners:
             return fn(*args, **kwargs)
         with _REPORTED.entered(None):
@@ -148,7 +148,7 @@ def mark_reported(fn: Callable[P, T]) -> Callable[P, T]:
 
 
 def is_reported() -> bool:
-    """Return True if the current call is part of a collective that is reported as a whole."""
+    """Return True if the current ``torch.distributed`` call is part of a collective for which listeners get an event."""
     return bool(_REPORTED)
 
 
@@ -164,6 +164,6 @@ def all_reduce_bytes(nbytes: int, group_size: int, op: Op = "sum") -> int:
 
 
 def max_received(groups: Sequence[Sequence[int]], route_of: Callable[[int], SendRecvPlan]) -> int:
-    """Return the elements that a transfer brings to a rank, the maximum over all members of ``groups``."""
+    """Return the number of elements that a rank receives in a transfer, the maximum over all members of ``groups``."""
     members = (member for group in groups for member in group)
     return max(sum(box.numel for box in route_of(member).receives if box is not None) for member in members)

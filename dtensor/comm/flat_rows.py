@@ -86,20 +86,20 @@ def split_row(row: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
 
 
 def row_boxes(shapes: Sequence[Shape]) -> list[Box]:
-    """Return the boxes of tensors of these shapes in a row."""
+    """Return for each tensor of these shapes its range in the row that concatenates them, as a 1-d box."""
     lengths = [math.prod(shape) for shape in shapes]
     return [Box((end - length,), (length,)) for end, length in zip(accumulate(lengths), lengths, strict=True)]
 
 
 def row_exchange_route(sends: Sequence[Shape], receives: Sequence[Shape], mine: int) -> SendRecvPlan:
-    """Return one member's part of an exchange: ``sends[k]`` goes to position k, which sends ``receives[k]``; ``mine`` is kept."""
+    """Return the send/receive plan of position ``mine``, which sends ``sends[k]`` to position k and gets ``receives[k]``."""
     send_boxes, recv_boxes = row_boxes(sends), row_boxes(receives)
     kept = (send_boxes[mine], recv_boxes[mine]) if send_boxes[mine].numel else None
     return _make_route(send_boxes, recv_boxes, mine, kept, sum(box.numel for box in send_boxes))
 
 
 def row_gather_route(shapes: Sequence[Shape], mine: int) -> SendRecvPlan:
-    """Return one member's part of an all-gather of tensors of these shapes."""
+    """Return the send/receive plan of position ``mine`` for an all-gather of tensors with ``shapes``, by position."""
     recv_boxes = row_boxes(shapes)
     length = recv_boxes[mine].numel
     own_box = Box((0,), (length,))
@@ -109,7 +109,7 @@ def row_gather_route(shapes: Sequence[Shape], mine: int) -> SendRecvPlan:
 def _make_route(
     send_boxes: Sequence[Box], recv_boxes: Sequence[Box], mine: int, kept: tuple[Box, Box] | None, length: int
 ) -> SendRecvPlan:
-    """Return the exchange of a flat row of ``length`` elements; boxes of rank ``mine`` and empty boxes are not sent."""
+    """Return the send/receive plan of a row of ``length`` elements, without messages for empty boxes and position ``mine``."""
     sends, receives = (
         tuple(box if k != mine and box.numel else None for k, box in enumerate(boxes)) for boxes in (send_boxes, recv_boxes)
     )
@@ -117,7 +117,7 @@ def _make_route(
 
 
 def broadcast_route(shape: Shape, size: int, source: int, mine: int) -> SendRecvPlan:
-    """Return one member's part of a broadcast from position ``source`` of a group of ``size``."""
+    """Return the send/receive plan of position ``mine`` for a broadcast from position ``source`` of a group of ``size``."""
     shape = tuple(shape)
     box, is_receiver = Box((0,) * len(shape), shape), mine != source
     sends = tuple(None if is_receiver or k == mine else box for k in range(size))
@@ -126,7 +126,7 @@ def broadcast_route(shape: Shape, size: int, source: int, mine: int) -> SendRecv
 
 
 def check_announced_shape(tensor: Tensor, shape: Shape, member: int) -> Tensor:
-    """Return ``tensor`` if it has the shape that the other ranks expect.
+    """Return ``tensor`` if it has the shape that other ranks expect of ``member``, else raise.
 
     Another shape would be misread by them, except for two empty tensors.
 

@@ -26,7 +26,7 @@ RegionCopy = tuple[int, Box, Box]  # source shard, region of it, region of the n
 class InProcess(Communicator):
     """The communicator of a mesh with all ranks here. On a submesh each copy of it communicates among its own ranks."""
 
-    holds_all, talks = True, False
+    holds_all, has_other_processes = True, False
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__(mesh)
@@ -49,7 +49,7 @@ class InProcess(Communicator):
     def local(self, shards: Sequence[Tensor]) -> PerRank:
         return PerRank(shards)
 
-    def _transfer(self, dims: Dims, transfer: Transfer) -> BoundCollective:
+    def _make_transfer(self, dims: Dims, transfer: Transfer) -> BoundCollective:
         """Return the transfer that copies regions between the shards of each group."""
         routes, copies = [transfer.route_of(member) for member in self.held], []
         for member, route in enumerate(routes):
@@ -57,7 +57,7 @@ class InProcess(Communicator):
             copies.append((route.new, list(_list_copies(route, [routes[other] for other in group], group, group.index(member)))))
         return lambda x: Pending.of(_run_copies(self._shards(x), copies))
 
-    def _transfer_to(self, target: DeviceMesh, ranks: Dims, transfer: Transfer) -> BoundCollective:
+    def _make_transfer_to(self, target: DeviceMesh, ranks: Dims, transfer: Transfer) -> BoundCollective:
         """Return the transfer that copies regions between the shards of two meshes."""
         routes, copies = [transfer.route_of(position) for position in range(len(ranks))], []
         holders = [self.mesh.ranks.index(rank) if rank in self.mesh.ranks else -1 for rank in ranks]
@@ -67,9 +67,9 @@ class InProcess(Communicator):
         return lambda x: Pending.of(_run_copies(self._shards(x), copies))
 
     def _make_all_reduce(self, dims: Dims, op: Op, dtype: torch.dtype) -> BoundReduction:
-        """Return the all-reduce that folds the local tensors of each group and copies the result to its members."""
+        """Return the all-reduce that reduces the local tensors of each group and copies the result to its members."""
 
-        def run_reduction(x: Local) -> Pending[Local]:
+        def reduce_groups(x: Local) -> Pending[Local]:
             """Reduce the local tensors of each group; each member gets a copy of the result."""
             shards, results = self._shards(x), {}
             for group in self._groups(dims):
@@ -79,22 +79,22 @@ class InProcess(Communicator):
                 results.update({member: row_major_copy(total) for member in group[1:]} | {group[0]: total})
             return Pending.of(PerRank(results[member] for member in self.held))
 
-        return BoundReduction(run_reduction)
+        return BoundReduction(reduce_groups)
 
     def _make_reduce_scatter(self, dims: Dims, scatter: Scatter) -> BoundCollective:
-        """Return the reduce-scatter that folds, for each member, its region of the local tensors of its group."""
+        """Return the reduce-scatter that reduces, for each member, its region of the local tensors of its group."""
         sources_of = []
         for member in self.held:
             group = self.mesh.members_of(dims, member)
             sources_of.append([(source, scatter.chunks_of(source)[group.index(member)]) for source in group])
 
-        def run_scatter(x: Local) -> Pending[Local]:
+        def reduce_regions(x: Local) -> Pending[Local]:
             """Reduce for each rank the regions of the local tensors that form its block of the result."""
             shards = self._shards(x)
             reduced = (fold([view_region(shards[source], box) for source, box in sources], scatter.op) for sources in sources_of)
             return Pending.of(PerRank(reduced))
 
-        return run_scatter
+        return reduce_regions
 
     def _all_gather_object(self, value: Any, dims: Dims) -> list[Any]:
         """Return the objects of all members of a group, in group order; an object of each rank gives ``RankValues``."""

@@ -51,7 +51,7 @@ _BOOL_REDUCE_STEPS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 
 
 def check_reduction(op: Op, dtype: torch.dtype) -> None:
-    """Check that a reduction of values of ``dtype`` has a result of that dtype. All ranks call it before anything is sent.
+    """Raise unless a reduction by ``op`` of values of ``dtype`` has a result of that dtype. Ranks call it before they send.
 
     Raises:
         UnsupportedOperationError: unknown reduction, average of integers or bools, maximum or minimum of complex numbers.
@@ -104,14 +104,14 @@ def _reduce_by_steps(addends: Sequence[Tensor], op: str) -> Tensor:
     compute_dtype = _ACCUMULATION_DTYPES.get(dtype, dtype)
     total = row_major_copy(addends[0], compute_dtype)
     if op == "avg":
-        return _mean_into(total, total, (addend.detach().to(compute_dtype) for addend in addends[1:]), len(addends)).to(dtype)
+        return _write_mean(total, total, (addend.detach().to(compute_dtype) for addend in addends[1:]), len(addends)).to(dtype)
     step = (_BOOL_REDUCE_STEPS if dtype is torch.bool else _REDUCE_STEPS)[op]
     for addend in addends[1:]:
         step(total, addend.detach().to(compute_dtype))
     return total.to(dtype)
 
 
-def _mean_into(total: Tensor, first: Tensor, rest: Iterable[Tensor], count: int) -> Tensor:
+def _write_mean(total: Tensor, first: Tensor, rest: Iterable[Tensor], count: int) -> Tensor:
     """Write the mean of ``count`` addends to ``total``, which may be the first one, and return it.
 
     The mean of finite numbers is finite, while their sum may overflow (masks hold the smallest number). So each addend is
@@ -147,7 +147,7 @@ def _sum_in_blocks(addends: Sequence[Tensor], op: str, out: Tensor) -> Tensor:
         blocks = [(out, *addends)]
     for total, first, second, *rest in blocks:
         if op == "avg":
-            _mean_into(total, first, (second, *rest), len(addends))
+            _write_mean(total, first, (second, *rest), len(addends))
             continue
         torch.add(first, second, out=total)
         for addend in rest:
@@ -156,22 +156,19 @@ def _sum_in_blocks(addends: Sequence[Tensor], op: str, out: Tensor) -> Tensor:
 
 
 def _reduce_monoid(addends: Sequence[Tensor], op: Monoid) -> Tensor:
-    """Reduce addends by a monoid and finalize; the result has memory of its own and is contiguous."""
+    """Reduce addends by a monoid, and apply its ``finalize``; the result is contiguous and shares no memory with them."""
     if len(addends) > 1 and (op.combine_all is not None or (op.elementwise and len(addends) > 2)):
         return reduce_stack(torch.stack([addend.detach() for addend in addends]), op)
     total = functools.reduce(op.combine, addends)
     if op.finalize is not None:
         total = op.finalize(total)
     # combine and finalize may return an addend, or a view of one
-    return (
-        row_major_copy(total)
-        if any(_shares_storage(total, addend) for addend in addends) or not total.is_contiguous()
-        else total.detach()
-    )
+    is_shared = any(_shares_storage(total, addend) for addend in addends)
+    return row_major_copy(total) if is_shared or not total.is_contiguous() else total.detach()
 
 
 def reduce_stack(stack: Tensor, op: Monoid) -> Tensor:
-    """Return the reduction of addends that are stacked along dim 0, by ``combine_all`` or pairwise."""
+    """Return the reduction by ``op`` of addends stacked along dim 0: by its ``combine_all`` if it has one, else pairwise."""
     total = reduce_pairwise(op.combine, stack) if op.combine_all is None else op.combine_all(stack)
     return (total if op.finalize is None else op.finalize(total)).contiguous().detach()
 
@@ -226,7 +223,7 @@ def sum_identity(dtype: torch.dtype) -> complex:
 
 
 def max_min_identities(dtype: torch.dtype) -> tuple[float, float]:
-    """Return the identities of max and of min."""
+    """Return the identities of max and of min for ``dtype``: its smallest and its largest value."""
     if dtype is torch.bool:
         return False, True
     if dtype.is_floating_point and (dtype.itemsize > 1 or dtype is torch.float8_e5m2):  # the other 8-bit ones have no inf

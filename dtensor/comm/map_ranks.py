@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..mesh.device_mesh import DeviceMesh, as_mesh
-from ..ranks.per_rank import prepare_for_program, prepare_torch
+from ..ranks.per_rank import patch_torch_for, patch_torch_for_per_rank
 from ..ranks.rank_runs import RankRuns
 from .communicator import Communicator
 from .in_process import InProcess
@@ -29,12 +29,12 @@ def communicator_of(mesh: DeviceMesh) -> Communicator:
 
 
 def expect_locals(mesh: DeviceMesh) -> None:
-    """Prepare torch for ``PerRank`` tensors if all ranks of ``mesh`` are in this process.
+    """Patch torch for ``PerRank`` tensors if all ranks of ``mesh`` are in this process.
 
     Call it for modules that make local tensors themselves, before any local tensor is given to the program.
     """
     if communicator_of(mesh).holds_all:
-        prepare_torch()
+        patch_torch_for_per_rank()
 
 
 def map_ranks(fn: Callable[..., Any], *args: Any, mesh: Any = None, **kwargs: Any) -> Any:
@@ -66,9 +66,9 @@ def map_ranks(fn: Callable[..., Any], *args: Any, mesh: Any = None, **kwargs: An
     expect_locals(mesh)
     runs = RankRuns(len(mesh.members), torch.device(mesh.device_type)) if len(communicator.held) > 1 else None
 
-    def run(member: int, *args: Any, **kwargs: Any) -> Any:
-        with nullcontext() if runs is None else runs.run(member):
+    def run_member(member: int, *args: Any, **kwargs: Any) -> Any:
+        with nullcontext() if runs is None else runs.enter_run(member):
             return fn(coordinates[member], *args, **kwargs)
 
-    results = communicator.map(run, *args, **kwargs)
-    return prepare_for_program(results if runs is None else runs.copy_shared_results(results))
+    results = communicator.map(run_member, *args, **kwargs)
+    return patch_torch_for(results if runs is None else runs.copy_shared_results(results))

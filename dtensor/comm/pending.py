@@ -25,14 +25,16 @@ class Pending(Generic[T]):
 
     @classmethod
     def of(cls, value: T) -> Pending[T]:
-        """Return a completed one with this result."""
+        """Return a completed pending collective with this result."""
         pending = cls.__new__(cls)
         pending._begin, pending._rest, pending._finish, pending._result = None, None, None, value
         return pending
 
     @classmethod
     def of_two_rounds(cls, begin: Callable[[], Callable[[], T]]) -> Pending[T]:
-        """Return one with a first round in flight. ``begin()`` completes it, starts the second, and returns its completion."""
+        """Return a pending collective of two rounds. ``begin()`` completes the first one and starts the second.
+
+        It returns the function that completes the second round."""
         pending = cls.of(cast(T, None))
         pending._begin, pending._finish = begin, pending._finish_both
         return pending
@@ -72,8 +74,8 @@ class Pending(Generic[T]):
             self._finish = None
         return self._result  # a T once _finish is gone
 
-    def within(self, around: Callable[[Callable[[], Any]], Any], rounds: bool = False) -> Pending[T]:
-        """Run the completion as ``around(finish)``, and return self. ``rounds``: each of two rounds in its own ``around``."""
+    def wrap_completion(self, around: Callable[[Callable[[], Any]], Any], rounds: bool = False) -> Pending[T]:
+        """Make ``wait()`` run the completion as ``around(finish)``, and return self. ``rounds``: wrap each of two rounds."""
         finish, begin = self._finish, self._begin
         if rounds and begin is not None:
             self._begin = lambda: partial(around, around(begin))

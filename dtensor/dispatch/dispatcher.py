@@ -73,9 +73,9 @@ class OperatorDispatch:
         by_type = frozenset() if rule is None or rule.floats_matter else self.operator.scalars | self.operator.tensors
         self.scalar_names = by_type
         self.scalar_positions = frozenset(i for i, name in enumerate(self.operator.names) if name in by_type)
-        self.plans = PLANS.part()
+        self.plans = PLANS.make_part()
         self.fingerprints = (
-            PlanFingerprints(self.operator, self.plans) if CheckLevel.now == "watch" and CheckLevel.armed else None
+            PlanFingerprints(self.operator, self.plans) if CheckLevel.now == "watch" and CheckLevel.has_peers else None
         )
         self.misses = 0
         self.run = _make_dispatch(self)

@@ -28,7 +28,7 @@ from ..mesh.device_mesh import DeviceMesh
 from ..propagation.op_schema import OperatorSchema
 from ..state import wrap
 from ..watchdog import source_location
-from ..watchdog.collective_hooks import get_or_make_operation_log, note_error
+from ..watchdog.collective_hooks import get_or_make_operation_log, record_operation_error
 from ..watchdog.flight_recorder import FAILED_MARK, EventLog, OperationHash, fingerprint
 from ..watchdog.levels import CheckLevel
 from .cache_key import BOOL_NAMES
@@ -49,7 +49,7 @@ def record_calls(operator: OperatorSchema, run: Callable[..., Any]) -> Callable[
         if log is None:
             return run(cls, func, types, args, kwargs)
         text = f"{func}({', '.join(_static_arguments(operator, args, kwargs or {}))})  {', '.join(map(_layout_text, layouts))}"
-        add = log.add_unordered if unordered else log.add
+        add = log.add_unordered_event if unordered else log.add_event
         add(fingerprint(text), text, _mesh_text(layouts[0].mesh), source_location.line_of_frame(sys._getframe(1)))
         output = run(cls, func, types, args, kwargs)
         for result in _iter_dtensors(as_sequence(output)):  # another rule may give it another layout with the same collectives
@@ -67,14 +67,14 @@ def record_error(operator: OperatorSchema, error: Exception, args: tuple[Any, ..
 
     All errors of one type are equal: their messages may be about a rank's own data.
     """
-    note_error(error)
+    record_operation_error(error)
     if operator.traits.stores and isinstance(autograd_node(), AccumulateGrad):
         return
     layouts, text = list(_layouts_of(args, kwargs)), f"{operator.name}, which raised {type(error).__name__}"
     if not _is_recording():
         return
     if CheckLevel.now == "strict" and (log := _operation_log_of(layouts)) is not None:
-        log.add(FAILED_MARK, text, _mesh_text(layouts[0].mesh), source_location.line_of_frame(sys._getframe(2)))
+        log.add_event(FAILED_MARK, text, _mesh_text(layouts[0].mesh), source_location.line_of_frame(sys._getframe(2)))
     elif CheckLevel.now == "watch" and not operator.is_view and (op_hash := operation_hash_of(layouts)) is not None:
         op_hash.fail(text)
 

@@ -54,10 +54,10 @@ from .cross_mesh import meshes_of
 from .programs.frame import Runner
 
 try:
-    from ..base.torch_internals import said_alike
+    from ..base.torch_internals import implicit_replication_allowed
 except ImportError:  # torch before 2.12 does not say it
 
-    def said_alike() -> bool:
+    def implicit_replication_allowed() -> bool:
         return False
 
 
@@ -78,7 +78,7 @@ CONSTANT_MAKERS: dict[tuple[str, str], bool] = {
 # --- plain tensors that are read ----------------------------------------------------------------------------------------
 def torch_makes_constants() -> bool:
     """Return True while torch's own code makes plain tensors: autograd in either mode, or a batching rule of vmap."""
-    return graph_task() != -1 or forward_ad._current_level >= 0 or said_alike()
+    return graph_task() != -1 or forward_ad._current_level >= 0 or implicit_replication_allowed()
 
 
 def keep_gradient_plain(value: torch.Tensor) -> None:

@@ -11,8 +11,9 @@ from .layout import Layout
 
 @memoize(4096)
 def repeated_dims(layout: Layout) -> tuple[int, ...]:
-    """Return the dims of stride 0: along them every rank's local tensor repeats one element. A dim of which some rank has no
-    element does not count.
+    """Return the tensor dims of stride 0 and size > 1, along which every rank's local tensor repeats one element.
+
+    A dim of which some rank has no element does not count.
 
     >>> repeated_dims(Layout.of(DeviceMesh("cpu", 2), [Shard(0)], (4, 3, 1), (0, 1, 0)))
     (0,)
@@ -26,7 +27,7 @@ def repeated_dims(layout: Layout) -> tuple[int, ...]:
 
 
 def first_along_dims(layout: Layout, dims: Sequence[int]) -> Layout:
-    """Return the layout of the first element along ``dims``, which are repeated dims."""
+    """Return ``layout`` with size 1 along ``dims``, which are repeated dims."""
     if not dims:
         return layout
     shape = [1 if d in dims else size for d, size in enumerate(layout.shape)]
@@ -35,7 +36,7 @@ def first_along_dims(layout: Layout, dims: Sequence[int]) -> Layout:
 
 
 def storage_layout(layout: Layout) -> Layout:
-    """Return the layout of the storage of a tensor: without its repeated dims.
+    """Return the layout of the elements that are stored: ``layout`` with size 1 along its repeated dims.
 
     >>> layout = Layout.of(DeviceMesh("cpu", 2), [Shard(1)], (4, 6), (0, 1))
     >>> storage_layout(layout).max_local_nbytes, layout.max_local_nbytes

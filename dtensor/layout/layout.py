@@ -45,7 +45,7 @@ class Layout:
         partials: per mesh dim the reduce op of a ``Partial``, or None (also for mesh dims of size 1).
         dense: True if the global strides are row-major.
         is_complex: True for a complex dtype.
-        made_with: arguments of ``_make_wrapper_subclass`` for a CPU tensor of this layout, cached by dispatch.
+        wrapper_args: arguments of ``_make_wrapper_subclass`` for a CPU tensor of this layout, cached by dispatch.
 
     All questions are answered by integer arithmetic: no communication, and equal answers on every rank.
 
@@ -144,8 +144,9 @@ class Layout:
         dtype: torch.dtype = torch.float32,
         idle: Mapping[int, Placement] | None = None,
     ) -> Layout:
-        """Return the layout with this canonical form. Mesh dims that appear nowhere are replicated; those of size 1 get the
-        placements ``idle``.
+        """Return the layout with these splits and partials; mesh dims in neither are replicated, or placed as in ``idle``.
+
+        ``idle`` has placements of mesh dims of size 1.
         """
         shape = hashable_sizes(shape)
         stride = contiguous_stride(shape) if stride is None else hashable_sizes(stride)
@@ -206,11 +207,11 @@ class Layout:
         return Layout.of(self.mesh, new_placements, shape, stride, dtype)
 
     def reduced(self) -> Layout:
-        """Return this layout with all partial mesh dims replicated."""
+        """Return this layout with ``Replicate`` in place of each ``Partial``."""
         return self._with_placements(tuple(Replicate() if isinstance(p, Partial) else p for p in self.placements))
 
     def _with_placements(self, placements: Any) -> Layout:
-        """Return the layout of the same tensor under other placements. A small cache of each layout serves frequent requests."""
+        """Return the layout of the same tensor under other placements, from a small cache that each layout has."""
         key = hashable_form(placements)
         memo: BoundedDict[Any, Layout] | None = self.__dict__.get("_memo")
         if memo is None:
@@ -225,7 +226,7 @@ class Layout:
         return layout
 
     def _keep_unnamed(self, placements: Any) -> Any:
-        """Return ``placements`` with those of this layout along mesh dims that they leave out.
+        """Return ``placements`` completed by those of this layout along mesh dims that a form by name leaves out.
 
         Block sizes stay if the mesh dims that are no longer sharded were innermost. Otherwise they become those of
         ``torch.chunk``, because the remaining blocks would not be contiguous.
@@ -243,9 +244,7 @@ class Layout:
 
     # --- integer arithmetic: which rank has which elements ----------------------------------------------------
     def local_shape(self, coordinate: Sequence[int] | None) -> tuple[int, ...]:
-        """Return the shape of the local tensor at a mesh coordinate. None (a rank outside of the mesh) gives an empty dim 0
-        (``()`` for a 0-d tensor).
-        """
+        """Return the shape of the local tensor at a mesh coordinate; for None, outside of the mesh, with an empty dim 0."""
         if coordinate is None:
             return tuple(0 if dim == 0 else size for dim, size in enumerate(self.shape))
         return tuple(
@@ -266,13 +265,11 @@ class Layout:
 
     @cached_property
     def _block_starts(self) -> tuple[tuple[int, ...], ...]:
-        """Return the starts of the blocks of each tensor dim. Cached here, because a lookup by sizes would hash all sizes each
-        time.
-        """
+        """Return the starts of the blocks of each tensor dim, cached: a lookup by sizes would hash all sizes each time."""
         return tuple(() if split is None else split.offsets for split in self.splits)
 
     def local_stride(self, coordinate: Sequence[int] | None) -> Stride:
-        """Return dense strides of the local tensor, with dims in the memory order of the global tensor."""
+        """Return dense strides of the local tensor at a coordinate, with dims in the memory order of the global tensor."""
         return stride_like(self.local_shape(coordinate), self.stride)
 
     def new_local_like(self, x: torch.Tensor, member: int | None) -> torch.Tensor:
@@ -307,9 +304,7 @@ class Layout:
         return contains_symbols((*self.shape, *self.stride))
 
     def with_known_sizes(self) -> Layout:
-        """Return this layout with ints for symbols that can have only one value by now, so that torch does not treat them as
-        free.
-        """
+        """Return this layout with ints for symbols that can have only one value by now, which torch would treat as free."""
         shape, stride = hashable_sizes(self.shape), hashable_sizes(self.stride)
         if all(new is old for new, old in zip((*shape, *stride), (*self.shape, *self.stride), strict=True)):
             return self
@@ -364,9 +359,7 @@ class Layout:
         return (self.mesh, self.splits, self.partials, self.shape) == (other.mesh, other.splits, other.partials, other.shape)
 
     def __eq__(self, other: object) -> bool:
-        """Return True for the same object. A layout also equals ``torch.strided``, because code for plain tensors compares
-        ``x.layout`` with it.
-        """
+        """Return True for the same object, and for ``torch.strided``, with which code for plain tensors compares ``x.layout``."""
         return self is other or other is torch.strided
 
     __hash__ = object.__hash__
@@ -391,7 +384,7 @@ class Layout:
 
 
 def restore_layout(mesh: DeviceMesh, placements: Any, shape: Any, stride: Any, dtype: torch.dtype) -> Layout:
-    """Return a pickled layout. A module-level function, so that ``torch.load(weights_only=True)`` can allow it."""
+    """Rebuild a pickled layout. ``torch.load(weights_only=True)`` can allow this function, since it is module-level."""
     return Layout.of(mesh, placements, shape, stride, dtype)
 
 

@@ -10,19 +10,19 @@ from ..placement import Placement, Replicate, Shard
 from .layout import Layout
 
 
-def layout_on_larger_mesh(mesh: DeviceMesh, inside: Layout) -> Layout:
-    """Return ``inside`` on a larger mesh, replicated over the additional mesh dims."""
+def layout_on_larger_mesh(mesh: DeviceMesh, layout: Layout) -> Layout:
+    """Return ``layout`` on a larger mesh, replicated over the additional mesh dims."""
     placements: list[Placement] = [Replicate()] * mesh.ndim
-    for placement, root_dims in zip(inside.placements, inside.mesh._dims, strict=True):
+    for placement, root_dims in zip(layout.placements, layout.mesh._dims, strict=True):
         placements[mesh._dims.index(root_dims)] = placement
-    return Layout.of(mesh, placements, inside.shape, None, inside.dtype)
+    return Layout.of(mesh, placements, layout.shape, None, layout.dtype)
 
 
-def shard_further(whole: Layout, dim: int, mesh_dims: Sequence[int]) -> list[Placement]:
-    """Return the placements of ``whole`` with tensor dim ``dim`` also sharded over ``mesh_dims``, innermost."""
-    split = whole.splits[dim]
+def shard_further(layout: Layout, dim: int, mesh_dims: Sequence[int]) -> list[Placement]:
+    """Return the placements of ``layout`` with tensor dim ``dim`` also sharded over ``mesh_dims``, innermost."""
+    split = layout.splits[dim]
     outer = () if split is None else split.mesh_dims
-    placements = list(whole.placements)
+    placements = list(layout.placements)
     for level, i in enumerate(outer):
         old = placements[i]
         assert isinstance(old, Shard)
@@ -33,7 +33,7 @@ def shard_further(whole: Layout, dim: int, mesh_dims: Sequence[int]) -> list[Pla
 
 
 def layout_on_smaller_mesh(layout: Layout, mesh: DeviceMesh) -> Layout:
-    """Return a replicated layout on the mesh dims that ``mesh`` has too. Return it unchanged if there are none or all."""
+    """Return ``layout``, which is replicated, on the mesh dims that ``mesh`` has too; unchanged if those are none or all."""
     own_mesh = layout.mesh
     common = [i for i, dims in enumerate(own_mesh._dims) if dims in mesh._dims]
     if not common or len(common) == own_mesh.ndim:

@@ -22,7 +22,7 @@ def is_placement_form(given: Any) -> bool:
 
 
 def split_mesh_and_placements(device_mesh: Any, placements: Any) -> tuple[Any, Any]:
-    """Return mesh and placements of a call. Placements in the place of the mesh are taken as placements, and the mesh is None."""
+    """Return (mesh, placements) of a call's arguments; placements passed in place of the mesh give (None, placements)."""
     if placements is None and device_mesh is not None and is_placement_form(device_mesh):
         return None, device_mesh
     return device_mesh, placements
@@ -57,10 +57,10 @@ def read_placements(given: Any, mesh: DeviceMesh, ndim: int | None = None) -> An
 
 
 def read_form(given: Any, mesh: DeviceMesh, ndim: int | None = None) -> Any:
-    """Return the placements of a form: a dict from mesh dims, by number, for a mapping and for text with mesh dim names.
+    """Return the placements of a form: by mesh dim number for a mapping or text with names, else in order or unchanged.
 
-    Return a tuple for other text and for a :class:`Partition`, and everything else unchanged. The number of placements and
-    their tensor dims are not checked.
+    A mapping and text with mesh dim names give a dict, other text and a :class:`Partition` a tuple. Everything else is returned
+    unchanged. The number of placements and their tensor dims are not checked.
 
     Args:
         ndim: number of dims of the tensor, None if it is not known yet.
@@ -82,7 +82,7 @@ def read_form(given: Any, mesh: DeviceMesh, ndim: int | None = None) -> Any:
 
 
 def _place_by_name(pairs: Sequence[tuple[Any, Any]], names: Sequence[Any], form: Any) -> dict[int, Any]:
-    """Return the placements by number of the mesh dim. ``names`` are the names of the mesh dims that ``form`` may use."""
+    """Return placements by number of the mesh dim, from pairs (mesh dim name, placement) of the argument ``form``."""
     placed: dict[int, Any] = {}
     for name, placement in pairs:
         mesh_dim = _find_mesh_dim(name, names, form)
@@ -103,7 +103,7 @@ def _find_mesh_dim(name: Any, names: Sequence[Any], form: Any) -> int:
 
 
 def _read_partition(partition: Partition, mesh: DeviceMesh, ndim: int | None) -> tuple[Placement, ...]:
-    """Return the placements of a partition, which names the mesh dims of each tensor dim."""
+    """Return one placement per mesh dim for a partition, which names the mesh dims of each tensor dim."""
     if ndim is not None and len(partition.dims) > ndim:
         raise PlacementError(f"{partition!r} has {len(partition.dims)} entries for a tensor of {ndim} dims; leave the last out")
     names = mesh.mesh_dim_names or ()
@@ -136,7 +136,7 @@ LAYOUT_TEXT = re.compile(
 
 
 def _read_text(text: str, mesh: DeviceMesh, ndim: int | None) -> Any:
-    """Read the text of placements, also in parentheses, or in the text of a layout of a tensor with ``ndim`` dims."""
+    """Return the placements in ``text``: in parentheses or not, or in the text of a layout of a tensor with ``ndim`` dims."""
     inside = text.strip()
     if match := LAYOUT_TEXT.fullmatch(inside):
         if ndim not in (None, len(re.findall(r"\d+", match["sizes"]))):

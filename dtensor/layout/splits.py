@@ -29,14 +29,15 @@ class Split(NamedTuple):
         """Return True if all blocks have one size."""
         return all(size == self.sizes[0] for size in self.sizes)
 
-    def of_size(self, whole: int) -> Split:
-        """Return this split for a dim of ``whole`` elements: with ints if ``whole`` is an int, also if another operand gave
-        symbolic block sizes.
+    def of_size(self, dim_size: int) -> Split:
+        """Return this split for a dim of ``dim_size`` elements: with int block sizes if that is an int, else with symbols.
+
+        Another operand may have given symbolic block sizes for an int.
         """
         if not contains_symbols(self.sizes):
             return self
         return Split(
-            self.mesh_dims, tuple(map(specialize_symbols, self.sizes)) if type(whole) is int else hashable_sizes(self.sizes)
+            self.mesh_dims, tuple(map(specialize_symbols, self.sizes)) if type(dim_size) is int else hashable_sizes(self.sizes)
         )
 
     def without(self, mesh_dims: Container[int], mesh: DeviceMesh) -> Split | None:
@@ -55,14 +56,13 @@ class Split(NamedTuple):
 
 @memoize(4096)
 def offsets_of(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the start of each block."""
+    """Return the start of each block along the tensor dim."""
     return tuple(accumulate(sizes[:-1], initial=0)) if sizes else ()
 
 
 @memoize(4096)
 def chunk_sizes(size: int, counts: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the block sizes if ``size`` is split like ``torch.chunk`` by ``counts[0]`` ranks, each block by ``counts[1]``, and
-    so on.
+    """Return the block sizes of ``size`` elements split like ``torch.chunk`` by ``counts[0]``, each block by ``counts[1]`` ...
 
     >>> chunk_sizes(5, (2, 2)), chunk_sizes(1, (3,))
     ((2, 1, 1, 1), (1, 0, 0))
@@ -85,7 +85,7 @@ def make_split(mesh: DeviceMesh, placements: Sequence[Placement], dim: int, size
 
 
 def _outermost_first(shards: list[tuple[int, Shard]], dim: int) -> list[tuple[int, Shard]]:
-    """Return the mesh dims that shard one tensor dim, outermost first."""
+    """Return ``shards``, pairs (mesh dim, ``Shard``) of one tensor dim, outermost first; raise if their levels do not fit."""
     levels = [shard.level for _, shard in shards]
     if all(level is None for level in levels):
         return shards
@@ -98,7 +98,7 @@ def _outermost_first(shards: list[tuple[int, Shard]], dim: int) -> list[tuple[in
 
 
 def _block_sizes(levels: list[tuple[int, Shard]], dim: int, size: int) -> tuple[int, ...]:
-    """Return the sizes of the blocks of one tensor dim after sharding it level by level."""
+    """Return the block sizes of a tensor dim that is sharded level by level; ``levels``: (number of ranks, ``Shard``)."""
     blocks: tuple[int, ...] = (size,)
     leaf_count = math.prod(count for count, _ in levels)
     last = levels[-1][1].sizes
@@ -126,16 +126,14 @@ def _block_sizes(levels: list[tuple[int, Shard]], dim: int, size: int) -> tuple[
 
 
 def without_sizes(placement: Placement) -> Placement:
-    """Return a placement without shard sizes and level, which a layout chooses."""
+    """Return a placement without shard sizes and level, so that a layout chooses the default."""
     return Shard(placement.dim) if isinstance(placement, Shard) else placement
 
 
 def canonical_placements(
     mesh: DeviceMesh, placements: Sequence[Placement], splits: Sequence[Split | None], shape: Sequence[int]
 ) -> tuple[Placement, ...]:
-    """Return the one spelling of the placements: levels only if not in mesh-dim order, sizes only if not those of
-    ``torch.chunk``.
-    """
+    """Return the canonical placements: levels only if not in mesh-dim order, sizes only if not those of ``torch.chunk``."""
     result = [*map(without_sizes, placements)]
     for dim, split in enumerate(splits):
         if split is None:

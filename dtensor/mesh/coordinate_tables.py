@@ -14,7 +14,7 @@ Table = np.ndarray[Any, np.dtype[np.int64]]
 
 @memoize(1024)
 def block_indices(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> Table:
-    """Return for every member the index of its block if ``mesh_dims`` shard a dim, with the first mesh dim major."""
+    """Return for every member the index of its block if ``mesh_dims`` shard a tensor dim, with the first mesh dim major."""
     coordinates = _coordinates(mesh)
     index = np.zeros(len(coordinates), dtype=np.int64)
     for mesh_dim in mesh_dims:

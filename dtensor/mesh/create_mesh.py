@@ -73,6 +73,6 @@ def dry_run_of_profile(profile: Any, shape: Sequence[int], names: Sequence[str])
 
 
 def mesh_of_root(root: Root) -> DeviceMesh:
-    """Return the mesh of all dims of a root, as they were made."""
+    """Return the mesh that has each dim of ``root`` as a mesh dim."""
     dims = tuple((dim,) for dim in range(len(root.shape)))
     return DeviceMesh(root.device_type, None, mesh_dim_names=root.names, _root=root, _dims=dims)

@@ -18,7 +18,9 @@ from .root import Root
 
 
 class _Running(threading.local):
-    at: tuple[Root, int] | None = None  # root and member of the per-rank function that runs in this thread
+    """The per-rank function that runs in this thread."""
+
+    at: tuple[Root, int] | None = None  # root and member of its rank
 
 
 RUNNING_RANK = _Running()
@@ -26,7 +28,7 @@ RUNNING_RANK = _Running()
 
 @contextmanager
 def run_as_member(root: Root, member: int) -> Iterator[None]:
-    """Make ``member`` the current one while a per-rank function runs in this process."""
+    """Make ``member``, a position in ``root``, the current rank of this thread inside a ``with`` block."""
     before, RUNNING_RANK.at = RUNNING_RANK.at, (root, member)
     try:
         yield
@@ -35,9 +37,7 @@ def run_as_member(root: Root, member: int) -> Iterator[None]:
 
 
 def current_member(root: Root) -> int | None:
-    """Return the member of this process, or None if it is not in the mesh. In one process it is the member that ``map_ranks``
-    runs, else the first.
-    """
+    """Return this process's position in ``root``, None if it has none; in one process that of the running rank, else 0."""
     if root.kind == "process_group":
         rank = dist.get_rank()
         return root.ranks.index(rank) if rank in root.ranks else None
@@ -63,9 +63,7 @@ def current_rank(root: Root) -> Any:
 
 
 def current_coordinate(root: Root, coordinates: Sequence[tuple[int, ...]], ndim: int) -> tuple[Any, ...] | None:
-    """Return the index of the current rank along each mesh dim, or None outside of the mesh. Indices are ``RankNumber`` if no
-    rank is running.
-    """
+    """Return the index of the current rank along each mesh dim, None outside of the mesh; ``RankNumber`` if no rank runs."""
     running = RUNNING_RANK.at
     if root.kind == "in_process" and running is None:
         return tuple(collapse_if_equal(tuple(coordinate[dim] for coordinate in coordinates)) for dim in range(ndim))

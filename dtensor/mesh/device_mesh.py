@@ -90,7 +90,7 @@ class DeviceMesh(Geometry, TorchDeviceMesh):
 
     # --- the current rank -------------------------------------------------------------------------------------
     def get_rank(self) -> Any:
-        """Return the current rank.
+        """Return the rank of this process, or of the running ``map_ranks`` function.
 
         If all ranks live in this process, and outside of ``map_ranks``, this is a ``RankNumber`` of all ranks. It compares
         equal to 0, so that code for one rank runs.
@@ -150,8 +150,9 @@ class DeviceMesh(Geometry, TorchDeviceMesh):
         return self._derive(*slice_dims(self, names))
 
     def flatten(self, mesh_dim_name: str | None = None, backend_override: Any = None) -> DeviceMesh:
-        """Return the 1-d mesh over all dims of this mesh, with the first dim major. The default name joins the names of the
-        dims by "_".
+        """Return the 1-d mesh over all dims of this mesh, with the first dim major.
+
+        The default name joins the names of the dims by "_".
 
         Args:
             backend_override: for the group of a new name: the name of a backend, its options, or (name, options).
@@ -196,7 +197,7 @@ class DeviceMesh(Geometry, TorchDeviceMesh):
         return [DeviceMesh(self.device_type, [ranks[m] for m in group], mesh_dim_names=(mesh_dim_name,)) for group in groups]
 
     def _derive(self, dims: Dims, names: Names) -> DeviceMesh:
-        """Return the mesh of the root dims ``dims``, one object for equal arguments."""
+        """Return the mesh of this root with these root dims and names, one object for equal arguments."""
         if dims == self._dims and names == self._names:
             return self
         mesh = self._root.derived.get((dims, names))
@@ -232,6 +233,7 @@ class DeviceMesh(Geometry, TorchDeviceMesh):
 
     # --- value semantics --------------------------------------------------------------------------------------
     def __eq__(self, other: object) -> bool:
+        """Return True if roots, root dims and names of the meshes are equal."""
         if self is other:
             return True
         if not isinstance(other, DeviceMesh) or self._hash != other._hash:
@@ -321,7 +323,7 @@ def init_device_mesh(
 
 
 def _convert_torch_slice(mesh: TorchDeviceMesh) -> DeviceMesh | None:
-    """Return the converted slice, or None if ``mesh`` is not a slice by names of its root mesh.
+    """Convert a slice of a torch mesh to a slice of its converted root; return None if it is not a slice by names.
 
     Uses a private method of torch's mesh, which returns the mesh that a slice was taken from.
     """
@@ -336,7 +338,7 @@ def _convert_torch_slice(mesh: TorchDeviceMesh) -> DeviceMesh | None:
 
 
 def _convert_torch_root(mesh: TorchDeviceMesh) -> DeviceMesh:
-    """Return the converted mesh. Its flattened dims are read from a private attribute of torch's mesh."""
+    """Convert a torch mesh with its process groups; its flattened dims are read from a private attribute."""
     converted = DeviceMesh.from_group(mesh.get_all_groups(), mesh.device_type, mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
     for name, flat in getattr(mesh, "_flatten_mapping", {}).items():
         dims = dims_of_ranks(converted, tuple(flat.mesh.tolist()))
@@ -354,7 +356,7 @@ _GROUPS = _GroupNamespace()
 
 
 def _register_group_name(mesh: DeviceMesh, mesh_dim: int | str | None) -> str:
-    """Register the process group along a mesh dim in ``_GROUPS`` and return its name."""
+    """Make the process group along a mesh dim an attribute of ``_GROUPS``, for compilers, and return its name."""
     named, dim = mesh._mesh_and_dim(mesh_dim, "get_group")
     handle = get_torch_group(named, (dim,))
     setattr(_GROUPS, handle.group_name, handle)
@@ -367,7 +369,7 @@ _register_group_name._dynamo_marked_constant = True  # type: ignore[attr-defined
 def restore_mesh(
     device_type: str, ranks: Any, shape: Any, names: Any, kind: Kind, dims: Any, dim_names: Any, *saved_tables: dict[str, Any]
 ) -> DeviceMesh:
-    """Return a pickled mesh. Pickles of older versions have fewer tables."""
+    """Rebuild a mesh from the fields of a pickle. Pickles of older versions have fewer tables."""
     base = DeviceMesh(device_type, np.asarray(ranks).reshape(shape), mesh_dim_names=names)
     root = base._root
     tables: tuple[dict[Any, Any], ...] = (root.named, root.flattened, root.backends)

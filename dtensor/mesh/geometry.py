@@ -29,7 +29,7 @@ class uncached_property(Generic[T]):  # noqa: N801  # used like `property`
 
 
 class Geometry:
-    """Root and, for each mesh dim, the root dims that it is made of.
+    """Integer geometry of a mesh: its root and, for each mesh dim, the root dims that it is made of.
 
     Computed values are cached in the instance dictionary, where a compiler finds them (see ``interop.torch_compile``).
     """
@@ -99,7 +99,7 @@ class Geometry:
         return tuple(zip(*(column.tolist() for column in columns), strict=True)) if columns else ((),) * len(self.members)
 
     def members_of(self, mesh_dims: Iterable[int], member: int) -> tuple[int, ...]:
-        """Return the members that vary over ``mesh_dims`` (first one major) and have the other coordinates of ``member``."""
+        """Return the group of ``member`` over ``mesh_dims`` (first one major): the members that differ from it only there."""
         root_dims = self.group_id(mesh_dims)
         cache: dict[Any, Any] = self.__dict__.setdefault("_members", {})
         group = cache.get((root_dims, member))
@@ -114,7 +114,7 @@ class Geometry:
         return group
 
     def group_id(self, mesh_dims: Iterable[int]) -> tuple[int, ...]:
-        """Return the root dims of ``mesh_dims``. Equal ids mean the same communication group."""
+        """Return the root dims of ``mesh_dims``, which identify the communication groups over them."""
         return tuple(d for mesh_dim in mesh_dims for d in self._dims[mesh_dim])
 
     def size_of(self, mesh_dims: Iterable[int]) -> int:
@@ -139,9 +139,7 @@ class Geometry:
         return None if member is None else self.coordinates[member]
 
     def current_member(self) -> int | None:
-        """Return the member of this process, or None if it is not in the mesh. In one process it is the member that
-        ``map_ranks`` runs, else the first.
-        """
+        """Return this process's position in the root, None if it has none; in one process that of the running rank, else 0."""
         return current_member(self._root)
 
     def current_ranks(self) -> list[int]:
@@ -151,7 +149,7 @@ class Geometry:
 
 
 def _ravel_index(columns: list[Any], sizes: list[int], count: int) -> Any:
-    """Return the row-major linear index of ``count`` coordinates, given by one column per dim."""
+    """Return the row-major linear index of each of ``count`` coordinates; ``columns`` has their indices by dim."""
     index = np.zeros(count, dtype=int)
     for column, size in zip(columns, sizes, strict=True):
         index = index * size + column

@@ -24,7 +24,7 @@ def has_processes() -> bool:
 
 
 def ensure_world(device_type: str) -> None:
-    """Initialize the world group if the launcher did not."""
+    """Initialize torch's world process group unless it is: NCCL for ``"cuda"``, of which the device is set, else gloo."""
     if dist.is_initialized():
         return
     if device_type == "cuda":

@@ -94,7 +94,7 @@ def _make_group_view(handle: Any, members: tuple[int, ...], ranks: list[int], me
 
 
 def _program_handle(mesh: Geometry, mesh_dims: Sequence[int]) -> tuple[Any, tuple[int, ...], list[int]]:
-    """Return this rank's group of the program over mesh dims, with its members and global ranks."""
+    """Return the program's torch group of this rank over mesh dims, with its members and global ranks."""
     member = mesh.current_member()
     if member is None:
         raise MeshError(
@@ -107,7 +107,7 @@ def _program_handle(mesh: Geometry, mesh_dims: Sequence[int]) -> tuple[Any, tupl
 
 
 def torch_rank_order(handle: Any, ranks: Sequence[int]) -> tuple[int, ...] | None:
-    """Return torch's group rank for each of ``ranks``, by group position, or None if it equals the position."""
+    """Return torch's group rank for each of ``ranks``; None if they are 0, 1, 2 ... in order."""
     torch_ranks = {rank: index for index, rank in enumerate(dist.get_process_group_ranks(handle))}
     order = tuple(torch_ranks[rank] for rank in ranks)
     return None if order == tuple(range(len(order))) else order
@@ -184,7 +184,10 @@ def _get_or_make_handle(mesh: Geometry, mesh_dims: Sequence[int], ranks: list[in
 
 
 def make_torch_group(mesh: Geometry, mesh_dims: Sequence[int], ranks: list[int], backend: Any = None) -> Any:
-    """Make a group of these ranks. ``backend``: a :class:`.root.Backend`, or None for the world's."""
+    """Make a torch process group of these ranks, after the ``BEFORE_NEW_GROUP`` hooks.
+
+    ``backend`` is a :class:`.root.Backend`, or None for the world's.
+    """
     world = dist.group.WORLD
     for hook in BEFORE_NEW_GROUP:
         hook(ranks, backend_name(world, mesh.device_type) if backend is None or backend.name is None else backend.name)
@@ -297,10 +300,9 @@ def make_library_group(handle: Any, ranks: list[int], device_type: str, what: st
 
 # --- agreement without a collective -------------------------------------------------------------------------------------------
 def elect_value(world: Any, key: str, value: str) -> str | None:
-    """Return the ``value`` of the rank that called first with ``key``. No rank waits for another, so ranks may call at any time
-    or never.
+    """Return the ``value`` of the first rank that called with ``key``, kept in torch's store. No rank waits for another.
 
-    Return None on all ranks if torch's store does not support it.
+    So ranks may call at any time or never. Return None on all ranks if torch's store does not support it.
     """
     if dist.get_backend(world) == "fake":
         return value  # the fake backend has no other rank

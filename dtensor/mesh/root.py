@@ -39,7 +39,7 @@ class Root:
         seeded: root dims over which ranks generate random numbers from the same generator state.
         units: number of data-parallel units by the mesh dims that they use.
         entered: the ``with mesh:`` blocks of each mesh.
-        stands_for: for a dry run of a real mesh, that mesh; its cost estimates are used.
+        simulated_mesh: for a dry run of a real mesh, that mesh; its cost estimates are used.
         profile: for a dry run of a cluster, the :class:`~dtensor.cost.profile.Profile` of the cluster.
     """
 
@@ -62,21 +62,21 @@ class Root:
 
     @property
     def geometry(self) -> tuple[Any, ...]:
-        """Return what never changes about the root. Backends may be requested later."""
+        """Return the parts of ``key`` that never change, for hashes. Backends may be requested later."""
         return self.device_type, self.ranks, self.shape, self.kind, id(self.world)
 
     @property
     def family(self) -> tuple[Any, ...]:
-        """Return what is equal for roots that arrange the same ranks in several ways."""
+        """Return the parts of ``key`` that are equal for roots with the same ranks in other shapes."""
         return self.device_type, self.ranks, self.kind, id(self.world), self.simulated_mesh, id(self.profile)
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Return the value that equal roots share."""
+        """Return the key by which roots are compared: ``family``, shape and requested backends."""
         return *self.family, self.shape, tuple(sorted(self.backends.items()))
 
     def count_unit(self, dims: Any) -> int:
-        """Return the number of a new data-parallel unit over ``dims``, for its default name.
+        """Count a new data-parallel unit over ``dims``, and return its number, for its default name.
 
         It is equal on all ranks of its groups, because they make units in the same order.
         """
@@ -120,8 +120,8 @@ def parse_mesh_dim(mesh_dim: Any) -> int:
         raise MeshError(f"{wrong}; give its index or its name") from None
 
 
-def _rank_array(mesh: Any) -> Any:
-    """Return the ranks of a mesh as an array of ints."""
+def _parse_rank_array(mesh: Any) -> Any:
+    """Return the ranks of a mesh as an array of ints; raise MeshError if they are not ints or rows differ in length."""
     if isinstance(mesh, (int, np.integer)):
         mesh = range(mesh)
     try:
@@ -136,12 +136,12 @@ def _rank_array(mesh: Any) -> Any:
 
 
 def make_root(device_type: str, mesh: Any, names: Sequence[str] | None) -> Root:
-    """Return the root over an n-d array of ranks.
+    """Make the root over an n-d array of ranks. If ranks are processes, initialize the world and run the mesh hooks.
 
     Raises:
         MeshError: repeated ranks, wrong number of names, ranks outside the world.
     """
-    device_type, array = parse_device_type(device_type), _rank_array(mesh)
+    device_type, array = parse_device_type(device_type), _parse_rank_array(mesh)
     ranks = tuple(int(rank) for rank in array.reshape(-1))
     if not ranks or len(set(ranks)) != len(ranks) or min(ranks) < 0:
         raise MeshError(f"mesh ranks must be distinct ints from 0 on, at least one, got {array.tolist()}")

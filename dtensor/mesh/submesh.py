@@ -15,23 +15,23 @@ from .root import Backend, parse_backends
 
 
 def slice_dims(mesh: Geometry, names: str | tuple[str, ...]) -> tuple[Dims, Names]:
-    """Return the dims and names for ``DeviceMesh.__getitem__``."""
-    known, root = mesh.mesh_dim_names, mesh._root
+    """Return root dims and names of the submesh of these mesh dims or flattened dims, for ``DeviceMesh.__getitem__``."""
+    own_names, root = mesh.mesh_dim_names, mesh._root
     requested = (names,) if isinstance(names, str) else tuple(names) if isinstance(names, (tuple, list)) else ()
     if not requested or not all(isinstance(name, str) for name in requested) or len(set(requested)) != len(requested):
-        raise MeshError(f"mesh[{names!r}] needs one or several different mesh dims of {known}")
+        raise MeshError(f"mesh[{names!r}] needs one or several different mesh dims of {own_names}")
     dims = []
     for name in requested:
-        if known is not None and name in known:
-            dims.append(mesh._dims[known.index(name)])
+        if own_names is not None and name in own_names:
+            dims.append(mesh._dims[own_names.index(name)])
         elif name in root.flattened and mesh._is_root:
             dims.append(root.flattened[name])
-        elif known is None:
+        elif own_names is None:
             raise MeshDimError(
                 f"{mesh!r} has no mesh dim {name!r}: it was made without mesh_dim_names; pass them when you make the mesh"
             )
         else:
-            raise MeshDimError(f"Invalid mesh_dim_name: {mesh!r} has no mesh dim {name!r}; its dims are {known}")
+            raise MeshDimError(f"Invalid mesh_dim_name: {mesh!r} has no mesh dim {name!r}; its dims are {own_names}")
     used = [d for group in dims for d in group]
     if len(set(used)) != len(used):
         raise MeshError(f"mesh[{names!r}]: the dims overlap; name each underlying dim once")
@@ -39,7 +39,7 @@ def slice_dims(mesh: Geometry, names: str | tuple[str, ...]) -> tuple[Dims, Name
 
 
 def flatten_dims(mesh: Geometry, name: str | None, backend_override: Any = None) -> tuple[Dims, Names]:
-    """Return the dims and names for ``DeviceMesh.flatten``. The root stores the name and the backend of the group."""
+    """Return root dims and name of the 1-d mesh over all dims; store the name and the requested backend in the root."""
     if not isinstance(name, str | None):
         raise MeshError(f"flatten(mesh_dim_name) takes a string, got {name!r}")
     if name is None and mesh.mesh_dim_names is not None:
@@ -53,8 +53,8 @@ def flatten_dims(mesh: Geometry, name: str | None, backend_override: Any = None)
     if requested and name not in root.named and name not in root.flattened:
         root.backends[root.multi_rank_dims(dims)] = requested[0,]
         root.groups.pop(root.multi_rank_dims(dims), None)  # holders of the earlier group keep it
-    known = root.named.get(name) or root.flattened.setdefault(name, dims)
-    if known != dims:
+    dims_of_name = root.named.get(name) or root.flattened.setdefault(name, dims)
+    if dims_of_name != dims:
         raise MeshError(f"a mesh dim named {name!r} exists already; give flatten() another name")
     return (dims,), (name,)
 
@@ -62,7 +62,7 @@ def flatten_dims(mesh: Geometry, name: str | None, backend_override: Any = None)
 def unflatten_dims(
     mesh: Geometry, dim: int | str, sizes: Sequence[int], names: Sequence[str] | None, backend_override: Any
 ) -> tuple[Any, Dims, Names, dict[tuple[int, ...], Backend]]:
-    """Return ranks, dims, names and backends of an unflattened mesh, which needs a new root with the new dims."""
+    """Return ranks, root dims, names and backends for a new root in which one mesh dim is split into several."""
     at, sizes, root = mesh.dim_index(dim), tuple(sizes), mesh._root
     if math.prod(sizes) != mesh.shape[at] or any(size < 1 for size in sizes):
         raise MeshError(
@@ -98,7 +98,7 @@ def unflatten_dims(
 
 
 def concatenate_dims(meshes: Sequence[Geometry]) -> tuple[Dims, Names]:
-    """Return the dims and names of the mesh of all dims of several slices of one mesh, in their order.
+    """Return root dims and names of the mesh over the dims of several slices of one mesh, in the order of the slices.
 
     Raises:
         MeshError: slices of different meshes, or with a dim in common.
@@ -112,10 +112,10 @@ def concatenate_dims(meshes: Sequence[Geometry]) -> tuple[Dims, Names]:
 
 
 def unify_roots(meshes: Sequence[Any]) -> list[Any]:
-    """Return meshes as parts of one root.
+    """Return meshes with the same ranks in the same order as meshes of one common root; others unchanged.
 
-    Meshes with the same ranks in the same order (one mesh, unflattened in several ways) become parts of the mesh with the
-    finest dims of all of them, if there is one. Others stay unchanged.
+    Such meshes are one mesh, unflattened in several ways. The common root has the finest dims of all of them, if there are
+    such dims; else the meshes are returned unchanged.
     """
     roots = list({mesh._root.key: mesh._root for mesh in meshes}.values())
     ends = sorted({end for root in roots for end in _suffix_sizes(root.shape)}, reverse=True)
@@ -134,9 +134,9 @@ def unify_roots(meshes: Sequence[Any]) -> list[Any]:
         for dims, backend in root.backends.items():
             backends[tuple(sorted(d for old in dims for d in new_dims_of[root.key][old] if shape[d] > 1))] = backend
     common = next((m for m in meshes if m._root.shape == tuple(shape) and m._root.backends == backends), None)
-    known = ("with", *new_dims_of)
-    if common is None and (common := roots[0].derived.get(known)) is None:
-        common = roots[0].derived[known] = type(meshes[0])(roots[0].device_type, np.reshape(roots[0].ranks, shape))
+    cache_key = ("common root", *new_dims_of)
+    if common is None and (common := roots[0].derived.get(cache_key)) is None:
+        common = roots[0].derived[cache_key] = type(meshes[0])(roots[0].device_type, np.reshape(roots[0].ranks, shape))
         common._root.simulated_mesh = roots[0].simulated_mesh
         common._root.profile = roots[0].profile
         common._root.backends = backends
@@ -152,7 +152,7 @@ def _suffix_sizes(shape: Sequence[int]) -> list[int]:
 
 
 def _finer_dims(shape: Sequence[int], first: dict[int, int], unit_dims: dict[int, int]) -> list[tuple[int, ...]]:
-    """Return for each dim of ``shape`` the finer dims that it is made of. Dims of size 1 keep their order."""
+    """Return for each dim of ``shape`` the dims of the common root that it is made of. Dims of size 1 keep their order."""
     result: list[tuple[int, ...]] = []
     used = dict.fromkeys(first, 0)
     for size, (start, end) in zip(shape, itertools.pairwise(_suffix_sizes(shape)), strict=True):
@@ -165,18 +165,18 @@ def _finer_dims(shape: Sequence[int], first: dict[int, int], unit_dims: dict[int
 
 
 def have_same_root(one: Geometry, other: Geometry) -> bool:
-    """Return True if both are parts of one mesh."""
+    """Return True if both meshes are derived from one root, or from equal ones."""
     return one._root is other._root or one._root.key == other._root.key
 
 
 def select_dims(mesh: Geometry, mesh_dims: Sequence[int]) -> tuple[Dims, Names]:
-    """Return the dims and names of some mesh dims, by number."""
+    """Return the root dims and names of some mesh dims, given by number."""
     names = mesh.mesh_dim_names
     return tuple(mesh._dims[i] for i in mesh_dims), None if names is None else tuple(names[i] for i in mesh_dims)
 
 
 def join_dims(one: Geometry, other: Geometry) -> tuple[Dims, Names]:
-    """Return the dims and names of the mesh over the dims of both, in the order of their root."""
+    """Return root dims and names of the mesh over the dims of both meshes, in the order of their root."""
     dims = dict(zip(one._dims, one.mesh_dim_names or [None] * one.ndim, strict=True))
     dims |= dict(zip(other._dims, other.mesh_dim_names or [None] * other.ndim, strict=True))
     ordered = sorted(dims)

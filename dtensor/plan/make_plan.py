@@ -60,7 +60,7 @@ def run_and_plan(
     result, graph = record_graph(step, args, kwargs)
     mesh = graph.mesh
     if mesh is None:
-        raise PlanError("plan: the program calls no operator on a DTensor")
+        raise PlanError("plan: the program calls no operator on a DTensor; distribute its parameters or its inputs first")
     return result, broadcast_result(mesh, lambda: make_plan(graph, seconds, memory))
 
 

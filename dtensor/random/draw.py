@@ -199,7 +199,7 @@ def _block_slices(layout: Layout, coordinate: tuple[int, ...]) -> tuple[slice, .
 
 def synchronize(mesh: DeviceMesh, how: str = "a draw") -> None:
     """Broadcast the generator state of the first rank, once for all ranks that generate together on process groups."""
-    if communicator_of(mesh).talks or tracing.is_tracing():
+    if communicator_of(mesh).has_other_processes or tracing.is_tracing():
         _broadcast_state(mesh, how)
 
 
@@ -213,7 +213,7 @@ def _broadcast_state(mesh: DeviceMesh, how: str) -> None:
             "(fullgraph=False)"
         )
     comm = communicator_of(mesh)
-    if not comm.talks:
+    if not comm.has_other_processes:
         return
     seeded, dims, generator = mesh._root.seeded, mesh.group_id(range(mesh.ndim)), mesh_generator(mesh)
     if not seeded.issuperset(dims):

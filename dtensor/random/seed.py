@@ -46,7 +46,7 @@ def manual_seed(seed: int, device_mesh: DeviceMesh | None = None, *, mode: str |
 def _check_seeds_agree(seed: int, mesh: DeviceMesh) -> None:
     """Raise if ranks of the mesh passed different seeds, and mark the mesh as seeded."""
     comm = communicator_of(mesh)
-    if not comm.talks:
+    if not comm.has_other_processes:
         return
     if not gather_summaries(mesh, repr(seed)).same:
         seeds = comm.all_gather_object(seed, tuple(range(mesh.ndim)))

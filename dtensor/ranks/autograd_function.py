@@ -32,7 +32,7 @@ from ..base.torch_internals import DisableTorchFunctionSubclass, TensorBase
 from ..errors import LayoutError
 from .joint_functions import flatten_ranks, join_values, merge_grads
 from .per_rank import JOINT_FUNCTIONS, SETUP_HOOKS, PerRank, over_ranks
-from .rank_runs import own_arguments
+from .rank_runs import replace_plain_arguments
 
 
 def has_setup_context(cls: Any) -> bool:
@@ -47,7 +47,7 @@ def apply_joint(cls: Any, args: Sequence[Any]) -> Any:
 
 
 class _JointCall:
-    """Application of a function: the function, its arguments, and how its results are made of tensors."""
+    """Call of a user's autograd function for all ranks: function, arguments, and how results are made of ranks' tensors."""
 
     def __init__(self, function: Any, args: Sequence[Any]) -> None:
         self.function, self.args = function, args
@@ -70,37 +70,36 @@ class _JointCall:
         return flat_results
 
     def join_results(self, flat: Sequence[Any]) -> Any:
-        values = _group_by_spec(self.outputs, flat)
+        values = _merge_by_spec(self.outputs, flat)
         return values[0] if self.single else tuple(values)
 
-    def split_gradients(self, found: Any) -> tuple[Any, ...]:
-        """Return the gradients for the inputs of ``_JointFunction``.
+    def split_gradients(self, grads: Any) -> tuple[Any, ...]:
+        """Return ``grads``, one for each argument of the user's function, as one for each rank's tensor, the node's inputs.
 
-        The user's function returned one gradient for each of its arguments; the inputs have one tensor for each rank of an
-        argument.
+        A plain tensor that all ranks used gets the sum of their gradients.
         """
-        grads = list(found) if isinstance(found, (tuple, list)) else [found]
+        grads = list(grads) if isinstance(grads, (tuple, list)) else [grads]
         grads += [None] * (len(self.args) - len(grads))
         flat_grads: list[Any] = []
-        for shape, grad in zip(self.args, grads, strict=False):
-            if not shape.count:
+        for spec, grad in zip(self.args, grads, strict=False):
+            if not spec.count:
                 continue
-            rank_grads = list(grad.shards) if isinstance(grad, PerRank) else [grad] * shape.count
-            if shape.ranks or len(rank_grads) == 1:
+            rank_grads = list(grad.shards) if isinstance(grad, PerRank) else [grad] * spec.count
+            if spec.ranks or len(rank_grads) == 1:
                 flat_grads += rank_grads
             else:  # a plain tensor that all ranks used
                 flat_grads.append(sum(rank_grads[1:], rank_grads[0]))
         return tuple(flat_grads)
 
-    def group_values(self, shapes: Sequence[_ValueSpec], grads: Sequence[Any]) -> tuple[Any, ...]:
-        """Return the gradients of arguments or of results, with those of all ranks together."""
-        return tuple(_group_by_spec([shape for shape in shapes if shape.count], grads))
+    def merge_gradients(self, specs: Sequence[_ValueSpec], grads: Sequence[Any]) -> tuple[Any, ...]:
+        """Merge flat gradients, one for each rank's tensor, to one for each argument or result that has tensors."""
+        return tuple(_merge_by_spec([spec for spec in specs if spec.count], grads))
 
-    def flatten_grads(self, shapes: Sequence[_ValueSpec], grads: Sequence[Any]) -> tuple[Any, ...]:
-        """Return the gradients as the autograd node has them. A plain gradient is that of each rank."""
+    def flatten_grads(self, specs: Sequence[_ValueSpec], grads: Sequence[Any]) -> tuple[Any, ...]:
+        """Return gradients of arguments or results as one for each rank's tensor. A plain gradient is that of each rank."""
         flat_grads: list[Any] = []
-        for shape, grad in zip((shape for shape in shapes if shape.count), grads, strict=True):
-            flat_grads += grad.shards if isinstance(grad, PerRank) else [grad] * shape.count
+        for spec, grad in zip((spec for spec in specs if spec.count), grads, strict=True):
+            flat_grads += grad.shards if isinstance(grad, PerRank) else [grad] * spec.count
         return tuple(flat_grads)
 
 
@@ -114,7 +113,7 @@ class _ValueSpec:
 
     @staticmethod
     def of(x: Any) -> _ValueSpec:
-        """Return the spec of one argument or result."""
+        """Make the spec of one argument or result: its number of tensors, and whether it has one for each rank."""
         if isinstance(x, PerRank):
             return _ValueSpec(len(x.shards), True)
         return _ValueSpec(1, False) if isinstance(x, Tensor) else _ValueSpec(0, False, x)
@@ -124,21 +123,21 @@ def _flatten_tensors(values: Sequence[Any]) -> list[Any]:
     return flatten_ranks([x for x in values if isinstance(x, Tensor)])
 
 
-def _group_by_spec(shapes: Sequence[_ValueSpec], flat: Sequence[Any]) -> list[Any]:
-    """Return one value for each spec, merged of the flat tensors of its ranks."""
+def _merge_by_spec(specs: Sequence[_ValueSpec], flat: Sequence[Any]) -> list[Any]:
+    """Return one value for each spec: a ``PerRank`` or tensor of the next tensors in ``flat``, or the spec's own value."""
     items, values = iter(flat), []
-    for shape in shapes:
-        tensors = [next(items) for _ in range(shape.count)]
-        values.append(merge_grads(tensors) if shape.ranks else tensors[0] if tensors else shape.value)
+    for spec in specs:
+        tensors = [next(items) for _ in range(spec.count)]
+        values.append(merge_grads(tensors) if spec.ranks else tensors[0] if tensors else spec.value)
     return values
 
 
 class _JointContext:
     """The context that the user's function gets: torch's own, with ``PerRank`` tensors in place of the tensors of ranks."""
 
-    def __init__(self, shapes: Sequence[_ValueSpec]) -> None:
+    def __init__(self, specs: Sequence[_ValueSpec]) -> None:
         self._real: Any = None  # torch's context, only while the function runs: a permanent reference would be a cycle
-        self._shapes = shapes
+        self._specs = specs
         self._saved: list[_ValueSpec] = []
 
     @contextmanager
@@ -158,15 +157,15 @@ class _JointContext:
 
     @property
     def saved_tensors(self) -> tuple[Any, ...]:
-        return tuple(_group_by_spec(self._saved, self._real.saved_tensors))
+        return tuple(_merge_by_spec(self._saved, self._real.saved_tensors))
 
     @property
     def needs_input_grad(self) -> tuple[bool, ...]:
         """Return for each argument whether a tensor of some rank needs a gradient."""
         flags, needed = list(self._real.needs_input_grad[1:]), []  # the first input is the _JointCall
-        for shape in self._shapes:
-            needed.append(any(flags[: shape.count]))
-            del flags[: shape.count]
+        for spec in self._specs:
+            needed.append(any(flags[: spec.count]))
+            del flags[: spec.count]
         return tuple(needed)
 
     def mark_dirty(self, *tensors: Any) -> None:
@@ -196,9 +195,9 @@ class _JointFunction(Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         """Run the user's backward on the gradients of all ranks, and return those of all inputs, flat."""
         call: _JointCall = ctx.call
-        shapes = [shape for shape in call.outputs if shape.count]
+        specs = [spec for spec in call.outputs if spec.count]
         with ctx.context.bind_context(ctx) as context:
-            grads_of_args = call.function.backward(context, *_grads_of_outputs(call.outputs, _group_by_spec(shapes, grads)))
+            grads_of_args = call.function.backward(context, *_grads_of_outputs(call.outputs, _merge_by_spec(specs, grads)))
         return None, *call.split_gradients(grads_of_args)
 
 
@@ -212,31 +211,31 @@ class _JointNode:
         return f"{self._call.function.__name__}Backward"
 
     def register_hook(self, hook: Callable[..., Any]) -> Any:
-        """Register ``hook(grads of arguments, grads of results)``; it may return other gradients of arguments."""
+        """Register a hook that runs after the node: ``hook(argument gradients, result gradients)`` may return other ones."""
         args, outputs = self._call.args, self._call.outputs
 
-        def over_flat(grads: Any, output_grads: Any) -> Any:
-            new_grads = hook(self._call.group_values(args, grads), self._call.group_values(outputs, output_grads))
+        def run_node_hook(grads: Any, output_grads: Any) -> Any:
+            new_grads = hook(self._call.merge_gradients(args, grads), self._call.merge_gradients(outputs, output_grads))
             return None if new_grads is None else self._call.flatten_grads(args, as_tuple(new_grads))
 
-        return self._node.register_hook(over_flat)
+        return self._node.register_hook(run_node_hook)
 
     def register_prehook(self, hook: Callable[..., Any]) -> Any:
-        """Register ``hook(gradients of results)``, which runs before the node and may return other gradients."""
+        """Register a hook that runs before the node: ``hook(result gradients)`` may return other ones."""
         outputs = self._call.outputs
 
-        def over_flat(grads: Any) -> Any:
-            new_grads = hook(self._call.group_values(outputs, grads))
+        def run_node_prehook(grads: Any) -> Any:
+            new_grads = hook(self._call.merge_gradients(outputs, grads))
             return None if new_grads is None else self._call.flatten_grads(outputs, as_tuple(new_grads))
 
-        return self._node.register_prehook(over_flat)
+        return self._node.register_prehook(run_node_prehook)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._node, name)
 
 
-def as_tuple(found: Any) -> tuple[Any, ...]:
-    return found if isinstance(found, tuple) else (found,)
+def as_tuple(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
 
 
 def _joint_grad_fn(x: PerRank, *owner: Any) -> Any:
@@ -250,7 +249,7 @@ def _joint_grad_fn(x: PerRank, *owner: Any) -> Any:
 def _grads_of_outputs(outputs: Sequence[_ValueSpec], grads: Sequence[Any]) -> list[Any]:
     """Return one gradient for each output, None for an output without a tensor."""
     items = iter(grads)
-    return [next(items) if shape.count else None for shape in outputs]
+    return [next(items) if spec.count else None for spec in outputs]
 
 
 JOINT_FUNCTIONS[vars(TensorBase)["grad_fn"].__get__] = _joint_grad_fn
@@ -263,12 +262,12 @@ _PATCHED_NAME = "torch.autograd.function.FunctionMeta.__getattribute__"
 def patch_functions() -> None:
     """Patch ``Function.apply`` so that it takes ``PerRank`` arguments, also in methods that a program has read before."""
     if "__getattribute__" not in vars(FunctionMeta):
-        FunctionMeta.__getattribute__ = _getattribute  # type: ignore[method-assign]  # see [Note: Patch of Function.apply]
+        FunctionMeta.__getattribute__ = _get_function_attribute  # type: ignore[method-assign]  # see [Note: Patch of Function.apply]
         patch_applied(_PATCHED_NAME)
 
 
 def unpatch_functions() -> None:
-    """Restore torch's own classes."""
+    """Restore torch's own ``Function.apply``."""
     if "__getattribute__" in vars(FunctionMeta):
         del FunctionMeta.__getattribute__
         patch_removed(_PATCHED_NAME)
@@ -286,8 +285,8 @@ class _ApplyState(local):
 _APPLY_STATE = _ApplyState()
 
 
-def _getattribute(cls: Any, name: str) -> Any:
-    """Replace ``apply``, ``forward`` and ``setup_context`` of a user's autograd function by those that run all ranks."""
+def _get_function_attribute(cls: Any, name: str) -> Any:
+    """Return an attribute of an autograd function: ``apply``, ``forward`` and ``setup_context`` as they run all ranks."""
     attribute = type.__getattribute__(cls, name)
     match name:
         case "apply":
@@ -306,12 +305,12 @@ def _getattribute(cls: Any, name: str) -> Any:
 def _call_apply(cls: Any, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call torch's ``apply`` of the function ``cls``; ``PerRank`` results of plain arguments get a graph for each rank."""
     _APPLY_STATE.looked_up = cls
-    result = plain(*own_arguments(cls, args), **kwargs)
+    result = plain(*replace_plain_arguments(cls, args), **kwargs)
     return tuple(map(_split_result, result)) if type(result) is tuple else _split_result(result)
 
 
 def _split_result(result: Any) -> Any:
-    """Return a result of plain arguments. If it is a ``PerRank``, the ranks' tensors get the graph of their wrapper."""
+    """Return a result of plain arguments; if it is a ``PerRank``, give its ranks' tensors the graph of the wrapper."""
     if type(result) is not PerRank:
         return result
     with DisableTorchFunctionSubclass():
@@ -320,9 +319,7 @@ def _split_result(result: Any) -> Any:
 
 
 def _call_forward(plain: Callable[..., Any], cls: Any, was_patched: bool, grad_mode: bool, *args: Any) -> Any:
-    """Run ``forward`` of a class as torch calls it. With ``PerRank`` arguments run it for all ranks with a graph of its own, in
-    which torch's node has no part.
-    """
+    """Run ``forward`` of ``cls`` as torch calls it; with ``PerRank`` arguments for all ranks, in a graph without torch's node."""
     is_two_part = has_setup_context(cls)
     has_per_rank = any(type(arg) is PerRank for arg in args)
     if has_per_rank:
@@ -351,7 +348,7 @@ def _mark_non_differentiable(context: Any, inputs: Any, results: Any) -> None:
 
 
 def _joint_size(x: PerRank) -> Any:
-    """Return the sizes of a ``PerRank``. If torch's node reads them, which does not use them, return those of the first rank."""
+    """Return the sizes that all ranks have; those of the first rank if torch's autograd node reads them, which ignores them."""
     return x.shards[0].shape if id(x) in _APPLY_STATE.noted else over_ranks(_SYM_SIZE, (x,), {})
 
 
@@ -364,6 +361,7 @@ class _SplitGraph(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
+        """Return the ranks' gradients as one ``PerRank``, the gradient of the wrapper."""
         grad = PerRank(grads)
         _APPLY_STATE.noted = [id(grad)]
         return grad

@@ -34,7 +34,7 @@ def _as_sequence(values: Any) -> Sequence[Any]:
 
 
 def _values_of_ranks(value: Any) -> Sequence[Any]:
-    """Return what each rank has of a tensor or gradient edge; only the value itself if all ranks share it."""
+    """Return the tensor or gradient edge of each rank; only ``value`` itself if all ranks share it."""
     if isinstance(value, PerRank):
         return value.shards
     if isinstance(value, GradientEdge) and isinstance(value.node, RankValues):
@@ -102,13 +102,13 @@ def _joint_make_dual(x: Any, tangent: Any, *level: Any, **named: Any) -> Any:
 
 
 def _joint_custom_function(function: Any, *args: Any) -> Any:
-    """Run ``Function.apply`` inside a transform, once per rank. For :class:`SplitRanks` return the tensors of the ranks."""
+    """Run ``Function.apply`` inside a ``torch.func`` transform, once per rank; :class:`SplitRanks` returns the ranks' tensors."""
     return args[0].shards if function is SplitRanks else over_ranks(custom_function_call, (function, *args), {})
 
 
 # --- random functions: ranks that are processes start with equal generators and draw equal numbers --------------------------
 def _run_random(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run ``func`` per rank, each from the present state of the generator, which then has the state after the first rank."""
+    """Run a random function once per rank, each from one generator state, then restore the state after the first rank."""
     generator = kwargs.get("generator")
     if generator is None:
         x = next((x for x in (*args, *kwargs.values()) if isinstance(x, PerRank)), None)
@@ -155,7 +155,7 @@ JOINT_FUNCTIONS.update(
 
 
 def _joint_sizes(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return the sizes that all ranks have, else a tuple with a ``RankNumber`` for each dim in which they differ."""
+    """Return what a function of sizes gives on all ranks, with a ``RankNumber`` for each dim in which ranks differ."""
     x = args[0] if args else kwargs.get("input")
     if not isinstance(x, PerRank):
         return over_ranks(func, args, kwargs)
@@ -183,6 +183,7 @@ class RankNodes(RankValues):
     __slots__ = ()
 
     def __getattr__(self, name: str) -> Any:
+        """Return the attribute of all ranks' nodes as one value; a method runs on each rank's node."""
         if name.startswith("__"):
             raise AttributeError(f"nodes of each rank have no {name} of their own")
         values = [getattr(node, name) for node in self]
@@ -208,7 +209,7 @@ def join_values(values: Sequence[Any], name: str) -> Any:
 
 
 def register_joint_multi_grad_hook(tensors: Sequence[Any], fn: Callable[..., Any], *, mode: str = "all") -> Any:
-    """Register ``fn`` once for all ranks: it gets the gradients of all ranks together."""
+    """Register a multi-gradient hook once for all ranks: ``fn`` gets one ``PerRank`` gradient for each tensor."""
     if not any(isinstance(x, PerRank) for x in tensors):
         return _TORCH_MULTI_GRAD_HOOK(tensors, fn, mode=mode)  # type: ignore[arg-type]  # torch's stub lists the modes
     counts = [len(x.shards) if isinstance(x, PerRank) else 0 for x in tensors]

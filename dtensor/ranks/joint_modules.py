@@ -21,7 +21,7 @@ Forward = Callable[..., Any]
 
 
 def _joint_sync_batch_norm(forward: Forward, module: nn.SyncBatchNorm, x: Any) -> Any:
-    """Return each rank's part of the batches of all ranks, which are normalized together."""
+    """Run ``SyncBatchNorm`` in training on the batches of all ranks together, and return each rank's part of the result."""
     if type(x) is not PerRank or not module.training:
         return forward(module, x)
     if module.process_group is not None:
@@ -43,7 +43,7 @@ def _joint_transformer_encoder(
     src_key_padding_mask: Any = None,
     is_causal: bool | None = None,
 ) -> Any:
-    """Run the encoder once per rank if torch would compute nested tensors for plain inputs."""
+    """Run the encoder; the entire module once per rank if torch would compute nested tensors for plain inputs."""
     may_nest = type(src) is PerRank and src_key_padding_mask is not None and not module.training and module.use_nested_tensor
     if may_nest and not (torch.is_grad_enabled() and any(x.requires_grad for x in (src, *module.parameters()))):
         if any(type(x) is not nn.Parameter for x in module.parameters()):
@@ -62,7 +62,7 @@ _JOINT_FORWARDS: dict[type[nn.Module], Callable[..., Any]] = {
 
 
 def patch_modules() -> None:
-    """Patch ``forward`` of these modules so that it takes ``PerRank`` tensors."""
+    """Patch ``forward`` of ``SyncBatchNorm`` and ``TransformerEncoder`` so that it takes ``PerRank`` tensors."""
     for kind, joint_forward in _JOINT_FORWARDS.items():
         if not hasattr(kind.forward, "__wrapped__"):
             kind.forward = _wrap_forward(kind.forward, joint_forward)

@@ -59,11 +59,12 @@ class PerRank(LocalTensor):
 
     @staticmethod
     def __new__(cls, shards: Iterable[Tensor]) -> PerRank:
+        """Wrap one plain tensor per rank. If one requires grad, first apply the patches of torch."""
         shards = tuple(shards)
         if not shards or any(not isinstance(shard, Tensor) or isinstance(shard, PerRank) for shard in shards):
             raise PlacementError("per_rank takes one plain tensor per rank: per_rank([tensor_of_rank_0, tensor_of_rank_1, ...])")
         x = _make_per_rank(shards)
-        return prepare_for_program(x) if any(shard.requires_grad for shard in shards) else x
+        return patch_torch_for(x) if any(shard.requires_grad for shard in shards) else x
 
     def __init__(self, shards: Iterable[Tensor]) -> None:
         pass
@@ -74,6 +75,7 @@ class PerRank(LocalTensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a torch function once for all ranks if it is a joint function, else once per rank."""
         if is_dynamo_compiling():
             torch_internals.graph_break(msg=NOT_COMPILED)
         joint = JOINT_FUNCTIONS.get(func)
@@ -83,6 +85,7 @@ class PerRank(LocalTensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub declares the disabled one
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        """Run an operator for all ranks where torch has disabled ``__torch_function__``."""
         joint = JOINT_FUNCTIONS.get(func)
         if joint is not None:
             return joint(*args, **(kwargs or {}))
@@ -96,7 +99,7 @@ class PerRank(LocalTensor):
     def backward(
         self, gradient: Any = None, retain_graph: bool | None = None, create_graph: bool = False, inputs: Any = None
     ) -> None:
-        """Compute the gradients of the sum over ranks: each rank's tensor is a root of one joint backward pass."""
+        """Run one backward pass for all ranks, with each rank's tensor as a root: gradients of the sum over ranks."""
         JOINT_FUNCTIONS[torch.autograd.backward](
             [self], None if gradient is None else [gradient], retain_graph, create_graph, inputs=inputs
         )
@@ -106,11 +109,13 @@ class PerRank(LocalTensor):
         return "PerRank(" + "".join(f"\n  rank {rank}: {text}" for rank, text in enumerate(shown)) + "\n)"
 
     def __format__(self, spec: str) -> str:
+        """Return the formatted value that all ranks have, else a list with that of each rank."""
         texts = [format(shard, spec) for shard in self.shards]
         is_equal = len(set(texts)) == 1
         return texts[0] if is_equal else "[" + ", ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts)) + "]"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PerRank:
+        """Copy the tensor of each rank; a parameter stays a parameter."""
         copied = PerRank(copy.deepcopy(shard, memo) for shard in self.shards)
         if getattr(self, "_is_param", False):
             copied._is_param = True  # isinstance(x, nn.Parameter) reads this attribute
@@ -128,20 +133,20 @@ def per_rank(tensors: Sequence[Tensor]) -> PerRank:
     >>> (per_rank([torch.tensor([0.0, 1.0]), torch.tensor([2.0])]) + 1).shards[1]
     tensor([3.])
     """
-    return prepare_for_program(PerRank(tensors))
+    return patch_torch_for(PerRank(tensors))
 
 
-def prepare_for_program(local: Any) -> Any:
-    """Return ``local``, a local value that the program gets. If it is a ``PerRank``, prepare torch for it first."""
+def patch_torch_for(local: Any) -> Any:
+    """Return ``local``, a local value that a program gets. If it is a ``PerRank``, first apply the patches of torch."""
     if type(local) is PerRank:
-        prepare_torch()
+        patch_torch_for_per_rank()
     return local
 
 
-def prepare_torch() -> None:
+def patch_torch_for_per_rank() -> None:
     """Apply the patches of torch that ``PerRank`` tensors need, before a program gets such tensors."""
-    for prepare in SETUP_HOOKS:
-        prepare()
+    for apply_patches in SETUP_HOOKS:
+        apply_patches()
 
 
 def shards_of(local: Any) -> tuple[Tensor, ...]:
@@ -164,7 +169,7 @@ def over_ranks(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
         targets = [(x, _clone_for_ranks(x, count)) for x in list_written_tensors(func, args, kwargs)]
         if targets:
             args, kwargs = _replace_items(args, targets), _replace_items(kwargs, targets)
-        args, kwargs = _own_copies(args, count), {name: _own_copy(value, count) for name, value in kwargs.items()}
+        args, kwargs = _replicate_all(args, count), {name: _replicate_to_ranks(value, count) for name, value in kwargs.items()}
         results = [func(*own, **named) for own, named in split_arguments(args, kwargs, count)]
         for x, copies in targets:
             write_equal_shards(x, copies.shards)
@@ -182,10 +187,9 @@ def over_ranks(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
 
 
 def _arguments_by_rank(args: Sequence[Any]) -> Sequence[Sequence[Any]] | None:
-    """Return the arguments of each rank, in the simple case; else None.
+    """Return the positional arguments of each rank if all are ``PerRank``, numbers, or lists of these; else None.
 
-    The first argument, or its first element, must be a ``PerRank``. The others must be ``PerRank``, Python numbers, or lists of
-    these.
+    The first argument, or its first element, must be a ``PerRank``.
     """
     innermost = args[0] if args else None
     while type(innermost) in _LIST_TYPES and innermost:
@@ -194,7 +198,7 @@ def _arguments_by_rank(args: Sequence[Any]) -> Sequence[Sequence[Any]] | None:
 
 
 def _simple_column(arg: Any, count: int) -> Sequence[Any] | None:
-    """Return what each rank has of an argument; None if it needs a closer look (plain tensors, ``RankNumber``)."""
+    """Return each rank's value of one argument; None if it is a plain tensor, a ``RankNumber`` or another type."""
     kind = type(arg)
     if kind is PerRank and len(arg.shards) == count:
         shards: tuple[Any, ...] = arg.shards
@@ -210,27 +214,27 @@ def _simple_column(arg: Any, count: int) -> Sequence[Any] | None:
     return [kind(row) for row in zip(*full_columns, strict=True)] if len(full_columns) == len(arg) else None
 
 
-def _own_copies(values: Sequence[Any], count: int) -> list[Any]:
-    return [_own_copy(value, count) for value in values]
+def _replicate_all(values: Sequence[Any], count: int) -> list[Any]:
+    return [_replicate_to_ranks(value, count) for value in values]
 
 
-def _own_copy(value: Any, count: int) -> Any:
-    """Return ``value``, with each plain tensor that records gradients as a ``PerRank`` of copies, see ``ReplicateToRanks``."""
+def _replicate_to_ranks(value: Any, count: int) -> Any:
+    """Return ``value`` with each plain tensor that requires grad replaced by a ``PerRank`` of copies with separate gradients."""
     kind = type(value)
     if kind is Tensor and functorch_active() and isinstance(value := split_ranks(value), PerRank):
         return value
     if (kind is Tensor or kind is nn.Parameter) and value.requires_grad and torch.is_grad_enabled():
         return PerRank(ReplicateToRanks.apply(value, count))
-    return kind(_own_copies(value, count)) if kind is list or kind is tuple else value
+    return kind(_replicate_all(value, count)) if kind is list or kind is tuple else value
 
 
 def _clone_for_ranks(x: Tensor, count: int) -> PerRank:
-    copies = _own_copy(x, count)
+    copies = _replicate_to_ranks(x, count)
     return PerRank(shard.clone() for shard in (copies.shards if isinstance(copies, PerRank) else (x,) * count))
 
 
 def _replace_items(value: Any, targets: Sequence[tuple[Any, Any]]) -> Any:
-    """Return ``value`` with each occurrence of the first object of a pair replaced by the second one."""
+    """Return ``value`` with each occurrence of ``old`` replaced by ``new``, for each pair (old, new) in ``targets``."""
     for old, new in targets:
         if value is old:
             return new
@@ -266,14 +270,14 @@ def split_arguments(args: Sequence[Any], kwargs: dict[str, Any], count: int) -> 
 
 
 def _values_by_rank(value: Any, count: int) -> Iterable[Any]:
-    """Return ``value`` as each of ``count`` ranks has it."""
+    """Return one value for each of ``count`` ranks: the rank's part of a per-rank value, else ``value`` itself."""
     if isinstance(value, PerRank):
         return value.shards
     return [select_rank(value, rank) for rank in range(count)] if isinstance(value, _CONTAINER_TYPES) else repeat(value, count)
 
 
 def _describe_function(func: Any) -> str:
-    """Return "`name` of a PerRank tensor" for error messages; for the getter of a property, the name of the property."""
+    """Return "`name` of a PerRank tensor", with the name of a function or property, for error messages."""
     # the getter of a property such as Tensor.shape
     target = func.__self__ if getattr(func, "__name__", "") == "__get__" else func
     name = getattr(target, "__name__", str(target))
@@ -316,7 +320,7 @@ def _list_items(value: Any) -> Iterable[Any]:
 
 
 def select_rank(value: Any, rank: int) -> Any:
-    """Return ``value`` with the part of one rank in place of each per-rank value; ``value`` itself if there is none."""
+    """Return ``value`` with each per-rank value in it replaced by the part of one rank; ``value`` itself if it has none."""
     if isinstance(value, PerRank):
         return value.shards[rank]
     if isinstance(value, RankValues):

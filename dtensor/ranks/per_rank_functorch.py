@@ -20,7 +20,7 @@ class SplitRanks(torch.autograd.Function):
 
     @staticmethod
     def forward(*given: Tensor) -> Any:
-        """Raise: the function runs only under torch.func transforms."""
+        """Raise AssertionError: this is reached only without ``torch.func`` transforms, where the function must not run."""
         raise AssertionError(
             "SplitRanks and JoinRanks run only under torch.func transforms; below them the ranks' tensors have their own graphs"
         )
@@ -80,7 +80,7 @@ def unwrap_functorch(x: Any) -> Any:
 
 
 def split_ranks(x: Any) -> Any:
-    """Return ``x``, as a ``PerRank`` of wrapped tensors if transforms have wrapped a ``PerRank``."""
+    """Return ``x``; if it is the ``torch.func`` wrapper of a ``PerRank``, a ``PerRank`` of wrapped tensors."""
     if not is_functorch_wrapped(x):
         return x
     inner = unwrap_functorch(x)
@@ -88,10 +88,10 @@ def split_ranks(x: Any) -> Any:
 
 
 def join_ranks(shards: Sequence[Tensor], kind: Callable[[Sequence[Tensor]], Tensor]) -> Tensor:
-    """Return the ranks' tensors as one tensor of ``kind``. Under transforms it is below their wrappers, since they search results
-    for wrapped tensors.
+    """Return ranks' tensors as one tensor of ``kind``; under ``torch.func`` transforms as the wrapper of one tensor of ``kind``.
 
-    Ragged tensors cannot be wrapped, so they are returned as ``kind`` of wrapped tensors.
+    Transforms search results for wrapped tensors. Ragged tensors cannot be wrapped, so they are returned as ``kind`` of wrapped
+    tensors.
     """
     if functorch_active() and any(map(is_functorch_wrapped, shards)) and len({shard.shape for shard in shards}) == 1:
         wrapped: Tensor = JoinRanks.apply(kind, *shards)

@@ -49,13 +49,13 @@ class JoinEqualShards(torch.autograd.Function):
 
 
 def list_written_tensors(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the plain tensors to which a call writes."""
-    return [x for x in _list_written(func, args, kwargs) if is_plain(x)]
+    """Return the plain tensors to which a call of the torch function ``func`` writes."""
+    return [x for x in _list_written_arguments(func, args, kwargs) if is_plain(x)]
 
 
 def check_no_dtensor_written(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     """Raise MixedTensorError if a call with per-rank tensors writes to a DTensor."""
-    if any(hasattr(x, "_layout") for x in _list_written(func, args, kwargs)):
+    if any(hasattr(x, "_layout") for x in _list_written_arguments(func, args, kwargs)):
         raise MixedTensorError(
             f"{_function_name(func)} would write a PerRank tensor into a DTensor, which is one global value. Make a DTensor "
             "first, with DTensor.from_local(x, mesh, placements), or, if all ranks have the same value, with "
@@ -67,7 +67,7 @@ def _function_name(func: Callable[..., Any]) -> str:
     return str(getattr(func, "__name__", "")).partition(".")[0]
 
 
-def _list_written(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+def _list_written_arguments(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
     """Return the arguments that a torch function writes: ``self`` if in place, ``out=``, and running statistics."""
     name = _function_name(func)
     is_inplace = name in _INPLACE_METHODS or (name.endswith("_") and not name.endswith("__"))
@@ -77,11 +77,7 @@ def _list_written(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[st
 
 _FUNCTIONAL_NORMS = (F.batch_norm, F.instance_norm)  # (input, running_mean, running_var, weight, bias, flag, ...)
 # (input, weight, bias, running_mean, ..., flag, ...)
-_OPERATOR_NORMS = (
-    torch.batch_norm,
-    torch.instance_norm,
-    torch.native_batch_norm,
-)
+_OPERATOR_NORMS = (torch.batch_norm, torch.instance_norm, torch.native_batch_norm)
 _OPERATOR_NORMS += tuple(
     getattr(torch.ops.aten, name).default
     for name in ("batch_norm", "instance_norm", "native_batch_norm", "_native_batch_norm_legit")
@@ -104,7 +100,7 @@ def is_plain(value: Any) -> bool:
 
 
 def write_equal_shards(target: Tensor, shards: Sequence[Tensor]) -> None:
-    """Write the value that all ranks have written to copies of ``target`` into it.
+    """Write to ``target`` the value that all ranks wrote to their copies of it, the ``shards``.
 
     Raises:
         LayoutError: the ranks have written different values.
@@ -148,7 +144,7 @@ class ReplicateToRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None]:
-        """Return the gradient that all ranks have. Gradients are not summed: each belongs to a copy.
+        """Return the gradient that all ranks have for their copies, after a check that it is equal; gradients are not summed.
 
         Raises:
             LayoutError: the gradients of the ranks differ.

@@ -73,8 +73,8 @@ class RankRuns:
             self._watch_generator(generator)
 
     @contextmanager
-    def run(self, rank: int) -> Iterator[None]:
-        """Run the body of the ``with`` statement as the run of ``rank``."""
+    def enter_run(self, rank: int) -> Iterator[None]:
+        """Enter the run of ``rank`` for a ``with`` block: its random states, and the mode that follows its torch functions."""
         for stream in self._streams.values():
             stream.restart()
         before, _ACTIVE_RUN.run = _ACTIVE_RUN.run, (self, rank)
@@ -84,22 +84,22 @@ class RankRuns:
         finally:
             _ACTIVE_RUN.run = before
         for stream in self._streams.values():
-            stream.finish()
+            stream.restore_after_first_run()
 
     def copy_shared_results(self, value: Any) -> Any:
-        """Return the results of the runs. If several ranks returned one tensor, each gets a copy of its own."""
+        """Return the merged results ``value``, in which ranks that returned one tensor each get a copy of their own."""
         if isinstance(value, PerRank):
             shards = list(value.shards)
             shared = [_is_shared(x, value.shards[:k] + value.shards[k + 1 :]) for k, x in enumerate(shards)]
             for k in [k for k, is_shared in enumerate(shared) if is_shared]:
-                shards[k] = (self.own_copy(k, shards[k]) if torch.is_grad_enabled() else shards[k]).clone()
+                shards[k] = (self.replicate_for(k, shards[k]) if torch.is_grad_enabled() else shards[k]).clone()
             return PerRank(shards) if any(shared) else value
         if isinstance(value, (list, tuple)) and not isinstance(value, RankValues):
             return rebuild_sequence(value, [self.copy_shared_results(item) for item in value])
         return value
 
     def run_function(self, rank: int, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """Return ``func(*args, **kwargs)``, which the run of ``rank`` calls.
+        """Call a torch function in the run of ``rank``, with its copies of plain tensors; check and record reads and writes.
 
         Raises:
             LayoutError: it uses a tensor to which another rank's run wrote, or writes to a tensor of another rank's run.
@@ -118,7 +118,7 @@ class RankRuns:
         targets, statistics = list_written_tensors(func, args, kwargs), list_written_statistics(func, args, kwargs)
         is_accessor = getattr(func, "__name__", "") in ("__get__", "__set__", "__delete__")
         if torch.is_grad_enabled() and func not in _OBJECT_FUNCTIONS and (not is_accessor or func in _COMPUTED_ATTRIBUTES):
-            args, kwargs = map_tensors(lambda x: x if _is_among(x, targets) else self.own_copy(rank, x), (args, kwargs))
+            args, kwargs = map_tensors(lambda x: x if _is_among(x, targets) else self.replicate_for(rank, x), (args, kwargs))
         result = func(*args, **kwargs)
         for x, storages, state in zip(used, storages_of_used, states, strict=True):
             if _write_state(x) != state or _is_among(x, statistics) or (x.is_inference() and _is_among(x, targets)):
@@ -149,15 +149,15 @@ class RankRuns:
         for other in (self._writers.rank_of(x), self._makers.rank_of(x)):
             if other not in (None, rank):
                 raise LayoutError(_format_conflict(rank, x, other))
-        self._writers.add(rank, x)
+        self._writers.set_rank(rank, x)
 
     def _add_made(self, rank: int, x: Tensor) -> None:
         """Record that the run of ``rank`` made the storage of ``x``."""
         if self._makers.rank_of(x) is None:
-            self._makers.add(rank, x)
+            self._makers.set_rank(rank, x)
 
-    def own_copy(self, rank: int, x: Tensor) -> Tensor:
-        """Return the copy of ``x`` that ``rank`` differentiates; ``x`` itself if no copy is needed."""
+    def replicate_for(self, rank: int, x: Tensor) -> Tensor:
+        """Return ``rank``'s copy of the plain tensor ``x``, with its own gradient; ``x`` itself if it needs none."""
         if (
             not is_plain(x)
             or not x.requires_grad
@@ -176,14 +176,16 @@ class RankRuns:
 
 
 class _ActiveRun(local):
+    """The ``map_ranks`` run that is active in this thread."""
+
     run: tuple[RankRuns, int] | None = None  # the runs and the rank that this thread runs
 
 
 _ACTIVE_RUN = _ActiveRun()
 
 
-def own_arguments(function: Any, args: Sequence[Any]) -> Sequence[Any]:
-    """Return the arguments of a ``torch.autograd.Function``, with the copies of the rank that runs in this thread.
+def replace_plain_arguments(function: Any, args: Sequence[Any]) -> Sequence[Any]:
+    """Return arguments of an autograd function, with plain tensors replaced by copies of the rank that runs in this thread.
 
     The mode that follows torch functions does not see ``Function.apply``.
 
@@ -198,7 +200,7 @@ def own_arguments(function: Any, args: Sequence[Any]) -> Sequence[Any]:
             "tensors. Write use_reentrant=False, or call the checkpoint on per_rank tensors, outside of map_ranks"
         )
     runs, rank = _ACTIVE_RUN.run
-    return [runs.own_copy(rank, x) if isinstance(x, Tensor) else x for x in args]
+    return [runs.replicate_for(rank, x) if isinstance(x, Tensor) else x for x in args]
 
 
 class _RandomStream:
@@ -211,15 +213,15 @@ class _RandomStream:
     def restart(self) -> None:
         self._restore(self._before)
 
-    def finish(self) -> None:
-        """Set the source to the state in which the first run left it."""
+    def restore_after_first_run(self) -> None:
+        """Set the source of random numbers to the state in which the first run left it."""
         if self._after is None:
             self._after = self._read()
         self._restore(self._after)
 
 
 class _StorageRanks:
-    """A rank for each of some storages, which are referenced weakly."""
+    """Table of the rank that made, or wrote to, each storage; storages are referenced weakly."""
 
     def __init__(self) -> None:
         self._ranks: dict[int, tuple[StorageWeakRef, int]] = {}
@@ -229,14 +231,11 @@ class _StorageRanks:
         entry = self._ranks.get(_storage_key(x))
         return None if entry is None else entry[1]
 
-    def add(self, rank: int, x: Tensor) -> None:
-        """Record the rank that uses the storage of ``x``; drop entries of freed storages from time to time."""
+    def set_rank(self, rank: int, x: Tensor) -> None:
+        """Store ``rank`` for the storage of ``x``; drop entries of freed storages when there are many."""
         if _storage_key(x):
             # no other storage gets this key while the weak reference exists
-            self._ranks[_storage_key(x)] = (
-                StorageWeakRef(x.untyped_storage()),
-                rank,
-            )
+            self._ranks[_storage_key(x)] = StorageWeakRef(x.untyped_storage()), rank
         if len(self._ranks) > self._max_entries:
             self._ranks = {key: entry for key, entry in self._ranks.items() if not entry[0].expired()}
             self._max_entries = max(_PRUNE_ENTRIES, 2 * len(self._ranks))

@@ -13,9 +13,8 @@ import torch
 from ..base.tensor_tree import iter_tree_leaves
 from ..errors import LayoutError, MeshError, MixedTensorError
 
-RUN_PER_RANK: list[
-    Callable[..., Any]
-] = []  # one element: the function that runs torch functions per rank; ``per_rank``, a higher module, sets it
+# one element: the function that runs torch functions per rank; ``per_rank``, a higher module, sets it
+RUN_PER_RANK: list[Callable[..., Any]] = []
 
 
 class RankValues(tuple[Any, ...]):
@@ -28,6 +27,7 @@ class RankValues(tuple[Any, ...]):
     __slots__ = ()
 
     def __getattr__(self, name: str) -> Any:
+        """Return the attribute of each rank's value, merged; for a method, a method that runs on each rank's value."""
         if name.startswith("_"):
             raise AttributeError(f"a value of each rank has no attribute {name!r}")
         getter = operator.attrgetter(name)
@@ -44,6 +44,7 @@ class RankValues(tuple[Any, ...]):
         return method
 
     def __bool__(self) -> bool:
+        """Return the truth value that all ranks have; raise LayoutError if they differ."""
         truths = {bool(value) for value in self}
         if len(truths) > 1:
             raise LayoutError(f"the truth value of {self!r} differs between ranks; reduce it with any() or all()")
@@ -93,6 +94,7 @@ class RankNumber:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a torch function once per rank, each with the rank's number; raise MixedTensorError for a DTensor."""
         if any(hasattr(type(value), "device_mesh") for value in iter_tree_leaves((args, kwargs or {}))):
             raise MixedTensorError(
                 "a DTensor has one value for all ranks and cannot be combined with a Python number that differs between ranks. "
@@ -156,12 +158,12 @@ def collapse_if_equal(values: Sequence[Any]) -> Any:
 
 
 def make_rank_indices(ranks: Sequence[int]) -> Any:
-    """Return what ``get_rank()`` returns in a process with all ranks."""
+    """Return the result of ``get_rank()`` in a process with all ranks: ``RankIndices``, an int for a mesh of one rank."""
     return RankIndices(ranks) if len(ranks) > 1 else ranks[0]
 
 
-def _map_operator(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method that applies ``fn`` to the numbers of each rank."""
+def _make_operator_method(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method of ``RankNumber`` that applies the operator ``fn`` to the numbers of each rank."""
 
     def method(self: RankNumber, *others: Any) -> Any:
         """Apply the operator to the numbers of each rank."""
@@ -179,11 +181,11 @@ def _map_operator(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 for _name in ("neg", "pos", "abs", "invert", "eq", "ne", "lt", "le", "gt", "ge"):
-    setattr(RankNumber, f"__{_name}__", _map_operator(getattr(operator, _name)))
+    setattr(RankNumber, f"__{_name}__", _make_operator_method(getattr(operator, _name)))
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"):
     _binary = getattr(operator, f"__{_name}__")
-    setattr(RankNumber, f"__{_name}__", _map_operator(_binary))
-    setattr(RankNumber, f"__r{_name}__", _map_operator(lambda a, b, binary=_binary: binary(b, a)))
+    setattr(RankNumber, f"__{_name}__", _make_operator_method(_binary))
+    setattr(RankNumber, f"__r{_name}__", _make_operator_method(lambda a, b, binary=_binary: binary(b, a)))
 
 
 _COMPARED_TYPES = (bool, int, float, complex, str, list, tuple)
@@ -210,7 +212,7 @@ def require_equal(values: list[Any], what: str) -> Any:
 
 
 def _is_identical(a: Any, b: Any) -> bool:
-    """Return True if two values of ranks are the same, bit by bit; False if they cannot be compared."""
+    """Return True if the values of two ranks are equal bit by bit; False if they cannot be compared."""
     if a is b:
         return True
     if type(a) is not type(b):

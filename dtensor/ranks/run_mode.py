@@ -32,6 +32,7 @@ class RunMode(TorchFunctionMode):
         self._follow = follow
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Pass a torch function to ``follow``; in a call that is being compiled, run it, or break the graph for gradients."""
         if torch.compiler.is_dynamo_compiling():
             if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in args):
                 torch_internals.graph_break(msg=_GRADIENTS_NOT_COMPILED)

@@ -133,7 +133,7 @@ def _make_reporting_kernel(operator: Any, kind: CollectiveKind) -> Callable[...,
                 event = Event(
                     kind.name, (), group.size(), _received_by_call(kind, arguments, group), direct=True, groups=(ranks,)
                 )
-                return events.report_events(event, lambda: redispatch(keys, *args, **kwargs))
+                return events.issue_reported(event, lambda: redispatch(keys, *args, **kwargs))
         return redispatch(keys, *args, **kwargs)
 
     return report_and_redispatch

@@ -87,7 +87,7 @@ class CommDebugMode:
         self._world = dist.group.WORLD
         block = events.LISTENING.enter(self._handle_own_event)
         self._blocks.append(block)
-        self._modules.start_tracking(lambda: events.LISTENING.sees(block))
+        self._modules.start_tracking(lambda: events.LISTENING.is_entered(block))
         c10d_calls.REPORT_C10D_CALLS.__enter__()
         return self
 

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from types import FrameType
 from typing import Any
 
@@ -161,7 +162,7 @@ class RunRecorder(CommDebugMode):
         block, self.tracker = self._blocks[-1], MemoryTracker()
 
         def is_recorded_here() -> bool:
-            return events.LISTENING.sees(block)
+            return events.LISTENING.is_entered(block)
 
         def before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
             if is_recorded_here():
@@ -263,8 +264,7 @@ def _line_and_caller(frame: FrameType | None, node: Any) -> tuple[SourceLine, st
         code = frame.f_code
         in_engine = in_engine or code.co_name == _ENGINE_FUNCTION
         if "dtensor" in (module := frame.f_globals.get("__name__", "")).partition(".") and not module.startswith(__package__):
-            is_public = hasattr(sys.modules["dtensor"], code.co_qualname.partition(".")[0])
-            caller = code.co_qualname if is_public else module
+            caller = code.co_qualname if code.co_qualname.partition(".")[0] in _root_names() else module
             func = frame.f_locals.get("func") if module == "dtensor.dispatch.dispatcher" else None
             operator = func._schema.name if isinstance(func, OpOverload) else operator
         frame = frame.f_back
@@ -274,6 +274,12 @@ def _line_and_caller(frame: FrameType | None, node: Any) -> tuple[SourceLine, st
             source_line_of(frame) if line is NO_SOURCE_LINE else line
         ), operator or f"gradient ({str(node.name()).rpartition('::')[2]})"
     return source_line_of(frame), operator or caller or "torch.distributed"
+
+
+@cache
+def _root_names() -> frozenset[str]:
+    """Return all names of the package root, also those that are imported at their first use."""
+    return frozenset(dir(sys.modules["dtensor"]))
 
 
 def _line_of_node(node: Any) -> SourceLine:

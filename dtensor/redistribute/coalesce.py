@@ -137,7 +137,7 @@ def _without_divisor(step: Any) -> Any:
 def merged_collective(steps: Sequence[Step]) -> Callable[..., Merged]:
     """Return a function that issues steps of one kind as one collective, for recordings. It does not divide averages."""
     undivided = tuple(map(_without_divisor, steps))
-    at_once = communicator_of(steps[0].before.mesh).talks and not isinstance(steps[0], AllReduce)
+    at_once = communicator_of(steps[0].before.mesh).has_other_processes and not isinstance(steps[0], AllReduce)
     return _wrap_as_recorded_op(issue_for_cause(undivided, _bind_merged(undivided)), steps[0].verb, at_once)
 
 
@@ -202,7 +202,7 @@ def _bind_all_reduce(steps: tuple[Any, ...]) -> MergedStart:
 def _bind_flat_all_reduce(comm: Communicator, mesh_dims: Sequence[int], op: Any, dtype: torch.dtype, divisor: int) -> MergedStart:
     """Return the function that runs several all-reduces as one, on a row of their concatenated operands."""
     reduction = comm.bind_all_reduce(mesh_dims, op, dtype)
-    bound = reduction.taking or reduction.run
+    bound = reduction.run_donated or reduction.run
 
     def unpack_reduced(member: int, reduced: Tensor, *parts: Tensor) -> list[Tensor]:
         rows = (divide_in_place(reduced, divisor) if divisor > 1 else reduced).split([part.numel() for part in parts])
@@ -219,7 +219,9 @@ def _bind_reduce_scatter(steps: tuple[Any, ...]) -> MergedStart:
     """Return the function that runs several reduce-scatters as one, of rows in which their operands are packed."""
     mesh, every, dtype, divisor = steps[0].before.mesh, range(len(steps)), steps[0].before.dtype, steps[0].divisor
     comm, rows = communicator_of(mesh), _flat_rows(steps)
-    bound = comm.bind_scatter(steps[0].mesh_dims, lambda member: rows[member].addend_counts(every, 0), steps[0].op, dtype)
+    bound = comm.bind_row_reduce_scatter(
+        steps[0].mesh_dims, lambda member: rows[member].addend_counts(every, 0), steps[0].op, dtype
+    )
 
     def pack_addends(member: int, *parts: Tensor) -> Tensor:
         return rows[member].pack_addends(every, parts, dtype, parts[0].device)
@@ -235,7 +237,7 @@ def _bind_all_gather(steps: tuple[Any, ...]) -> MergedStart:
     """Return the function that runs several all-gathers as one, on rows of their concatenated operands."""
     comm, rows = communicator_of(steps[0].before.mesh), _flat_rows(steps)
     row_dtype = next(iter(rows.values())).row_dtype
-    bound = comm.bind_gather(steps[0].mesh_dims, lambda member: rows[member].lengths, row_dtype)
+    bound = comm.bind_row_all_gather(steps[0].mesh_dims, lambda member: rows[member].lengths, row_dtype)
 
     def unpack_gathered(member: int, arrived: Tensor, *targets: Tensor | None) -> list[Tensor]:
         """Return the tensors of one rank from the gathered bytes, written into the targets where there are any."""
@@ -323,7 +325,7 @@ def _bind_exchange(steps: tuple[Any, ...]) -> MergedStart:
     def row_lengths(side: str) -> Callable[[int], list[int]]:
         return lambda member: [sum(own) for own in lengths_of(member, side)]
 
-    bound = comm.bind_exchange(steps[0].mesh_dims, row_lengths("sends"), row_lengths("receives"), torch.uint8)
+    bound = comm.bind_row_exchange(steps[0].mesh_dims, row_lengths("sends"), row_lengths("receives"), torch.uint8)
     return lambda values, out: bound(comm.map(pack_sends, *values)).then(
         lambda arrived: comm.map(place_received, arrived, *values)
     )

@@ -102,7 +102,7 @@ class KernelContext:
             if ACTIVE_RECORDERS:  # a recorder records the method
                 return self.comm.all_reduce(x, mesh_dims, op).wait()
             bound_reduction = self.known[key] = self.comm.bind_all_reduce(mesh_dims, op, x.dtype)
-        return (bound_reduction.taking if spent and bound_reduction.taking is not None else bound_reduction.run)(x).wait()
+        return ((bound_reduction.run_donated if spent else None) or bound_reduction.run)(x).wait()
 
     def _mesh_dims_of(self, factors: Iterable[str]) -> tuple[int, ...]:
         """Return the mesh dims that shard these factors."""

@@ -16,11 +16,11 @@ import torch
 from ..base.torch_internals import (
     DisableFuncTorch,
     DispatchKey,
+    batch_dim_of,
     current_transform,
     forward_ad,
     functorch_active,
     functorch_unwrapped,
-    hidden_dim,
     is_functorch_batched,
     is_functorch_wrapped,
     is_key_excluded,
@@ -37,7 +37,7 @@ LEGACY_LEVEL = 1  # torch enters one legacy vmap at a time
 
 
 def layout_without_dim(layout: Layout, dim: int) -> Layout:
-    """Return the layout of one slice along ``dim``; a mesh dim that shards ``dim`` replicates the slice."""
+    """Return the layout of one slice along ``dim``, without that dim; a mesh dim that shards ``dim`` replicates the slice."""
     placements = tuple(
         Replicate() if getattr(p, "dim", None) == dim else shift_shard_dim(p, -1) if getattr(p, "dim", dim) > dim else p
         for p in layout.placements
@@ -59,7 +59,7 @@ def layout_of(x: Any) -> Any:
         return own
     if is_functorch_wrapped(x):
         below = layout_of(functorch_unwrapped(x))
-        return layout_without_dim(below, hidden_dim(x)) if below is not None and is_functorch_batched(x) else below
+        return layout_without_dim(below, batch_dim_of(x)) if below is not None and is_functorch_batched(x) else below
     if is_legacy_batched(x):
         below = layout_of(_unwrap_legacy(x))
         return None if below is None else layout_without_dim(below, 0)
@@ -67,7 +67,7 @@ def layout_of(x: Any) -> Any:
 
 
 def mesh_and_placements_of(x: Any) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-    """Return the mesh and the placements of a DTensor, also inside transforms; torch.compile traces this without sizes."""
+    """Return mesh and placements of a DTensor, also inside transforms, without its sizes, as torch.compile needs it."""
     own: tuple[DeviceMesh, tuple[Placement, ...]] | None = getattr(x, "_placed", None)
     if own is None:
         layout = layout_of(x)
@@ -76,7 +76,7 @@ def mesh_and_placements_of(x: Any) -> tuple[DeviceMesh, tuple[Placement, ...]]:
 
 
 def _unwrap_legacy(x: torch.Tensor) -> torch.Tensor:
-    """Return the tensor below the legacy ``vmap``, with the batch as its first dim."""
+    """Return ``x`` without the wrapper of the legacy ``vmap``, with the batch as its first dim."""
     below = remove_batch_dim(x, LEGACY_LEVEL, 1, 0)
     if is_legacy_batched(below):
         raise UnsupportedOperationError("nested batched gradients of a DTensor (is_grads_batched=True) are not supported")
@@ -102,7 +102,7 @@ def as_writable_in_transform(x: Any) -> Any:
 
 
 def unwrap_constant(x: torch.Tensor) -> torch.Tensor:
-    """Unwrap a plain tensor from all transforms.
+    """Return a plain tensor without the wrappers of all transforms, to which it is a constant.
 
     Raises:
         LayoutError: a transform differentiates it.
@@ -130,7 +130,7 @@ def has_tangent(x: torch.Tensor) -> bool:
 
 
 def detach_any(x: torch.Tensor) -> torch.Tensor:
-    """Return ``x.detach()``, for which the legacy ``vmap`` has no rule."""
+    """Return ``x.detach()``; under the legacy ``vmap``, which has no rule for it, a view made without autograd."""
     if not is_legacy_batched(x):
         return x.detach()
     with torch.no_grad():

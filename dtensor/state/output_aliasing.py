@@ -16,7 +16,7 @@ from .version_counters import WriteCheck
 
 
 def clone_if_aliased(local: Any, addresses: Collection[int]) -> Any:
-    """Return ``local``, cloned on ranks where its storage starts at one of ``addresses``."""
+    """Return the local value ``local``, cloned on ranks where its storage starts at one of ``addresses``."""
     if not isinstance(local, torch.Tensor) or set(storage_addresses(local)).isdisjoint(addresses):
         return local
     if isinstance(local, PerRank):
@@ -39,8 +39,8 @@ def check_unwritten(pending: Pending[Any], sources: Sequence[Any]) -> Pending[An
     """
     check = WriteCheck(t for x in sources for t in (x, *shards_of(x._local)))
 
-    def wait() -> Any:
-        """Return the value; raise if a tensor was written to while it was sent."""
+    def wait_and_check() -> Any:
+        """Return the received value; raise if a source was written to while it was sent."""
         value = pending.wait()
         if check.was_written():
             raise DTensorError(
@@ -49,4 +49,4 @@ def check_unwritten(pending: Pending[Any], sources: Sequence[Any]) -> Pending[An
             )
         return value
 
-    return Pending(wait)
+    return Pending(wait_and_check)

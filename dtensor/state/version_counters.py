@@ -102,7 +102,7 @@ class _AliasGroup:
 
 
 def memory_state_of(x: Any) -> MemoryState:
-    """Return the memory state of ``x``, which is that of its base."""
+    """Return the memory state of ``x``, made at the first call; a view has that of its base."""
     state: MemoryState | None = x.__dict__.get(MEMORY_STATE)
     if state is None:
         state = x.__dict__[MEMORY_STATE] = MemoryState() if x._base is None else memory_state_of(x._base)
@@ -142,7 +142,7 @@ def versions_of(x: torch.Tensor) -> tuple[int, ...] | None:
 
 
 def counted_versions(x: Any) -> tuple[int, ...] | None:
-    """Return :func:`versions_of` the memory of ``x``; None also if user code may write to its local tensors uncounted."""
+    """Return :func:`versions_of` the memory of a DTensor; None also if user code may write to its local tensors uncounted."""
     return None if memory_state_of(x).exposed else versions_of(version_owner(x))
 
 
@@ -169,13 +169,13 @@ def is_written_once(before: tuple[int, ...] | None, now: tuple[int, ...] | None)
 
 
 def named_version_owner(x: Any) -> Any:
-    """Return the tensor with the version counter for the memory of ``x``: ``x``, or another that was named; None if freed."""
+    """Return the tensor that counts writes to the memory of ``x``: ``x``, or its ``_version_owner``; None if that is freed."""
     owner = x.__dict__.get("_version_owner", x)
     return owner() if isinstance(owner, weakref.ref) else owner
 
 
 def version_owner(x: Any) -> Any:
-    """Return the tensor with the version counter for the memory of ``x``, which may be a view."""
+    """Return the tensor that counts writes to the memory of ``x``: its base or ``x``, or the ``_version_owner`` of that."""
     root = x if x._base is None else x._base
     owner = named_version_owner(root)
     return root if owner is None else owner
@@ -227,7 +227,7 @@ class WriteCheck:
 
 # --- alias groups -------------------------------------------------------------------------------------------------------
 def join_alias_groups(x: torch.Tensor, y: torch.Tensor) -> None:
-    """Join the alias groups of ``x`` and ``y``: from now on they are one memory, and each has a version counter of its own.
+    """Count writes to ``x`` and ``y`` together from now on: they have one memory, but version counters of their own.
 
     ``x.data``, ``x.data = y`` and ``x.set_(y)`` make such tensors.
     """
@@ -250,7 +250,7 @@ def join_alias_groups(x: torch.Tensor, y: torch.Tensor) -> None:
 
 
 def move_memory_state(x: Any, root: torch.Tensor) -> None:
-    """Move the memory state of ``x`` to ``root``, which is now the tensor that ``x`` was."""
+    """Move the memory state of ``x`` to ``root``, which has swapped its identity with ``x`` and is the base of it now."""
     state: MemoryState | None = x.__dict__.pop(MEMORY_STATE, None)
     if state is not None:
         root.__dict__[MEMORY_STATE] = state
@@ -259,7 +259,7 @@ def move_memory_state(x: Any, root: torch.Tensor) -> None:
 
 
 def _make_counter_access(root: Any) -> Callable[[], Any]:
-    """Return a function that returns a tensor with the version counter of ``root``.
+    """Return a function that returns a tensor with the version counter of ``root``, for its alias group.
 
     Usually that is a detached tensor without local tensors, so ``root`` may be freed. It is ``root`` itself, weakly, if that is
     a view that is computed when it is read, or below autograd, where torch gives a detached tensor a new counter.
@@ -282,13 +282,13 @@ def cache_owner(x: Any, owner: Any) -> tuple[Any, Any]:
     Args:
         owner: the :func:`version_owner` of ``x``.
     """
-    if _is_same_memory(x, owner):
+    if _has_all_elements(x, owner):
         return owner, None
-    part = _find_part(x) if owner is x._base else None
+    part = _key_of_elements(x) if owner is x._base else None
     return (x, None) if part is None else (owner, part)
 
 
-def is_recorded(x: Any) -> bool:
+def is_recorded_by_autograd(x: Any) -> bool:
     """Return True if autograd recorded how ``x`` was made; torch refuses to say so of views made without recording."""
     if x._base is None:
         return x.grad_fn is not None
@@ -298,17 +298,17 @@ def is_recorded(x: Any) -> bool:
         return x.grad_fn is not None
 
 
-def _find_part(x: Any) -> Any:
-    """Return a key of the elements of its base that ``x`` is a view of; None if they are not known."""
-    layout, offset = x._layout, offset_in(x._base, x)
-    if offset is None or layout.dtype is not x._base._layout.dtype or layout.is_complex:
+def _key_of_elements(x: Any) -> Any:
+    """Return a hashable key of the elements of its base that the view ``x`` has; None if they are not known."""
+    layout, plain_view = x._layout, view_in_plain_torch(x._base, x)
+    if plain_view is None or layout.dtype is not x._base._layout.dtype or layout.is_complex:
         return None
     order = dims_outermost_first(layout.stride)
-    return offset, *[(layout.shape[d], layout.stride[d]) for d in order]
+    return int(plain_view.storage_offset()), *[(layout.shape[d], layout.stride[d]) for d in order]
 
 
-def _is_same_memory(x: Any, owner: Any) -> bool:
-    """Return True if ``x`` has each element of ``owner``, unchanged, so that its layout says which."""
+def _has_all_elements(x: Any, owner: Any) -> bool:
+    """Return True if ``x`` has all elements of ``owner`` in its dtype, so that no key must say which it has."""
     layout, owner_layout = x._layout, owner._layout
     return x is owner or (
         layout.dtype is owner_layout.dtype
@@ -318,14 +318,8 @@ def _is_same_memory(x: Any, owner: Any) -> bool:
     )
 
 
-def offset_in(root: Any, view: Any) -> int | None:
-    """Return the storage offset that ``view`` has in plain torch, in the memory of ``root``; None if autograd cannot tell."""
-    shown = view_in_plain_torch(root, view)
-    return None if shown is None else int(shown.storage_offset())
-
-
 def view_in_plain_torch(root: Any, view: Any) -> torch.Tensor | None:
-    """Return the view of ``root`` that ``view`` is in plain torch, as a meta tensor.
+    """Return ``view`` as it would be in plain torch, a view of ``root``: a meta tensor with its sizes and storage offset.
 
     None if autograd cannot tell: it did not record the view, ``root`` is now seen in another way, or one of the two got other
     memory.
@@ -336,8 +330,8 @@ def view_in_plain_torch(root: Any, view: Any) -> torch.Tensor | None:
         return None  # torch 2.13 has moved the size of a split, if it is a symbol, into the first of its views
     like = torch.empty_strided(root.shape, root.stride(), dtype=root.dtype, device="meta")
     try:
-        shown = view._view_func_unsafe(like)
+        plain_view = view._view_func_unsafe(like)
     except (RuntimeError, IndexError):
         return None
-    agrees = shown is not None and shown.shape == view.shape and shown.stride() == view.stride()
-    return shown if agrees else None
+    agrees = plain_view is not None and plain_view.shape == view.shape and plain_view.stride() == view.stride()
+    return plain_view if agrees else None

@@ -19,19 +19,19 @@ _CPU = torch.device("cpu")
 
 
 def install_tensor_class(tensor_type: Any) -> None:
-    """Set the DTensor class, which is in a higher layer."""
+    """Set the class of the tensors that this module makes: the DTensor class, which is in a higher layer."""
     global TENSOR
     TENSOR = tensor_type
 
 
 def install_pending(make_pending: Any) -> None:
-    """Set the function that makes a DTensor of a local value that is still being received."""
+    """Set the function that :func:`wrap_pending` calls, which is in a higher layer."""
     global _make_pending
     _make_pending = make_pending
 
 
 def wrap_local(local: Any, layout: Layout) -> Any:
-    """Return the DTensor with this local value and layout."""
+    """Make the DTensor with this local value and layout."""
     options = layout.wrapper_args
     if options is None:
         layout = layout.with_known_sizes() if layout.has_symbols else layout
@@ -47,7 +47,7 @@ def wrap_local(local: Any, layout: Layout) -> Any:
 
 
 def wrap_view(local: Any, layout: Layout, base: Any, start: int = 0) -> Any:
-    """Return the DTensor with this local value and layout, a view of ``base``.
+    """Make the DTensor with this local value and layout, with the storage offset of a view of ``base``.
 
     Args:
         start: bytes from the first element of ``base`` to the first element of the view.

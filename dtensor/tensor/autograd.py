@@ -24,7 +24,7 @@ from typing import Any, cast
 import torch
 
 from ..base.caches import memoize
-from ..base.selective_checkpoint import policy_mode
+from ..base.selective_checkpoint import selective_checkpoint_mode
 from ..base.torch_internals import forward_ad, functorch_active
 from ..base.tracing import check_not_in_graph
 from ..comm import PerRank, shards_of
@@ -212,7 +212,7 @@ def redistribute_to_copy(x: Any, target: Layout, async_op: bool = False) -> Any:
     """Return the DTensor ``x`` with the layout ``target``, in memory of its own. No gradient is recorded."""
     check_not_in_graph(x, "redistribute()")
     steps = None if x._layout.mesh != target.mesh else plan(x._layout, target)
-    if policy_mode() is not None:
+    if selective_checkpoint_mode() is not None:
         result = redistribute_under_policy(x, target, steps)
         return notify_redistributed(x, result) if ACTIVE_OBSERVERS else result
     if steps is not None and not (async_op and steps.communicates):

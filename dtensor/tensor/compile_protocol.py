@@ -53,7 +53,8 @@ class FlattenMethod:
                 _warn_all_ranks_once()
                 raise torch_internals.Unsupported(ALL_RANKS)
             raise AttributeError(
-                f"a DTensor on {x._layout.mesh!r} has several local tensors in this process, which torch.compile does not support"
+                f"a DTensor on {x._layout.mesh!r} has several local tensors in this process, which torch.compile "
+                "does not support; compile with one process per rank, or use dtensor.capture"
             )
         return MethodType(self.flatten, x)
 

@@ -32,7 +32,7 @@ from ..layout.layout import Layout
 from ..layout.placement_forms import split_mesh_and_placements
 from ..mesh.device_mesh import DeviceMesh, as_mesh
 from ..placement import Placement, Placements, Replicate
-from ..ranks.per_rank import LocalTensor, prepare_for_program
+from ..ranks.per_rank import LocalTensor, patch_torch_for
 from ..ranks.per_rank_functorch import join_ranks, split_ranks, unwrap_functorch
 from ..redistribute import Plan, Transit, plan, plan_between
 from ..state.version_counters import MEMORY_STATE, join_alias_groups, mark_local_exposed
@@ -133,7 +133,7 @@ class DTensor(TensorMethods):
     @property
     def _local_tensor(self) -> LocalTensor:
         """Return this rank's local tensor without gradients (those of all ranks if they are in this process)."""
-        return cast(LocalTensor, prepare_for_program(expose_local(self)._local))
+        return cast(LocalTensor, patch_torch_for(expose_local(self)._local))
 
     # --- between local and global -------------------------------------------------------------------------------
     @staticmethod
@@ -207,7 +207,7 @@ class DTensor(TensorMethods):
                 grad_layout(self._layout, grad_placements)  # wrong placements raise also without a gradient
             # detach(): `requires_grad_` of the result must not change self._local. A recorder identifies it by identity.
             local = self._local if ACTIVE_RECORDERS else self._local.detach()
-            return prepare_for_program(local) if type(local) is PerRank else local
+            return patch_torch_for(local) if type(local) is PerRank else local
         locals_ = to_local_recorded(self, self._layout, local_grad_layout(self, self._layout, grad_placements))
         joined: Any = join_ranks(locals_, PerRank) if type(locals_) is tuple else locals_
         return joined

@@ -75,7 +75,7 @@ def layout_of_locals(
     dtype = locals_[0].dtype
     if shape is not None:
         layout = Layout.of(mesh, normalized, shape, stride, dtype)
-        if check and communicator_of(mesh).talks:
+        if check and communicator_of(mesh).has_other_processes:
             # raise on all ranks, not on one of them before _check_values exchanges
             shapes, _ = _gather_shapes(mesh, locals_, str(layout.placements))
             _check_all_shapes(layout, shapes, "the given shape makes")
@@ -215,7 +215,7 @@ def _gather_shapes(mesh: DeviceMesh, locals_: Sequence[torch.Tensor], descriptio
         _check_equal_ndim(shapes)
         check_texts_equal(mesh, "from_local", [str(local.dtype) for local in ordered])
         return shapes, tuple(local.stride() for local in ordered)
-    if not communicator_of(mesh).talks:
+    if not communicator_of(mesh).has_other_processes:
         return (shape,) * mesh.size(), (stride,) * mesh.size()
     if len(shape) > _MAX_DIMS:
         raise LayoutError(f"from_local without shape= supports up to {_MAX_DIMS} dims, got {len(shape)}; pass shape=")
@@ -312,7 +312,8 @@ def _check_values(layout: Layout, locals_: Sequence[torch.Tensor]) -> None:
         ):
             if value != expected:
                 raise LayoutError(
-                    f"from_local: rank {mesh.ranks[member]} has {value}, rank {mesh.ranks[members[0]]} has {expected}"
+                    f"from_local: rank {mesh.ranks[member]} has {value}, rank {mesh.ranks[members[0]]} has {expected}; "
+                    "pass local tensors that agree, or other placements"
                 )
         coordinate = mesh.coordinates[member]
         group = tuple(-1 if isinstance(p, Replicate) else c for p, c in zip(layout.placements, coordinate, strict=True))

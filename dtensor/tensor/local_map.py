@@ -147,7 +147,10 @@ class _Boundary:
             if isinstance(entries, (str, Mapping, Partition)):
                 raise ContradictionError(f"local_map: {name} takes a tuple with an entry for each argument; write ({entries!r},)")
             if entries is not None and len(entries) != count:
-                raise ContradictionError(f"local_map: {count} flattened arguments, but {name} has {len(entries)} entries")
+                raise ContradictionError(
+                    f"local_map: {count} flattened arguments, but {name} has {len(entries)} entries; "
+                    "give one entry for each argument (None: not a DTensor)"
+                )
 
     def _localize_argument(self, i: int, value: Any, meshes: list[DeviceMesh], modules: contextlib.ExitStack) -> Any:
         """Return the local value that the function gets for argument ``i``, and add its meshes to ``meshes``.
@@ -165,7 +168,7 @@ class _Boundary:
             meshes.append(value.device_mesh)
             if self.arguments is not None and placements is None:
                 raise ContradictionError(
-                    f"local_map expects placements for argument {i}, a DTensor; in_placements has None for it"
+                    f"local_map: argument {i} is a DTensor, but in_placements has None for it; give its placements there"
                 )
             return localize(value)
         return value
@@ -221,7 +224,8 @@ def _wrap_outputs(out: Any, out_placements: Any, mesh: DeviceMesh) -> Any:
     placements_by_output = list(out_placements) if has_several else [out_placements]
     if len(placements_by_output) != len(flat):
         raise ContradictionError(
-            f"local_map: {len(flat)} flattened outputs, but out_placements has {len(placements_by_output)} entries"
+            f"local_map: {len(flat)} flattened outputs, but out_placements has {len(placements_by_output)} entries; "
+            "give one entry for each output (None: not a tensor)"
         )
     wrapped = []
     for value, placements in zip(flat, placements_by_output, strict=True):

@@ -59,7 +59,7 @@ def check_optimizer_replicas(optimizer: Optimizer, step: int) -> None:
     """
     for (mesh, dims), sums in _replica_checksums(optimizer).items():
         comm = communicator_of(mesh)
-        if not comm.talks or not comm.held:
+        if not comm.has_other_processes or not comm.held:
             continue
         own_hash = fingerprint(struct.pack(f"{len(sums)}Q", *sums.values())) - 2**63
         hashes = [each for (each,) in comm.all_gather_numbers([own_hash], dims)]

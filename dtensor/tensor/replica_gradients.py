@@ -50,7 +50,7 @@ def find_use(layout: Layout) -> LocalUse | None:
     if (
         CheckLevel.now == "off"
         or not _replicated_dims(layout)
-        or not communicator_of(layout.mesh).talks
+        or not communicator_of(layout.mesh).has_other_processes
         or layout.mesh.current_member() is None
     ):
         return None

@@ -42,7 +42,7 @@ class CompareOptions:
 def gather_problems(problems: list[str], mesh: DeviceMesh) -> list[str]:
     """Return the texts of problems of all ranks of the mesh, identical on every rank, so that all ranks stop together."""
     comm = communicator_of(mesh)
-    if not comm.talks:
+    if not comm.has_other_processes:
         return problems
     gathered = comm.all_gather_object(problems, tuple(range(mesh.ndim)))
     return list(dict.fromkeys(problem for of_rank in gathered for problem in of_rank))

@@ -75,7 +75,7 @@ class C10dCall(NamedTuple):
 
 
 def find_c10d_call(locations: list[tuple[CodeType, int]]) -> tuple[str, int] | None:
-    """Return the call of torch.distributed in which the main thread is, encoded, and an id that tells calls apart; else None.
+    """Return the call of torch.distributed that blocks the main thread, encoded as text, and an id of that call; else None.
 
     Args:
         locations: those of :func:`.source_location.main_thread_locations`. They show without a frame whether there may be one.
@@ -107,7 +107,7 @@ def _encode_call(call: C10dCall) -> str:
 
 
 def _make_call(name: str, group: Any, arguments: dict[str, Any]) -> C10dCall:
-    """Return the call of a function of torch.distributed with these local variables."""
+    """Return the :class:`C10dCall` of the function ``name``, from ``arguments``, the local variables of its frame."""
     if name not in _MESSAGES:
         return C10dCall(name, dist.get_process_group_ranks(group))
     side = "src" if name == "recv" else "dst"
@@ -159,7 +159,7 @@ def count_started(library_groups: Iterable[Any]) -> str:
 
 
 def start_unmatched_recv(handle: Any, rank: int) -> Any:
-    """Start to receive a message that no rank sends, to see whether gloo's connection is closed; return the work handle.
+    """Start to receive a message that no rank sends, to probe or break gloo's connection to ``rank``; return the work handle.
 
     Raises:
         RuntimeError: by gloo, if the connection is closed.
@@ -184,7 +184,7 @@ def is_disconnected(group: Any, rank: int) -> bool:
 
 
 def is_behind(started: str, call: C10dCall, other_started: str) -> bool:
-    """Return True if a rank that is in ``call`` has started less before it than another rank, in a group of both.
+    """Return True if a rank that is in ``call`` has started fewer calls before it than another rank, in a group of both.
 
     Args:
         started, other_started: what each of the two ranks has started, see :func:`count_started`.

@@ -83,7 +83,7 @@ util.Finalize(None, _publish_exit_without_mesh, exitpriority=100)  # a process o
 
 
 def get_or_make_log(ranks: Iterable[int], handle: Any, backend: str) -> CollectiveLog | None:
-    """Return the log of the group of these ranks, which ``handle`` connects; None if the ranks are not processes."""
+    """Return the log of the group of these ranks, and add its process group ``handle``; None if ranks are not processes."""
     if dist.get_backend() in _UNWATCHED_BACKENDS or backend in _UNWATCHED_BACKENDS:
         return None
     with _LOCK:
@@ -95,8 +95,9 @@ def get_or_make_log(ranks: Iterable[int], handle: Any, backend: str) -> Collecti
             log.spans_hosts = _wait_for_hosts(watchdog.host_state, ranks)
             if log.spans_hosts:
                 watchdog.host_state.spans_hosts = True
-                watchdog.host_state.publish()
-        log.add_handle(handle)
+                watchdog.host_state.publish_state()
+        if handle is not None:  # None: torch has not made it yet
+            log.handles.add(handle)
         return log
 
 
@@ -137,6 +138,7 @@ def wait_for_group_members(ranks: list[int], backend: str) -> None:
                 raise make_divergence_error(log, diagnose_lost_rank(host_state, rank, needed, reason))
 
     def wait_for_members() -> None:
+        """Wait until all ranks have logged this event, or one has diverged; all ranks take one decision to go on or stop."""
         all_are_here, deadline = False, time.monotonic() + _STORE_POLL_S
         try:
             while not all_are_here and host_state.diagnosis is None:
@@ -156,7 +158,7 @@ def wait_for_group_members(ranks: list[int], backend: str) -> None:
 
 
 def start_watchdog() -> None:
-    """Start the watchdog of this world, and publish this rank's state file."""
+    """Start the watchdog of this world, which publishes this rank's state, and enable comparison, unless the level is "off"."""
     if dist.get_backend() not in _UNWATCHED_BACKENDS and CheckLevel.now != "off":
         with _LOCK:
             _get_or_make_watchdog()
@@ -197,7 +199,10 @@ def _get_or_make_watchdog() -> Watchdog:
 
 
 def _log_level_change() -> None:
-    """Log a change of the level in each group, so that ranks with another level are found before their hashes differ."""
+    """Log a change of the ``check_ranks`` level in each group.
+
+    Ranks with another level are so found before their hashes differ.
+    """
     watchdog = _ActiveWatchdog.watchdog
     if watchdog is None or watchdog.level == CheckLevel.now or not watchdog.host_state.is_current:
         return
@@ -212,7 +217,7 @@ CheckLevel.changed.append(_log_level_change)
 
 
 def log_event(ranks: Iterable[int], text: str) -> None:
-    """Log the begin of something that these ranks do together and that is no collective, in the log of their group, if any.
+    """Log and compare the begin of a step of these ranks that is no collective (a checkpoint), in the log of their group.
 
     No rank waits. A rank that logs something else under this number is found by the rank that comes later. Calls of other threads
     than the main one have no order, so they log nothing.
@@ -249,11 +254,11 @@ def get_or_make_operation_log(world: Any, ranks: frozenset[int]) -> EventLog | N
     return log
 
 
-def note_error(error: BaseException) -> None:
-    """Record an error of an operation in this rank's state, for ranks on which the operation did not fail."""
+def record_operation_error(error: BaseException) -> None:
+    """Write an error of an operation to this rank's state file: other ranks diagnose it if theirs did not fail."""
     watchdog = _ActiveWatchdog.watchdog
     if watchdog is not None and CheckLevel.now in ("watch", "strict") and not isinstance(error, DivergenceError):
-        watchdog.host_state.record_error(error)
+        watchdog.host_state.write_operation_error(error)
 
 
 def make_divergence_error(log: CollectiveLog, diagnosis: Diagnosis | None = None) -> Exception:
@@ -267,9 +272,9 @@ def make_divergence_error(log: CollectiveLog, diagnosis: Diagnosis | None = None
 
 def make_issue_error(log: CollectiveLog, number: int, error: BaseException) -> BaseException:
     """Return the error to raise when this rank could not issue a collective that it logged, and mark it as skipped."""
-    note_error(error)
+    record_operation_error(error)
     log.mark_skipped(number)
-    return explain_error(log, number, error)
+    return diagnose_transfer_error(log, number, error)
 
 
 def wait_after_skip(log: CollectiveLog) -> None:
@@ -281,7 +286,7 @@ def wait_after_skip(log: CollectiveLog) -> None:
     host_state, number, hashed = log.host_state, log.count, log.hash
 
     def wait_for_ranks() -> None:
-        """Wait until all ranks have issued the collective; raise if one has issued another."""
+        """Wait until all other ranks have logged this collective; raise if one logged another, or issued the skipped one."""
         missing_ranks = [rank for rank in log.ranks if rank != host_state.rank]
         while missing_ranks:
             host_state.raise_diagnosis()
@@ -300,7 +305,7 @@ def wait_after_skip(log: CollectiveLog) -> None:
 
 
 def raise_replicas_differ(step: int, mesh_dims: str, states: dict[int, tuple[int, str]]) -> NoReturn:
-    """Raise DivergenceError on all ranks: replicas differ.
+    """Raise DivergenceError on all ranks: replicas of parameters or optimizer state differ between ranks.
 
     Args:
         states: by rank: a hash of its replicas, and a description of the state that differs.
@@ -313,13 +318,13 @@ def raise_replicas_differ(step: int, mesh_dims: str, states: dict[int, tuple[int
 
 
 def run_wait(log: CollectiveLog, number: int, wait: Callable[[], T]) -> T:
-    """Return ``wait()``, a wait for other ranks in collective ``number``. The watchdog ends it if it cannot end by itself."""
+    """Return ``wait()``, published as a wait for other ranks in collective ``number``. The watchdog ends it if it never would."""
     log.begin_wait(number)
     try:
         return wait()
     except Exception as error:
         log.mix(FAILED_MARK)  # the wait may have succeeded on other ranks
-        raise explain_error(log, number, error) from error
+        raise diagnose_transfer_error(log, number, error) from error
     except BaseException:  # an interrupt: other ranks may wait for messages that this rank has not sent
         log.slots[LAST_INTERRUPTED] = number
         raise
@@ -336,8 +341,8 @@ def wait_abandonably(works: list[Any], handle: Any) -> None:
         works.pop(0).wait()
 
 
-def explain_error(log: CollectiveLog, number: int, error: BaseException) -> BaseException:
-    """Return the error to raise for a failed transfer: that of the diagnosis for a broken connection, else ``error`` itself."""
+def diagnose_transfer_error(log: CollectiveLog, number: int, error: BaseException) -> BaseException:
+    """Return the error to raise for a failed transfer: the diagnosis if a connection broke, else ``error`` itself."""
     if isinstance(error, DTensorError) or not any(text in str(error) for text in _BROKEN_CONNECTION_TEXTS):
         return error
     host_state = log.host_state
@@ -368,7 +373,7 @@ def diagnose_lost_ranks(ranks: Iterable[int]) -> Diagnosis | None:
 
 
 def _poll_diagnosis(host_state: HostState, find: Callable[[], Diagnosis | None]) -> Diagnosis | None:
-    """Return the published diagnosis or that of ``find()``, as soon as there is one; None after ``_DIAGNOSIS_TIMEOUT_S``."""
+    """Poll for the published diagnosis or that of ``find()``, and return it; None after ``_DIAGNOSIS_TIMEOUT_S``."""
     deadline = time.monotonic() + _DIAGNOSIS_TIMEOUT_S
     while time.monotonic() < deadline:
         diagnosis = host_state.find_diagnosis() or find()

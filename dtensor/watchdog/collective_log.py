@@ -70,7 +70,7 @@ class CollectiveRecord(NamedTuple):
 
 
 def format_lengths(send_lengths: Sequence[int], recv_lengths: Sequence[int]) -> str:
-    """Return the lengths of a record as text."""
+    """Return the send and receive lengths of a record as text."""
     return f"{','.join(map(str, send_lengths))};{','.join(map(str, recv_lengths))}"
 
 
@@ -108,18 +108,13 @@ class CollectiveLog(EventLog):
         self._missing_ranks = [rank for rank in ranks if rank != host_state.rank]
         self._peer_files: list[tuple[int, StateFile]] = []
 
-    def add_handle(self, handle: Any) -> None:
-        """Add a process group over which the ranks communicate; None while torch has not made it."""
-        if handle is not None:
-            self.handles.add(handle)
-
     def log_and_compare(self, record: CollectiveRecord) -> bool:
         """Log the next collective. Return True if it matches that of all ranks that have logged the same number."""
         self.host_state.raise_diagnosis()
         operations, last_operation = self._mix_logged_operations(), self._mix_operation_hashes()
         frame = find_user_frame(sys._getframe(2))
         line = "" if frame is None else source_location.format_line(frame.f_code.co_filename, frame.f_lineno)
-        at = self.add(record.hash, record.text, record.mesh_dims, line, operations, record.lengths, last_operation)
+        at = self.add_event(record.hash, record.text, record.mesh_dims, line, operations, record.lengths, last_operation)
         number, hashed = self.count, self.hash
         if self._missing_ranks:
             self._find_peers()
@@ -176,9 +171,9 @@ class CollectiveLog(EventLog):
         return count
 
     def _mix_operation_hashes(self) -> str:
-        """Mix the operations without a log that all ranks of the group did together into the hash.
+        """Mix the unlogged operations that all ranks of the group did together into the hash; return the text of the last one.
 
-        Return the text of the last of them, empty if there is none. See [Note: Operations that a group compares].
+        The text is empty if there is none. See [Note: Operations that a group compares].
         """
         text, hashed = "", 0
         for ranks, operations in list(self._records.hashes.items()):
@@ -199,7 +194,7 @@ class CollectiveLog(EventLog):
 
 
 def read_lengths(file: StateFile, number: int) -> Lengths | None:
-    """Return the lengths of a logged collective; None if the log does not have the collective, or it has no lengths."""
+    """Return the message lengths of a logged collective; None if the log has no such collective, or it has no lengths."""
     at = slot_of(number)
     text = file.read_text(file.slots[at + LENGTHS]) if file.slots[at] == number else ""
     return parse_lengths(text) if text and file.slots[at] == number else None

@@ -75,7 +75,7 @@ class Wait(NamedTuple):
 
 
 def explain_wait(host_state: HostState, ranks: tuple[int, ...], key: int, number: int) -> Diagnosis | None:
-    """Return why the wait of these ranks in collective ``number`` cannot end; None if it may end."""
+    """Return the diagnosis why the wait of these ranks in collective ``number`` cannot end; None if it may end."""
     events = {rank: find_event(host_state, key, rank, number) for rank in ranks}
     if len({event.hash for event in events.values() if event is not None}) > 1:
         return diagnose_difference(host_state, key, ranks, number)
@@ -92,7 +92,7 @@ def explain_wait(host_state: HostState, ranks: tuple[int, ...], key: int, number
 
 
 def explain_c10d_wait(host_state: HostState) -> Diagnosis | None:
-    """Return why the wait of this rank in a function of torch.distributed cannot end; None if it may end.
+    """Return the diagnosis why the wait of this rank in a torch.distributed call cannot end; None if it may end.
 
     Either a rank that it needs has ended, or is part of a deadlock.
     """
@@ -132,7 +132,7 @@ def ranks_awaited_in_c10d(host_state: HostState) -> Sequence[int]:
 
 
 def explain_broken_connection(host_state: HostState, ranks: tuple[int, ...], key: int, number: int) -> Diagnosis | None:
-    """Return why a connection broke in collective ``number``; None if nothing is known.
+    """Return the diagnosis why a connection broke in collective ``number``; None if nothing is known.
 
     In contrast to :func:`explain_wait`, a rank that has come to the collective and has ended since counts as lost.
     """
@@ -158,7 +158,7 @@ def has_reached(host_state: HostState, key: int, rank: int, number: int) -> bool
 
 
 def has_issued(host_state: HostState, key: int, rank: int, number: int) -> bool:
-    """Return True if a rank has done its part in a collective."""
+    """Return True if a rank has issued a collective, and has not interrupted its wait in it."""
     log, remote = open_log(host_state, "log", key, rank), host_state.remote_state_of(rank)
     if log is None:
         return remote is not None and bool(remote.logs.get(f"{key:016x}", [0, 0])[1] >= number)
@@ -166,7 +166,7 @@ def has_issued(host_state: HostState, key: int, rank: int, number: int) -> bool:
 
 
 def _is_lost(host_state: HostState, rank: int, has_come: bool) -> bool:
-    """Return True if a rank cannot do its part in a collective.
+    """Return True if a rank will never do its part in a collective: it ended, was killed, is silent or gave up.
 
     A rank that has come to the collective is lost only if it was killed: it may have sent a part of its messages.
     """
@@ -178,7 +178,7 @@ def _is_lost(host_state: HostState, rank: int, has_come: bool) -> bool:
 
 
 def explain_missing_rank(host_state: HostState, rank: int) -> str:
-    """Return why a rank without a state is gone; empty if it has one, or may still come."""
+    """Return the text why a rank that published no state is gone; empty if it has a state, or may still come."""
     world, now = host_state.world(), time.monotonic()
     has_state = host_state.rank_file(rank) is not None or host_state.remote_state_of(rank) is not None
     if has_state or now - host_state.probe_times.get(rank, 0.0) < _PROBE_S:
@@ -199,7 +199,7 @@ def _has_given_up(host_state: HostState, file: StateFile) -> bool:
 
 # --- deadlocks -----------------------------------------------------------------------------------------------------------
 def _diagnose_cycle(host_state: HostState) -> Diagnosis | None:
-    """Return the diagnosis for a set of ranks that wait for each other, if it is the same as in an earlier call; else None."""
+    """Return the diagnosis of a deadlock if ranks wait for each other just as in an earlier call; else None."""
     waits, now = _find_cycle(host_state), time.monotonic()
     if waits is None or host_state.cycle_candidate is None or host_state.cycle_candidate[1] != waits:
         host_state.cycle_candidate = None if waits is None else (now, waits)

@@ -56,7 +56,7 @@ def diagnose_difference(host_state: HostState, key: int, ranks: Sequence[int], n
         return _diagnose_lengths(host_state, key, ranks, number, events)
     first_difference = _find_first_difference(host_state, events)
     if first_difference is None:
-        return format_difference(number, {rank: report_event(event) for rank, event in events.items()})
+        return format_difference(number, {rank: make_rank_report(event) for rank, event in events.items()})
     number, operations = first_difference
     reports = {}
     for rank, event in events.items():
@@ -67,14 +67,14 @@ def diagnose_difference(host_state: HostState, key: int, ranks: Sequence[int], n
     return format_difference(number, reports)
 
 
-def report_event(event: LoggedEvent) -> RankReport:
-    """Return the report of a rank that logged this collective, with the last operation before it."""
+def make_rank_report(event: LoggedEvent) -> RankReport:
+    """Make the report of a rank from its logged collective, with the last operation before it."""
     after = f", after {event.last_operation}" if event.last_operation else ""
     return RankReport(event.hash, event.mesh_dims, f"{event.text}{after}   {event.line}")
 
 
 def _find_first_difference(host_state: HostState, events: dict[int, LoggedEvent]) -> tuple[int, dict[int, LoggedEvent]] | None:
-    """Return number and events (by rank) of the first logged operation that differs between ranks, before these collectives.
+    """Return number and events (by rank) of the first logged operation before these collectives that differs between ranks.
 
     None if no logged operation differs. A rank without an operation of that number is missing in the dict.
     """
@@ -104,7 +104,7 @@ def _diagnose_lengths(
 def format_length_mismatch(
     ranks: Sequence[int], number: int, lengths: dict[int, Lengths], reports: dict[int, RankReport]
 ) -> Diagnosis:
-    """Return the diagnosis for the lengths that each rank sends and expects."""
+    """Return the diagnosis for ranks that send other lengths than their receivers expect, with one line for each rank."""
     mismatches = find_length_mismatches(ranks, lengths)
     parts = [
         f"rank {sender} sends {sent} elements to rank {receiver}, which expects {expected}"
@@ -191,7 +191,7 @@ def diagnose_deadlock(waits: dict[int, str]) -> Diagnosis:
 
 
 def format_event(host_state: HostState, key: int, rank: int, number: int) -> str:
-    """Return text and line of a collective that a rank logged."""
+    """Return text and user line of a collective that a rank logged; "a collective" if it is not known."""
     event = find_event(host_state, key, rank, number)
     return "a collective" if event is None else str(event)
 

@@ -87,7 +87,7 @@ class StateFile:
 
 
 def _create_file(path: Path, size: int) -> None:
-    """Create a file of zeros. It gets its name when it is complete, so that no reader finds a part of it."""
+    """Create a file of zeros at ``path``. It gets its name when it is complete, so that no reader finds a part of it."""
     unnamed = path.with_name(f".{path.name}.{os.getpid()}")
     with open(unnamed, "wb") as file:
         file.write(bytes(size))  # allocate all of it: a full file system raises an error here instead of SIGBUS at a later write
@@ -138,7 +138,7 @@ class EventLog:
         self.file, self.slots = file, file.slots
         self.count = self.hash = self.unordered = 0
 
-    def add(
+    def add_event(
         self,
         hashed: int,
         text: str,
@@ -148,7 +148,7 @@ class EventLog:
         lengths: str = "",
         last_operation: str = "",
     ) -> int:
-        """Log an event with fingerprint ``hashed``, and return its first slot."""
+        """Log an event with fingerprint ``hashed``, mix it into the rolling hash, and return its first slot."""
         number = self.count = self.count + 1
         self.hash = mix_hash(self.hash, hashed, number)
         slots, add_text, at = self.slots, self.file.add_text, HEADER_SLOTS + (number & (MAX_EVENTS - 1)) * SLOTS_PER_EVENT
@@ -165,9 +165,9 @@ class EventLog:
         slots[0] = number
         return at
 
-    def add_unordered(self, hashed: int, text: str, mesh_dims: str, line: str) -> None:
+    def add_unordered_event(self, hashed: int, text: str, mesh_dims: str, line: str) -> None:
         """Log an event that ranks may do in another order than adjacent events of the same kind."""
-        self.add(_UNORDERED_MARK, text, mesh_dims, line)
+        self.add_event(_UNORDERED_MARK, text, mesh_dims, line)
         self.unordered += hashed
 
     def read_hash(self) -> int:
@@ -191,7 +191,7 @@ class OperationHash:
     """
 
     __slots__ = ("_number_hash", "hash", "key", "last", "numbers", "raised", "unordered")
-    MANY = 1 << 12  # length of ``numbers`` at which a caller settles them
+    MANY = 1 << 12  # length of ``numbers`` at which a caller hashes them, by :meth:`read_hash`
 
     def __init__(self, ranks: frozenset[int]) -> None:
         self.key = fingerprint(repr(sorted(ranks)))
@@ -203,11 +203,11 @@ class OperationHash:
         self.numbers: list[Any] = []
 
     def fail(self, text: str) -> None:
-        """Record that an operation raised an error, so that ranks on which it did not raise have another hash."""
+        """Mix in that an operation raised an error, so that ranks on which it did not raise have another hash."""
         self.hash, self.raised = hash((self.hash, FAILED_MARK)), text
 
     def read_hash(self) -> int:
-        """Return a hash of all operations and numbers, 0 if there were none, whatever calls of this method came before."""
+        """Return a hash of all operations and numbers so far, 0 if there were none. Calls of this method do not change it."""
         if self.numbers:
             self._number_hash = zlib.crc32(marshal.dumps(self.numbers, 2)[_MARSHAL_HEADER_BYTES:], self._number_hash)
             self.numbers.clear()
@@ -258,6 +258,6 @@ def read_event(file: StateFile | None, number: int) -> LoggedEvent | None:
 
 
 def last_completed(file: StateFile) -> int:
-    """Return the number of the last collective in which a rank that has ended did its part."""
+    """Return the number of the last collective that a rank issued and did not interrupt, from its log file."""
     issued = file.slots[LAST_ISSUED]
     return issued - (file.slots[LAST_INTERRUPTED] == issued)

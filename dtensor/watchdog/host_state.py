@@ -80,7 +80,7 @@ class StateStore:
         self._read_times: dict[str, float] = {}
         self._received: dict[int, tuple[float, RemoteState]] = {}  # time at which a heartbeat was first read, and its state
 
-    def publish(self, state: RemoteState) -> None:
+    def publish_if_due(self, state: RemoteState) -> None:
         """Publish the state of this rank if it changed, or if the last publication is old."""
         content = state._replace(location_s=0.0, waited_s=0.0, call_s=0.0)
         if self._published[1] == content and time.monotonic() - self._published[0] < _PUBLISH_S:
@@ -90,7 +90,7 @@ class StateStore:
             self._store.set(f"{self._key}/{self._rank}", json.dumps(state._replace(heartbeat=self._heartbeat)))
 
     def latest_of(self, rank: int) -> RemoteState | None:
-        """Return the last state that a rank published, None if there is none."""
+        """Return the last state that a rank published in the store, None if there is none."""
         text = self._read(str(rank))
         if text is not None:
             state, previous = RemoteState(*json.loads(text)), self._received.get(rank)
@@ -243,7 +243,7 @@ class HostState:
 
     # --- the diagnosis ---------------------------------------------------------------------------------------------------
     def publish_diagnosis(self, diagnosis: dict[str, Any]) -> dict[str, Any]:
-        """Publish a diagnosis, and return the first one that any rank published."""
+        """Publish a diagnosis for all ranks, and return the first one that any rank published."""
         if self.spans_hosts:
             diagnosis = self.remote_states.publish_diagnosis(diagnosis)
         unnamed = self.folder / f".diagnosis.{uuid.uuid4().hex}"  # unique: both threads of a rank may publish at once
@@ -273,8 +273,8 @@ class HostState:
         if self.diagnosis is not None:
             raise make_diagnosis_error(self.diagnosis)
 
-    def record_error(self, error: BaseException) -> None:
-        """Write an error of an operation to this rank's state. The program may catch it and go on."""
+    def write_operation_error(self, error: BaseException) -> None:
+        """Write an error of an operation, its user line and time to this rank's state. The program may catch it and go on."""
         slots = self.slots
         self._write_error(error, source_location.current_line(2))
         slots[ERROR_TIME], slots[ERROR_WAIT_COUNT] = time.monotonic_ns(), slots[WAIT_COUNT]
@@ -302,13 +302,13 @@ class HostState:
         elif self.slots[STATE] != WAITING:  # a mesh may still wait in its groups: the end of that wait sets EXITED
             self.slots[STATE] = EXITED
         if self.spans_hosts:
-            self.publish()
+            self.publish_state()
         files = (self.rank_file(rank) for rank in range(self.size))
         if all(file is not None and file.slots[STATE] == EXITED for file in files) and self.find_diagnosis() is None:
             shutil.rmtree(self.folder, ignore_errors=True)
 
-    def publish(self) -> None:
-        """Publish the content of this rank's state file for ranks of other hosts."""
+    def publish_state(self) -> None:
+        """Publish the content of this rank's state file and logs in the job's store, for ranks of other hosts."""
         slots, file, now = self.slots, self.file, time.monotonic_ns()
         logs = {}
         for key in list(self.logs):
@@ -337,7 +337,7 @@ class HostState:
             logs=logs,
             started=file.read_text(slots[C10D_STARTED]),
         )
-        self.remote_states.publish(state)
+        self.remote_states.publish_if_due(state)
 
     def remote_state_of(self, rank: int) -> RemoteState | None:
         """Return the last published state of a rank of another host; None for a rank of this host, or without a state."""

@@ -33,7 +33,7 @@ class OperationRecords:
         self.hashes: dict[frozenset[int], OperationHash] = {}
 
     def operation_hash_of(self, ranks: frozenset[int]) -> OperationHash:
-        """Return the rolling hash of the operations of these ranks."""
+        """Return the rolling hash of the operations of these ranks, made at the first call."""
         return self.hashes.get(ranks) or self.hashes.setdefault(ranks, OperationHash(ranks))
 
     def reset(self) -> None:
@@ -49,15 +49,15 @@ class CheckLevel:
     Attributes:
         now: "off", "watch", "strict", or "forked" in a child process that inherited the process groups of its parent.
         replicas: number of optimizer steps after which replicas are compared; 0: never.
-        computed: the operations of each world, by its default process group.
-        armed: whether this process has been one of several ranks.
+        records: the operations of each world, by its default process group.
+        has_peers: whether this process has been one of several ranks.
         changed: callbacks that are called when the level changes.
     """
 
     now = "watch"
     replicas = 0
-    computed: ClassVar[WeakKeyDictionary[Any, OperationRecords]] = WeakKeyDictionary()
-    armed = False
+    records: ClassVar[WeakKeyDictionary[Any, OperationRecords]] = WeakKeyDictionary()
+    has_peers = False
     changed: ClassVar[list[Callable[[], None]]] = []
 
 
@@ -89,23 +89,23 @@ def check_ranks(level: str, *, replicas: int = 0) -> None:
     before = CheckLevel.now, CheckLevel.replicas
     CheckLevel.now, CheckLevel.replicas = level, replicas
     if before != (level, replicas):
-        for records in list(CheckLevel.computed.values()):
+        for records in list(CheckLevel.records.values()):
             records.reset()
         for callback in CheckLevel.changed:
             callback()
 
 
 def enable_comparison() -> None:
-    """Enable the comparison of operations: this process is one of several ranks."""
-    if not CheckLevel.armed:
-        CheckLevel.armed = True
+    """Enable the comparison of operations, since this process is one of several ranks; run the level-change callbacks once."""
+    if not CheckLevel.has_peers:
+        CheckLevel.has_peers = True
         for callback in CheckLevel.changed:
             callback()
 
 
 def operation_records_of(world: Any) -> OperationRecords:
-    """Return the operations of the world of this default process group."""
-    return CheckLevel.computed.get(world) or CheckLevel.computed.setdefault(world, OperationRecords())
+    """Return the operation records of the world of this default process group, made at the first call."""
+    return CheckLevel.records.get(world) or CheckLevel.records.setdefault(world, OperationRecords())
 
 
 def raise_in_forked_child() -> None:
@@ -117,7 +117,7 @@ def raise_in_forked_child() -> None:
 
 
 def set_level_from_environment() -> None:
-    """Set the level that the environment variable names, ``"watch"`` by default."""
+    """Set the level and the interval of replica checks from ``DTENSOR_CHECK_RANKS``, ``"watch"`` by default."""
     value = os.environ.get(VARIABLE, "watch")
     level, _, steps = value.partition(",replicas=")
     try:

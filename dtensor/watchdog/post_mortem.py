@@ -28,7 +28,7 @@ _STATES = {RUNNING: "runs", WAITING: "waits", FAILED: "has failed", EXITED: "has
 
 
 def format_rank_logs(folder: Path | None = None, last: int = 20) -> str:
-    """Return the last events that each rank of a job logged, as text, oldest first.
+    """Return the state and the last logged events of each rank of a job, as text, oldest first.
 
     Args:
         folder: the job's folder, ``dtensor-ranks-...`` in shared memory; default: the newest one of this host.
@@ -55,7 +55,7 @@ def format_rank_logs(folder: Path | None = None, last: int = 20) -> str:
 
 
 def _format_state(file: StateFile) -> str:
-    """Return what a rank does, its line of user code, and its last error."""
+    """Return as text what a rank does, its line of user code, and its last error."""
     slots = file.slots
     is_known = is_process_alive(slots[PID]) or slots[STATE] in (FAILED, EXITED)
     location, error = file.read_text(slots[LOCATION]), file.read_text(slots[ERROR])

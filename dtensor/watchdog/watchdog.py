@@ -59,11 +59,11 @@ class _WaitThread:
     def __init__(self) -> None:
         self.requests: SimpleQueue[Any] = SimpleQueue()
         self.results: SimpleQueue[Any] = SimpleQueue()
-        self.thread = threading.Thread(target=self._run, name="dtensor-waits", daemon=True)
+        self.thread = threading.Thread(target=self._serve_requests, name="dtensor-waits", daemon=True)
         self.thread.start()
 
-    def _run(self) -> None:
-        """Serve requests to wait for collectives until the request is None."""
+    def _serve_requests(self) -> None:
+        """Wait for the work handles of each request, and put the error into ``results``, until a request is None."""
         while (request := self.requests.get()) is not None:
             self.results.put(_wait_for_works(*request))
             request = None
@@ -82,7 +82,7 @@ class WaitThreads:
         self._make_error: Callable[[], BaseException] | None = None
 
     def wait_for(self, works: list[Any], handle: Any) -> None:
-        """Wait for all work handles of a group.
+        """Wait for all work handles of a group in an idle or new thread.
 
         Raises:
             BaseException: the error of a work handle, or that of :meth:`abandon`.
@@ -110,7 +110,10 @@ class WaitThreads:
             waiter.results.put(_ABANDONED)
 
     def stop(self, end_waits: Callable[[], None]) -> None:
-        """End the threads. A thread that returns from the backend while Python is finalized would abort the process."""
+        """End the threads; if some wait in the backend, call ``end_waits`` first.
+
+        A thread that returns from the backend while Python is finalized would abort the process.
+        """
         for waiter in [*self._idle, *self._busy]:
             waiter.requests.put(None)
         if any(waiter.results.empty() for waiter in self._busy):
@@ -118,7 +121,7 @@ class WaitThreads:
             self._await_results()
 
     def _await_results(self) -> None:
-        """Give the busy threads ``_GRACE_S`` in all to end their waits."""
+        """Sleep until the busy threads have ended their waits, at most ``_GRACE_S``."""
         deadline = time.monotonic() + _GRACE_S
         for waiter in list(self._busy):
             while waiter.results.empty() and time.monotonic() < deadline:
@@ -154,13 +157,13 @@ class Watchdog:
         self._stopped = threading.Event()
         self._next_warning_s, self._call, self._location, self._started = _FIRST_WARNING_S, (0, ""), "-", "-"
         self._stopped_looks: dict[int, int] = {}  # by rank: number of consecutive looks at which a signal had stopped it
-        self._thread = threading.Thread(target=self._run, name="dtensor-ranks", daemon=True)
+        self._thread = threading.Thread(target=self._run_periodically, name="dtensor-ranks", daemon=True)
         self._thread.start()
         atexit.register(self.stop)
         self._at_end = util.Finalize(None, self.stop, exitpriority=100)  # a process of multiprocessing ends without atexit
 
     def stop(self) -> None:
-        """Publish that this rank has ended, and end the thread.
+        """Publish that this rank has ended, and end this thread and the wait threads.
 
         A thread that is inside torch while Python is finalized would end the process by ``std::terminate``.
         """
@@ -172,8 +175,8 @@ class Watchdog:
             atexit.unregister(self.stop)  # atexit would keep the state files of this world as long as the process runs
             self._at_end.cancel()
 
-    def _run(self) -> None:
-        """Examine the ranks from time to time, until there is nothing more to watch or the watchdog stops."""
+    def _run_periodically(self) -> None:
+        """Examine this rank's wait every ``_PERIOD_S``, until the watch is over or :meth:`stop` is called."""
         while not self._stopped.wait(_PERIOD_S):
             try:
                 if self._examine_wait():
@@ -182,7 +185,7 @@ class Watchdog:
                 _LOG.debug("the watchdog could not read the states of the ranks", exc_info=True)
 
     def _examine_wait(self) -> bool:
-        """Publish this rank's state, and examine its wait. Return True if there is nothing more to watch."""
+        """Publish this rank's state, examine its wait, and end all waits after a diagnosis. Return True if the watch is over."""
         host_state = self.host_state
         if not host_state.is_current:
             host_state.mark_ended()
@@ -191,7 +194,7 @@ class Watchdog:
         self._publish_location()
         diagnosis = host_state.find_diagnosis()
         if host_state.spans_hosts:
-            host_state.publish()
+            host_state.publish_state()
             diagnosis = diagnosis or host_state.remote_states.read_diagnosis()
         wait = self._find_wait()
         if diagnosis is None and wait is None and host_state.slots[C10D_CALL]:
@@ -264,7 +267,7 @@ class Watchdog:
             slots[C10D_CALL] = file.replace_text(CALL_TEXT, call[0])
 
     def _warn_slow_wait(self, log: CollectiveLog, number: int, seconds: float) -> None:
-        """Log a warning with the rank that this rank waits for, and its line of code."""
+        """Log a warning for each rank that this rank waits for, with the line of user code of that rank."""
         for rank in log.ranks:
             if not has_reached(self.host_state, log.key, rank, number):
                 line, line_s = self.host_state.location_of(rank)
@@ -272,7 +275,7 @@ class Watchdog:
                 _LOG.warning("rank %d has waited %.0f s for rank %d, which %s", self.host_state.rank, seconds, rank, where)
 
     def _end_waits(self) -> None:
-        """End all waits of this process, in each group.
+        """End all waits of this process, in each process group, so that they raise.
 
         Gloo has no other way than a wait that times out: it breaks the connections of the group, and so all waits in it.
         """
@@ -286,7 +289,7 @@ class Watchdog:
 
 
 def _break_group(handle: Any, backend: str) -> None:
-    """End all waits of this process in a group."""
+    """End all waits of this process in a group: abort it; on gloo break its connections by receives that time out."""
     size, rank = handle.size(), handle.rank()
     if size == 1:
         return

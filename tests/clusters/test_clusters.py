@@ -195,7 +195,7 @@ def test_redistribution_on_16384_ranks_computes_few_local_shapes(monkeypatch: py
 def test_bind_gather_of_1024_ranks_counts_the_bytes() -> None:
     """Check that binding a gather of 1,024 ranks does not ask each rank for its size."""
     mesh = dt.init_device_mesh("meta", (1024,))
-    found = dt.comm.communicator_of(mesh).bind_gather((0,), lambda _: range(1, 1025), torch.float32)
+    found = dt.comm.communicator_of(mesh).bind_row_all_gather((0,), lambda _: range(1, 1025), torch.float32)
     with CommDebugMode() as comm:
         whole = found(torch.empty(1, device="meta")).wait()
     assert whole.shape == (sum(range(1, 1025)),)

@@ -223,18 +223,18 @@ def test_force_sum_reduction_issues_only_sums() -> None:
         layer.set_force_sum_reduction_for_comms(True)
     comm = unit_of(plain[0]).groups[0].comm
     asked: list[Any] = []
-    bind_scatter = comm.bind_scatter
+    bind_scatter = comm.bind_row_reduce_scatter
 
     def bound(dims: Any, lengths_of: Any, op: str, *rest: Any) -> Any:
         run = bind_scatter(dims, lengths_of, op, *rest)
         return lambda row: asked.append(op) or run(row)
 
-    comm.bind_scatter = bound
+    comm.bind_row_reduce_scatter = bound
     try:
         assert_same(step(summing, mesh), plain_gradients(3))
         assert_same(step(plain, mesh), plain_gradients(3))
     finally:
-        del comm.bind_scatter
+        del comm.bind_row_reduce_scatter
     assert asked == ["sum"] * 3 + ["avg"] * 3
     with pytest.warns(FutureWarning, match="use set_gradient_divide_factor"):
         summing[0].set_reduce_scatter_divide_factor(1.0)
@@ -261,7 +261,7 @@ def test_later_steps_bind_no_collectives(way: str, monkeypatch: pytest.MonkeyPat
     made: list[str] = []
     train()  # after this step all plans are cached
     for at, name in (
-        (InProcess, "_transfer"),
+        (InProcess, "_make_transfer"),
         (InProcess, "_make_reduce_scatter"),
         (InProcess, "_make_all_reduce"),
         (FlatBuffer, "from_layouts"),

@@ -15,7 +15,7 @@ import test_rules_views
 import test_rules_writes
 import torch
 from gloo_processes import run_gloo
-from rule_tables import RuleCase, check_many_placements
+from rule_tables import RuleCase, check_many_placements, make_floats, make_integers
 
 import dtensor as dt
 from dtensor.propagation import strategy_cost
@@ -92,11 +92,7 @@ def test_indexing_with_sharded_indices_on_four_processes() -> None:
 def _check_data_dependent_shapes() -> None:
     torch.set_num_threads(1)
     strategy_cost.kernel_seconds = lambda *_: -1e-4  # so that even rows this small are exchanged
-    x, i, v = (
-        test_data_dependent_shapes.floats(7, 3),
-        test_data_dependent_shapes.integers(9, low=0, high=7),
-        test_data_dependent_shapes.floats(9, 3, seed=1),
-    )
+    x, i, v = make_floats(7, 3), make_integers(9, low=0, high=7), make_floats(9, 3, seed=1)
     mask = x[:, 0] > 0
     for mesh_shape in ((4,), (2, 2)):
         for fn in test_data_dependent_shapes.MASK_PROGRAMS:

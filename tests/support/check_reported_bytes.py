@@ -121,8 +121,8 @@ def _nbytes(x: Tensor) -> int:
 
 
 _BYTE_COUNTERS: dict[str, Callable[..., tuple[str, _CountBytes]]] = {
-    "_transfer": _count_transfer_bytes,
-    "_transfer_to": _count_cross_mesh_bytes,
+    "_make_transfer": _count_transfer_bytes,
+    "_make_transfer_to": _count_cross_mesh_bytes,
     "_make_all_reduce": _count_all_reduce_bytes,
     "_make_reduce_scatter": _count_reduce_scatter_bytes,
 }

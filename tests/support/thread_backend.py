@@ -58,12 +58,12 @@ class ThreadCommunicator(Communicator):
     def map(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return fn(self.me, *args, **kwargs)
 
-    def _transfer(self, dims: Dims, transfer: Transfer) -> BoundCollective:
-        return self._make_transfer(self.mesh.members_of(dims, self.me), self.me, transfer.route_of(self.me))
+    def _make_transfer(self, dims: Dims, transfer: Transfer) -> BoundCollective:
+        return self._send_blocks(self.mesh.members_of(dims, self.me), self.me, transfer.route_of(self.me))
 
-    def _transfer_to(self, target: DeviceMesh, ranks: Dims, transfer: Transfer) -> BoundCollective:
+    def _make_transfer_to(self, target: DeviceMesh, ranks: Dims, transfer: Transfer) -> BoundCollective:
         position = ranks.index(self.mesh.ranks[self.me])
-        return self._make_transfer(tuple(range(len(ranks))), position, transfer.route_of(position))
+        return self._send_blocks(tuple(range(len(ranks))), position, transfer.route_of(position))
 
     def _make_all_reduce(self, dims: Dims, op: Any, dtype: torch.dtype) -> BoundReduction:
         def run(x: Tensor) -> Pending[Tensor]:
@@ -85,7 +85,7 @@ class ThreadCommunicator(Communicator):
     def _send_to_group(self, dims: Dims, letters: Sequence[Any]) -> Callable[[], list[Any]]:
         return self.post.exchange(self.mesh.members_of(dims, self.me), self.me, letters)
 
-    def _make_transfer(self, group: Dims, me: int, route: SendRecvPlan) -> BoundCollective:
+    def _send_blocks(self, group: Dims, me: int, route: SendRecvPlan) -> BoundCollective:
         """Return a collective that sends blocks of its input to the group and assembles the rank's new tensor from the received
         blocks.
         """

@@ -177,9 +177,9 @@ def test_traced_collectives_bind_a_group_once_and_again_after_it_is_remade() -> 
             assert world is not None
             bound_before = {*traced_collectives._BOUND_COLLECTIVES}
             for _ in range(2):
-                traced_collectives.TracedCollective("reduce", world.group_name, 4, "all_reduce(sum)", dist.ReduceOp.SUM).of(
-                    torch.ones(3)
-                )
+                traced_collectives.TracedCollective(
+                    "reduce", world.group_name, 4, "all_reduce(sum)", dist.ReduceOp.SUM
+                ).add_to_graph(torch.ones(3))
             (key,) = {*traced_collectives._BOUND_COLLECTIVES} - bound_before or bound_before
             assert traced_collectives._BOUND_COLLECTIVES[key][0] is world
         finally:
@@ -248,7 +248,7 @@ def test_a_pending_of_two_rounds_runs_each_round_once_in_order(advances):
 @pytest.mark.parametrize("advances", [False, True])
 def test_within_wraps_the_end_or_each_round_of_a_pending(advances):
     log: list[str] = []
-    pending = make_two_rounds(log).within(log_around("wait", log), rounds=True).within(log_around("outer", log))
+    pending = make_two_rounds(log).wrap_completion(log_around("wait", log), rounds=True).wrap_completion(log_around("outer", log))
     if advances:
         pending.advance()
         assert log == ["wait (", "second round", ")"]

@@ -402,5 +402,5 @@ def test_contradictory_arguments_raise_contradiction_error_and_assertion_error(n
 def test_local_map_requires_placements_for_each_dtensor_argument() -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
     x = dt.distribute_tensor(torch.ones(4, 2), mesh, [dt.Shard(0)])
-    with pytest.raises(dt.errors.PlacementError, match="expects placements for argument 1"):
+    with pytest.raises(dt.errors.PlacementError, match="argument 1 is a DTensor"):
         dt.local_map(torch.add, out_placements=[dt.Shard(0)], in_placements=([dt.Shard(0)], None))(x, x)

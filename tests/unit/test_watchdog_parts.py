@@ -249,7 +249,7 @@ def test_process_state_and_is_process_alive_detect_a_finished_process() -> None:
 
 def test_read_event_ignores_an_event_that_is_being_written() -> None:
     event_log = EventLog(StateFile(None, LOG_SLOTS, writable=True))
-    slot, read_text = event_log.add(1, "all_reduce(sum)", "", "train.py:1"), event_log.file.read_text
+    slot, read_text = event_log.add_event(1, "all_reduce(sum)", "", "train.py:1"), event_log.file.read_text
     event_log.slots[slot] = 0
 
     def read_text_while_written(offset: int) -> str:

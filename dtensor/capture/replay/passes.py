@@ -154,9 +154,9 @@ def bind_collectives(tape: Tape, metadata: Mapping[Var, LocalMetadata], external
         if isinstance(x, Var) and x in metadata:
             comm, _, mesh_dims, op = step.args
             bound = comm.bind_all_reduce(mesh_dims, op, metadata[x].dtype)
-            in_place = bound.taking is not None and metadata[x].is_row_major and memory.is_only_sent_at(place, x)
+            in_place = bound.run_donated is not None and metadata[x].is_row_major and memory.is_only_sent_at(place, x)
             writes = frozenset((x.storage,) if in_place else ())
-            step = dataclasses.replace(step, fn=bound.taking if in_place else bound.run, args=(x,), writes=writes)
+            step = dataclasses.replace(step, fn=bound.run_donated if in_place else bound.run, args=(x,), writes=writes)
         steps.append(step)
     return Tape(tape.inputs, steps, tape.results, tape.constants)
 
@@ -323,7 +323,7 @@ def _find_window(collective: _Collective, number: int, same_kind: Sequence[_Coll
 def _agree_on_windows(same_kind: Sequence[_Collective]) -> None:
     """Narrow each window to what all ranks of the group allow. Communicates once, if ranks are processes."""
     comm = same_kind[0].comm
-    if comm.talks:
+    if comm.has_other_processes:
         by_rank = comm.all_gather_object([(one.first, one.last) for one in same_kind], same_kind[0].mesh_dims)
         for one, windows in zip(same_kind, zip(*by_rank, strict=True), strict=True):
             one.first, one.last = max(first for first, _ in windows), min(last for _, last in windows)

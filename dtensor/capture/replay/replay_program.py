@@ -25,9 +25,9 @@ from ...state.wrap import wrap_local
 from ...tensor.dtensor import DTensor
 from ...tensor.functorch_function import make_apply
 from ...tensor.local_tensors import local_tensors_of
+from ..guards.gradient_guards import GradGuards, set_carried_state
 from ..guards.signature import MetadataGuard, TensorCheck, describe_tensor, make_picker, strides_of
 from ..tracing.tape import LocalMetadata, Step, Tape, Var
-from .carried_gradients import GradGuards, set_carried_state
 from .codegen import TapeFunction
 from .outputs import (
     ENV,

@@ -278,7 +278,9 @@ class Recorder(TorchDispatchMode):
     def _var_of(self, x: torch.Tensor) -> Var:
         """Return the variable of a local tensor. A new view of recorded memory becomes an ``as_strided`` step."""
         if isinstance(x, DTensor):
-            raise CaptureError(f"capture: {self.operators[-1:]} passes a DTensor to a function of local tensors")
+            raise CaptureError(
+                f"capture: {self.operators[-1:]} passes a DTensor to a function of local tensors; pass x.to_local()"
+            )
         key = _memory_key(x)
         known = self._vars.get(key)
         if known is not None:

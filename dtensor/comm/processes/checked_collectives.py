@@ -26,13 +26,13 @@ from ...watchdog.collective_hooks import (
     wait_for_group_members,
 )
 from ...watchdog.collective_log import CollectiveLog, CollectiveRecord, find_length_mismatches, format_lengths, parse_lengths
-from ...watchdog.diagnosis import RankReport, format_difference, format_length_mismatch, report_event
+from ...watchdog.diagnosis import RankReport, format_difference, format_length_mismatch, make_rank_report
 from ...watchdog.flight_recorder import LAST_ISSUED
 from ...watchdog.levels import CheckLevel, raise_in_forked_child
 from ..flat_rows import row_gather_route
 from ..pack import SendRecvPlan, Transfer
 from ..pending import Pending
-from .transfer import Issue, bind_direct, bind_transfer
+from .transfer import Issue, bind_direct_messages, bind_group_transfer
 
 BEFORE_NEW_GROUP.append(wait_for_group_members)
 MESH_HOOKS.append(start_watchdog)
@@ -70,7 +70,7 @@ def wrap_checked(
     lengths_text = "" if lengths is None else format_lengths(*([side[positions[rank]] for rank in log.ranks] for side in lengths))
 
     def issue_checked(x: torch.Tensor) -> Pending[torch.Tensor]:
-        """Log the call and compare it with those of other ranks, then run it."""
+        """Log the collective and compare it with other ranks, then run it; its ``wait()`` is watched."""
         if (level := CheckLevel.now) == "off":
             return run(x)
         key = (x.dtype, x.is_meta, x.shape) if compare_shape else (x.dtype, x.is_meta)
@@ -86,12 +86,12 @@ def wrap_checked(
         except BaseException as error:
             raise make_issue_error(log, number, error) from error
         log.slots[LAST_ISSUED] = number
-        return pending.within(functools.partial(run_wait, log, number), rounds=True)
+        return pending.wrap_completion(functools.partial(run_wait, log, number), rounds=True)
 
     return issue_checked
 
 
-def lengths_of(route: SendRecvPlan) -> tuple[list[int], list[int]]:
+def send_recv_lengths(route: SendRecvPlan) -> tuple[list[int], list[int]]:
     """Return how many elements a rank sends to each rank of its group, and how many it receives from each."""
     send_lengths, recv_lengths = ([0 if box is None else box.numel for box in side] for side in (route.sends, route.receives))
     return send_lengths, recv_lengths
@@ -104,7 +104,7 @@ def ranks_of(group: Group) -> list[int]:
 
 
 def _log_and_compare(log: CollectiveLog, group: Group, ranks: list[int], level: str, record: CollectiveRecord) -> None:
-    """Log a collective, and compare it with other ranks.
+    """Log a collective that this rank is about to issue, and compare it with those of other ranks.
 
     Raises:
         DivergenceError: another rank issues another collective. Nothing was sent.
@@ -125,7 +125,7 @@ def _describe_operand(x: torch.Tensor, with_shape: bool) -> str:
 
 
 def _compare_by_exchange(log: CollectiveLog, group: Group, ranks: list[int], record: CollectiveRecord) -> None:
-    """Compare number and hash of a collective in an exchange between all ranks of the group.
+    """Exchange number, hash and lengths of a collective between all ranks of the group; raise DivergenceError if they differ.
 
     If they differ, and the ranks are on several hosts, a second exchange gathers what each rank does, for the error.
     """
@@ -147,8 +147,8 @@ def _compare_by_exchange(log: CollectiveLog, group: Group, ranks: list[int], rec
 
 
 def _gather_reports(log: CollectiveLog, group: Group, ranks: list[int], hashes: list[int]) -> dict[int, RankReport]:
-    """Return the report of each rank, gathered from all ranks of the group."""
-    report = report_event(log.last_event())
+    """Exchange descriptions of the last collective of each rank of the group, and return them by global rank."""
+    report = make_rank_report(log.last_event())
     encoded = f"{report.mesh_dims}\n{report.text}".encode()[:_REPORT_BYTES].ljust(_REPORT_BYTES)
     rows = _gather_rows(log, group, log.count, torch.frombuffer(bytearray(encoded), dtype=torch.uint8)).view(-1, _REPORT_BYTES)
     texts = [bytes(row.tolist()).decode(errors="replace").strip().partition("\n") for row in rows]
@@ -158,12 +158,12 @@ def _gather_reports(log: CollectiveLog, group: Group, ranks: list[int], hashes: 
 
 
 def _gather_rows(log: CollectiveLog, group: Group, number: int, row: torch.Tensor) -> torch.Tensor:
-    """Return the ``row`` of each rank, gathered in the order of group positions."""
+    """All-gather ``row`` from each rank, concatenated by group position. The wait is watched as part of collective ``number``."""
     length, key = len(row), (len(row), group.order)
     if key not in log.bound_exchanges:
         route = row_gather_route([(length,)] * group.size, group.position)
         is_whole_group = group.handle.size() == group.size
         transfer = Transfer(lambda _: route, row.dtype, "all_gather", blocking=True)
-        log.bound_exchanges[key] = bind_transfer(group, transfer) if is_whole_group else bind_direct(group, route)
+        log.bound_exchanges[key] = bind_group_transfer(group, transfer) if is_whole_group else bind_direct_messages(group, route)
     pending: Pending[torch.Tensor] = log.bound_exchanges[key](row)
     return run_wait(log, number, pending.wait)

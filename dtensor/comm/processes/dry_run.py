@@ -19,12 +19,12 @@ from .transfer import is_packed, make_packings
 class DryRun(Communicator):
     """The communicator of a dry run. It returns meta tensors; a reduce-scatter keeps its addends until ``wait()``."""
 
-    held, talks = (0,), False
+    held, has_other_processes = (0,), False
 
     def map(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return fn(0, *args, **kwargs)
 
-    def _transfer(self, dims: Dims, transfer: Transfer) -> BoundCollective:
+    def _make_transfer(self, dims: Dims, transfer: Transfer) -> BoundCollective:
         """Return a transfer that sends nothing, and allocates the memory that the backend would."""
         like = self.mesh._root.simulated_mesh
         if like is None or like.device_type != "cpu":  # a cluster with a backend that copies nothing into rows
@@ -36,7 +36,7 @@ class DryRun(Communicator):
     def _max_received(self, dims: Dims, transfer: Transfer) -> int:
         return super()._max_received(dims, transfer) if transfer.max_received is None else transfer.max_received
 
-    def _transfer_to(self, target: DeviceMesh, ranks: Dims, transfer: Transfer) -> BoundCollective:
+    def _make_transfer_to(self, target: DeviceMesh, ranks: Dims, transfer: Transfer) -> BoundCollective:
         return _make_empty(transfer.route_of(ranks.index(target.ranks[0])).new)
 
     def _make_all_reduce(self, dims: Dims, op: Op, dtype: torch.dtype) -> BoundReduction:
@@ -58,10 +58,10 @@ class DryRun(Communicator):
 
 
 def _pack_and_exchange(send_packing: Packing, recv_packing: Packing) -> BoundCollective:
-    """Make a run with the memory of a packed exchange: a row to send until ``wait()``, a buffer until it is unpacked."""
+    """Return a collective with the memory of a packed exchange: a row until ``wait()``, a buffer until it is unpacked."""
 
     def run_exchange(x: Local) -> Pending[Local]:
-        """Allocate the result of an exchange without communication."""
+        """Allocate the row to send and the receive buffer; ``wait()`` allocates the result. No data is sent."""
         row = x if send_packing.is_block else x.new_empty(send_packing.total)
         buffer = x.new_empty(recv_packing.shape if recv_packing.is_block else recv_packing.total)
         return Pending(lambda: (buffer if recv_packing.is_block else buffer.new_empty(recv_packing.shape), row)[0])
@@ -70,5 +70,5 @@ def _pack_and_exchange(send_packing: Packing, recv_packing: Packing) -> BoundCol
 
 
 def _make_empty(shape: tuple[int, ...]) -> BoundCollective:
-    """Make a run that returns an empty tensor of ``shape``."""
+    """Return a collective that sends nothing and returns an empty tensor of ``shape``."""
     return lambda x: Pending.of(x.new_empty(shape))

@@ -5,6 +5,7 @@ The algorithm depends only on backend, dtype, shapes and group size, so all rank
 
 from __future__ import annotations
 
+import functools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -20,10 +21,10 @@ from ..local_reduce import Op
 from ..pack import Scatter, Transfer
 from ..pending import Pending
 from . import traced_collectives
-from .checked_collectives import lengths_of, wrap_checked
-from .reductions import bind_all_reduce, bind_scatter
+from .checked_collectives import send_recv_lengths, wrap_checked
+from .reductions import bind_group_all_reduce, bind_group_reduce_scatter
 from .traced_collectives import select_when_traced
-from .transfer import bind_direct, bind_transfer
+from .transfer import bind_direct_messages, bind_group_transfer
 
 
 class ProcessGroups(Communicator):
@@ -33,7 +34,7 @@ class ProcessGroups(Communicator):
         super().__init__(mesh)
         self._member = mesh.current_member()
         self.held = () if self._member is None else (self._member,)
-        self.talks = self._member is not None and dist.get_backend() != "fake"
+        self.has_other_processes = self._member is not None and dist.get_backend() != "fake"
         self._by_dims: dict[Dims, Group] = {}
 
     def map(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -49,15 +50,15 @@ class ProcessGroups(Communicator):
             group = self._by_dims[dims] = get_group(self.mesh, dims)
         return group
 
-    def _transfer(self, dims: Dims, transfer: Transfer) -> BoundCollective:
+    def _make_transfer(self, dims: Dims, transfer: Transfer) -> BoundCollective:
         """Return the transfer within the groups over mesh dims: each call is compared with other ranks, and can be traced."""
         group = self._group(dims)
-        lengths = None if transfer.description else lengths_of(transfer.route_of(group.members[group.position]))
+        lengths = None if transfer.description else send_recv_lengths(transfer.route_of(group.members[group.position]))
         description = f"{transfer.kind} {transfer.description}".rstrip()
-        run = wrap_checked(group, description, self._name_dims(dims), bind_transfer(group, transfer), lengths=lengths)
+        run = wrap_checked(group, description, self._name_dims(dims), bind_group_transfer(group, transfer), lengths=lengths)
         return select_when_traced(run, lambda: traced_collectives.bind_traced_transfer(group, transfer))
 
-    def _transfer_to(self, target: DeviceMesh, ranks: Dims, transfer: Transfer) -> BoundCollective:
+    def _make_transfer_to(self, target: DeviceMesh, ranks: Dims, transfer: Transfer) -> BoundCollective:
         """Return the transfer between the ranks of two meshes, over a group that contains both."""
         rank = dist.get_rank()
         if rank not in ranks:
@@ -75,29 +76,33 @@ class ProcessGroups(Communicator):
         description, mesh_dims = f"transfer to another mesh {transfer.description}", f"ranks {', '.join(map(str, ranks))}"
         route = transfer.route_of(group.position)
         if dist.get_world_size(handle) == len(ranks):
-            run = wrap_checked(group, description, mesh_dims, bind_transfer(group, transfer), lengths=lengths_of(route))
+            run = wrap_checked(
+                group, description, mesh_dims, bind_group_transfer(group, transfer), lengths=send_recv_lengths(route)
+            )
             return select_when_traced(run, lambda: traced_collectives.bind_traced_transfer(group, transfer))
         return select_when_traced(
-            wrap_checked(group, description, mesh_dims, bind_direct(group, route), lengths=lengths_of(route)),
+            wrap_checked(group, description, mesh_dims, bind_direct_messages(group, route), lengths=send_recv_lengths(route)),
             traced_collectives.raise_without_group,
         )
 
     def _make_all_reduce(self, dims: Dims, op: Op, dtype: torch.dtype) -> BoundReduction:
         """Return the all-reduce of these groups: each call is compared with other ranks, and can be traced."""
-        group, bound = self._group(dims), bind_all_reduce(self._group(dims), op, dtype)
+        group, bound = self._group(dims), bind_group_all_reduce(self._group(dims), op, dtype)
         description, mesh_dims = f"all_reduce({op})", self._name_dims(dims)
-        run = wrap_checked(group, description, mesh_dims, bound.run, compare_shape=True)
-        taking = None if bound.taking is None else wrap_checked(group, description, mesh_dims, bound.taking, compare_shape=True)
-        return traced_collectives.add_traced_reduction(BoundReduction(run, taking, bound.at_once), group, op, dtype)
+        wrap = functools.partial(wrap_checked, group, description, mesh_dims, compare_shape=True)
+        run_donated = None if bound.run_donated is None else wrap(bound.run_donated)
+        return traced_collectives.add_traced_reduction(
+            BoundReduction(wrap(bound.run), run_donated, bound.at_once), group, op, dtype
+        )
 
     def _make_reduce_scatter(self, dims: Dims, scatter: Scatter) -> BoundCollective:
         """Return the reduce-scatter of these groups: each call is compared with other ranks, and can be traced."""
         group, description = self._group(dims), f"reduce_scatter({scatter.op}) {scatter.description}"
-        run = wrap_checked(group, description, self._name_dims(dims), bind_scatter(group, scatter))
+        run = wrap_checked(group, description, self._name_dims(dims), bind_group_reduce_scatter(group, scatter))
         return select_when_traced(run, lambda: traced_collectives.bind_traced_scatter(group, scatter))
 
     def _all_gather_object(self, value: Any, dims: Dims) -> list[Any]:
-        """Return the pickled values of all ranks, in two transfers: of their lengths, then of their bytes."""
+        """Pickle ``value``, and return the values of all ranks: one transfer gathers the lengths, one the bytes."""
         encoded = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         position = self._group(dims).position
         lengths = self._gather_row(
@@ -111,7 +116,7 @@ class ProcessGroups(Communicator):
         route = row_gather_route([(length,) for length in lengths], position)
         group, transfer = self._group(dims), Transfer(lambda _: route, row.dtype, "all_gather", blocking=True)
         run = wrap_checked(
-            group, f"all_gather of pickled objects, {lengths}", self._name_dims(dims), bind_transfer(group, transfer)
+            group, f"all_gather of pickled objects, {lengths}", self._name_dims(dims), bind_group_transfer(group, transfer)
         )
         rows: torch.Tensor = run(row.to(self.mesh.device_type)).wait()
         return rows.cpu()

@@ -133,7 +133,7 @@ _LARGE_BYTES = 1 << 16  # smaller messages fit into the buffer of a socket
 
 
 def make_abandonable(group: Group, nbytes: int, works: list[dist.Work]) -> list[Waitable]:
-    """Wrap the work handles of messages of ``nbytes`` for gloo, if they are large.
+    """Return work handles of messages of ``nbytes``, wrapped on gloo if large, so that their wait can be abandoned.
 
     If a connection breaks, a part of a large message may have arrived, and gloo does not end the wait for the rest.
     """
@@ -173,7 +173,7 @@ def to_row_major(x: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def _async_options(options: T, **values: Any) -> T:
-    """Return c10d options, set to an asynchronous operation and to ``values``."""
+    """Set the c10d ``options`` to an asynchronous operation, and to ``values``, and return them."""
     for name, value in {"asyncOp": True, **values}.items():
         setattr(options, name, value)
     return options
@@ -238,7 +238,7 @@ Message = tuple[int, Tensor]  # rank of the partner in torch's group, and a row
 def exchange_messages(
     group: Group, receives: Sequence[Message], sends: Sequence[Message], device: torch.device
 ) -> list[Waitable]:
-    """Start these messages, at most one from and to each rank, and return their work handles."""
+    """Start to receive and send these rows, at most one from and to each rank, and return the work handles."""
     if not backend_traits_of(group).sends_lists:
         works = [group.handle.recv([view_as_message(row)], rank, _TAG) for rank, row in receives]
         works += [group.handle.send([view_as_message(row)], rank, _TAG) for rank, row in sends]

@@ -37,7 +37,7 @@ from ...errors import UnsupportedOperationError
 from ...mesh.process_groups import Group, backend_name, library_group
 from ...placement import Monoid
 from ..communicator import BoundCollective, BoundReduction
-from ..events import Event, all_reduce_bytes, listeners, report_events
+from ..events import Event, all_reduce_bytes, issue_reported, listeners
 from ..flat_rows import chunk_lengths, view_as_row
 from ..local_reduce import Op, fold, row_major_copy
 from ..pack import Packing, Scatter, Transfer
@@ -86,7 +86,7 @@ class TracedCollective:
     op: Any = None
     lengths: tuple[int, ...] = ()
 
-    def of(self, row: Tensor, lengths: Sequence[int] = ()) -> Tensor:
+    def add_to_graph(self, row: Tensor, lengths: Sequence[int] = ()) -> Tensor:
         """Add the collective of ``row`` to the graph, and return its result."""
         collective, lengths = self, hashable_sizes(lengths)
         if not contains_symbols(lengths):
@@ -95,7 +95,10 @@ class TracedCollective:
         return cast(Tensor, call_in_graph(self.kind, row, *length_args, collective.encode()))
 
     def encode(self) -> str:
-        """Return it as text. The text is complete, so that nothing must be kept as long as the graph exists."""
+        """Return this collective as text, the operand of its operator.
+
+        The text is complete, so that nothing must be kept as long as the graph exists.
+        """
         op = None if self.op is None else self.op.name
         return json.dumps([self.kind, self.group, self.size, self.description, op, self.lengths])
 
@@ -108,7 +111,7 @@ class TracedCollective:
         return TracedCollective(kind, group, size, description, reduction, tuple(lengths))
 
     def make_result(self, row: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Return an empty tensor with shape and dtype of the result."""
+        """Return an empty tensor with shape and dtype of the result of this collective."""
         match self.kind:
             case "exchange":
                 return row.new_empty(sum((lengths or self.lengths)[: self.size]))
@@ -119,12 +122,12 @@ class TracedCollective:
             case _:
                 return row.new_empty(row.numel() // self.size)
 
-    def bind(self, handle: Any, lengths: Sequence[int], device_type: str) -> Issue:
-        """Bind it to a process group. As with eager collectives, ranks compare each run before it sends anything."""
+    def bind_to_group(self, handle: Any, lengths: Sequence[int], device_type: str) -> Issue:
+        """Bind this collective to a process group. As with eager ones, ranks compare each run before it sends anything."""
         ranks = dist.get_process_group_ranks(handle)
         group = Group(handle, tuple(range(self.size)), handle.rank(), None, backend_name(handle, device_type))
         recv_lengths, send_lengths = list(lengths[: self.size]), list(lengths[self.size :])
-        start = self._start(group, recv_lengths, send_lengths)
+        start = self._bind_start(group, recv_lengths, send_lengths)
 
         def issue_collective(row: Tensor) -> Pending[Tensor]:
             into = self.make_result(row, lengths)
@@ -142,18 +145,19 @@ class TracedCollective:
         num_received = sum(recv_lengths) - recv_lengths[group.position] if lengths else None
 
         def run_reported(row: Tensor) -> Pending[Tensor]:
+            """Run the compared collective; listeners and the profiler get an event for it."""
             if not (listeners or has_range_observer()):
                 return run_checked(row)
             nbytes = row.dtype.itemsize * (self._received_elements(row.numel()) if num_received is None else num_received)
             kind = self.description.split("(")[0].split()[0]
-            return report_events(Event(kind, (), self.size, nbytes, groups=(tuple(ranks),)), lambda: run_checked(row), row)
+            return issue_reported(Event(kind, (), self.size, nbytes, groups=(tuple(ranks),)), lambda: run_checked(row), row)
 
         return run_reported
 
-    def _start(
+    def _bind_start(
         self, group: Group, recv_lengths: list[int], send_lengths: list[int]
     ) -> Callable[[Tensor, Tensor], list[Waitable]]:
-        """Return the function that starts it, of a row and of the memory of its result."""
+        """Return the function that starts this collective, given a row and the memory of its result."""
         match self.kind:
             case "exchange":
                 return lambda row, into: all_to_all_rows(group, into, row, recv_lengths, send_lengths)
@@ -172,14 +176,14 @@ class TracedCollective:
 
 
 def _run_collective(row: Tensor, lengths: Sequence[int], what: str, after: Tensor | None = None) -> Tensor:
-    """Run a collective of a graph, and return its completed result. It is bound once for each process group."""
+    """Run the collective that ``what`` encodes, and return its completed result. It is bound once for each process group."""
     collective = TracedCollective.decode(what)
     lengths, handle = tuple(lengths) or collective.lengths, torch_internals.resolve_process_group(collective.group)
     handle = library_group(handle, row.device.type)
     key = (what, lengths, row.device.type)
     bound = _BOUND_COLLECTIVES.get(key)
     if bound is None or bound[0] is not handle:
-        bound = _BOUND_COLLECTIVES.keep(key, (handle, collective.bind(handle, lengths, row.device.type)))
+        bound = _BOUND_COLLECTIVES.keep(key, (handle, collective.bind_to_group(handle, lengths, row.device.type)))
     return bound[1](row.contiguous()).wait()  # inductor may choose other strides than at tracing
 
 
@@ -193,6 +197,7 @@ def _run_draw(
     device: torch.device,
     after: Tensor | None = None,
 ) -> Tensor:
+    """Run the random draw that is registered as ``make``, and return it with the traced size and stride."""
     drawn: Tensor = registered_object(make)(given, sizes)
     if list(drawn.stride()) == stride:
         return drawn
@@ -221,7 +226,7 @@ _FAKE_IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
 
 
 def call_in_graph(name: str, *args: Any) -> Any:
-    """Call the operator ``name`` while a program is traced, and return its result.
+    """Add a call of the operator ``name`` to the traced graph, ordered after the last such call, and return its result.
 
     The operator also gets the result of the last one: inductor of torch 2.13 does not keep the order of effects, and orders
     them by their operands, which differ between ranks. The backward pass starts a new chain: else it would save the last result
@@ -254,7 +259,7 @@ class _MustSaveMeta(dict[str, Any]):
 
 @cache
 def _define_operators() -> Any:
-    """Define the operators when the first of them is traced, and return ``torch.ops.dtensor``."""
+    """Register the operators of this module with torch at the first call, and return ``torch.ops.dtensor``."""
     for name, schema in _SCHEMAS.items():
         _LIBRARY.define(name + schema)
         _LIBRARY.impl(name, _IMPLEMENTATIONS[name], "CompositeExplicitAutograd")
@@ -273,10 +278,10 @@ _LIBRARY = torch.library.Library("dtensor", "FRAGMENT")
 
 # --- the collectives of a traced program --------------------------------------------------------------------------------
 def select_when_traced(eager: BoundCollective, bind: Any) -> BoundCollective:
-    """Return a run that calls ``eager``, or, for a traced local value, what ``bind()`` returns."""
+    """Return a collective that runs ``eager``, or, for a traced local value, the collective that ``bind()`` returns."""
     bound: list[BoundCollective] = []
 
-    def issue_either(x: Tensor) -> Pending[Tensor]:
+    def issue_eager_or_traced(x: Tensor) -> Pending[Tensor]:
         """Run the eager collective, or the traced one if ``x`` is traced. The traced one is bound at its first use."""
         if not is_traced(x):
             return eager(x)
@@ -284,7 +289,7 @@ def select_when_traced(eager: BoundCollective, bind: Any) -> BoundCollective:
             bound.append(bind())
         return bound[0](x)
 
-    return issue_either
+    return issue_eager_or_traced
 
 
 def _make_collective(group: Group, kind: str, description: str, op: Any = None) -> TracedCollective:
@@ -292,8 +297,8 @@ def _make_collective(group: Group, kind: str, description: str, op: Any = None) 
 
 
 def _exchange_rows(group: Group, row: Tensor, recv_lengths: list[int], send_lengths: list[int], description: str) -> Tensor:
-    """Run one all-to-all of the parts of ``row``, by ranks of torch's group. Ranks compare ``description``."""
-    return _make_collective(group, "exchange", description).of(row, [*recv_lengths, *send_lengths])
+    """Add one all-to-all of the parts of ``row``, by ranks of torch's group, to the graph. Ranks compare ``description``."""
+    return _make_collective(group, "exchange", description).add_to_graph(row, [*recv_lengths, *send_lengths])
 
 
 def _view_as(row: Tensor, dtype: torch.dtype) -> Tensor:
@@ -306,31 +311,31 @@ def _without_sizes(description: str) -> str:
 
 
 def bind_traced_transfer(group: Group, transfer: Transfer) -> BoundCollective:
-    """Bind a transfer for traced local values."""
+    """Bind a transfer for traced local values: by the backend's all-gather, or by one all-to-all."""
     route = transfer.route_of(group.members[group.position])
     if is_native_gather(group, transfer, route):
-        return _bind_gather(group, route, _without_sizes(transfer.description))
+        return _bind_traced_gather(group, route, _without_sizes(transfer.description))
     send_packing, recv_packing = make_packings(group, route)
     description = f"{transfer.kind} {_without_sizes(transfer.description)}"
 
-    def issue_all_to_all(x: Tensor) -> Pending[Tensor]:
-        """Exchange the blocks of ``x`` by an all-to-all operator that a compiler can trace."""
+    def trace_all_to_all(x: Tensor) -> Pending[Tensor]:
+        """Add an all-to-all of the regions of ``x`` to the traced graph."""
         row = send_packing.pack(to_row_major(x, route.old))
         received = _exchange_rows(group, row, recv_packing.lengths, send_packing.lengths, description)
         return Pending.of(recv_packing.unpack(received))
 
-    return issue_all_to_all
+    return trace_all_to_all
 
 
-def _bind_gather(group: Group, route: Any, description: str) -> BoundCollective:
-    """Return an all-gather as an operator of the graph."""
-    arriving = make_gather_packing(group, route)
+def _bind_traced_gather(group: Group, route: Any, description: str) -> BoundCollective:
+    """Bind an all-gather of equal blocks by the backend, as an operator of the graph."""
+    recv_packing = make_gather_packing(group, route)
     gather = _make_collective(group, "gather", f"all_gather {description}")
 
-    def issue_gather(x: Tensor) -> Pending[Tensor]:
-        return Pending.of(arriving.unpack(gather.of(view_as_row(to_row_major(x, route.old)))))
+    def trace_gather(x: Tensor) -> Pending[Tensor]:
+        return Pending.of(recv_packing.unpack(gather.add_to_graph(view_as_row(to_row_major(x, route.old)))))
 
-    return issue_gather
+    return trace_gather
 
 
 def raise_without_group() -> BoundCollective:
@@ -343,69 +348,74 @@ def raise_without_group() -> BoundCollective:
 
 
 def bind_traced_scatter(group: Group, scatter: Scatter) -> BoundCollective:
-    """Bind a reduce-scatter for traced local values: position k gets ``chunks[k]`` of each member's block, reduced."""
+    """Bind a reduce-scatter for traced local values: by the backend, or by one all-to-all and a local reduction."""
     member, op = group.members[group.position], scatter.op
     old, chunks = tuple(scatter.old(member)), scatter.chunks_of(member)
     own = chunks[group.position]
-    leaving = Packing(tuple(group.to_torch(chunks)), old)
+    send_packing = Packing(tuple(group.to_torch(chunks)), old)
     native = native_reduction(group, op, scatter.dtype)
     description = f"reduce_scatter({op}) {_without_sizes(scatter.description)}"
     if native is not None and len({box.size for box in chunks}) == 1:
-        return _bind_native_scatter(group, leaving, own.size, native, description)
+        return _bind_traced_native_scatter(group, send_packing, own.size, native, description)
 
-    def issue_scatter(x: Tensor) -> Pending[Tensor]:
-        rows = _exchange_rows(group, leaving.pack(to_row_major(x, old)), [own.numel] * group.size, leaving.lengths, description)
+    def trace_scatter(x: Tensor) -> Pending[Tensor]:
+        """Add an all-to-all of the packed regions and a local reduction to the traced graph."""
+        rows = _exchange_rows(
+            group, send_packing.pack(to_row_major(x, old)), [own.numel] * group.size, send_packing.lengths, description
+        )
         return Pending.of(fold(group.to_mesh(rows.view(group.size, *own.size).unbind(0)), op))
 
-    return issue_scatter
+    return trace_scatter
 
 
-def _bind_native_scatter(
-    group: Group, leaving: Packing, size: tuple[int, ...], native: tuple[Any, torch.dtype], description: str
+def _bind_traced_native_scatter(
+    group: Group, send_packing: Packing, size: tuple[int, ...], native: tuple[Any, torch.dtype], description: str
 ) -> BoundCollective:
-    """Return a reduce-scatter as an operator of the graph, of a packed row."""
-    op, seen = native
+    """Bind a reduce-scatter of a packed row by the backend, as an operator of the graph."""
+    op, view_dtype = native
     reduce = _make_collective(group, "reduce_scatter", description, op)
 
-    def issue_scatter(x: Tensor) -> Pending[Tensor]:
-        row = view_as_row(leaving.pack(to_row_major(x, leaving.shape))).view(seen)
-        return Pending.of(_view_as(reduce.of(row), x.dtype).view(size))
+    def trace_native_scatter(x: Tensor) -> Pending[Tensor]:
+        row = view_as_row(send_packing.pack(to_row_major(x, send_packing.shape))).view(view_dtype)
+        return Pending.of(_view_as(reduce.add_to_graph(row), x.dtype).view(size))
 
-    return issue_scatter
+    return trace_native_scatter
 
 
 def bind_traced_all_reduce(group: Group, op: Op, dtype: torch.dtype) -> BoundCollective:
     """Bind an all-reduce for traced local values."""
     native = native_reduction(group, op, dtype)
     if native is not None:
-        return _bind_native_reduction(_make_collective(group, "reduce", f"all_reduce({op})", native[0]), native[1])
+        return _bind_traced_native_reduction(_make_collective(group, "reduce", f"all_reduce({op})", native[0]), native[1])
     max_one_round_bytes = math.inf if isinstance(op, Monoid) else backend_traits_of(group).one_round_bytes
 
-    def issue_reduction(x: Tensor) -> Pending[Tensor]:
-        """All-reduce in one round if the received bytes are few, else in two."""
+    def trace_reduction(x: Tensor) -> Pending[Tensor]:
+        """Add an all-reduce to the graph: in one round if the received bytes are few, else in two."""
         in_one_round = x.numel() * x.dtype.itemsize * group.size <= max_one_round_bytes
-        reduce = _reduce_in_one_round if in_one_round else _reduce_in_two_rounds
+        reduce = _trace_one_round_reduction if in_one_round else _trace_two_round_reduction
         return Pending.of(reduce(group, to_row_major(x, tuple(x.shape)), op))
 
-    return issue_reduction
+    return trace_reduction
 
 
-def _bind_native_reduction(reduce: TracedCollective, seen: torch.dtype) -> BoundCollective:
-    def issue_reduction(x: Tensor) -> Pending[Tensor]:
-        return Pending.of(_view_as(reduce.of(view_as_row(row_major_copy(x)).view(seen)), x.dtype).view(x.shape))
+def _bind_traced_native_reduction(reduce: TracedCollective, view_dtype: torch.dtype) -> BoundCollective:
+    """Bind an all-reduce by the backend, which reads the row as dtype ``view_dtype``, as an operator of the graph."""
 
-    return issue_reduction
+    def trace_native_reduction(x: Tensor) -> Pending[Tensor]:
+        return Pending.of(_view_as(reduce.add_to_graph(view_as_row(row_major_copy(x)).view(view_dtype)), x.dtype).view(x.shape))
+
+    return trace_native_reduction
 
 
-def _reduce_in_one_round(group: Group, x: Tensor, op: Op) -> Tensor:
-    """All-reduce in one exchange: each rank receives all addends and reduces them itself."""
+def _trace_one_round_reduction(group: Group, x: Tensor, op: Op) -> Tensor:
+    """Add an all-reduce by one all-to-all to the graph: each rank receives all addends and reduces them itself."""
     lengths = [x.numel()] * group.size
     rows = _exchange_rows(group, x.expand(group.size, *x.shape).contiguous().view(-1), lengths, lengths, f"all_reduce({op})")
     return fold(group.to_mesh(rows.view(group.size, *x.shape).unbind(0)), op)
 
 
-def _reduce_in_two_rounds(group: Group, x: Tensor, op: Op) -> Tensor:
-    """Return the reduction of ``x`` by a reduce-scatter and an all-gather of chunks, in the order of ranks of torch's group."""
+def _trace_two_round_reduction(group: Group, x: Tensor, op: Op) -> Tensor:
+    """Add an all-reduce to the graph as reduce-scatter and all-gather of chunks, in the order of ranks of torch's group."""
     lengths = chunk_lengths(x.numel(), group.size)
     own = lengths[group.torch_rank]
     rows = _exchange_rows(group, x.view(-1), [own] * group.size, lengths, f"all_reduce({op}), to its parts")
@@ -415,13 +425,13 @@ def _reduce_in_two_rounds(group: Group, x: Tensor, op: Op) -> Tensor:
 
 
 def add_traced_reduction(eager: BoundReduction, group: Group, op: Op, dtype: torch.dtype) -> BoundReduction:
-    """Return ``eager`` extended by the all-reduce for traced local values."""
+    """Return a bound all-reduce that runs ``eager``, or, for a traced local value, operators of the graph."""
 
     def bind() -> BoundCollective:
         return bind_traced_all_reduce(group, op, dtype)
 
     return BoundReduction(
         select_when_traced(eager.run, bind),
-        None if eager.taking is None else select_when_traced(eager.taking, bind),
+        None if eager.run_donated is None else select_when_traced(eager.run_donated, bind),
         eager.at_once,
     )

@@ -46,10 +46,10 @@ ROW_FACTOR = 4
 MAX_EXAMINED_MEMBERS = 64  # in larger groups routes are not examined, and each rank is assumed to have all others as partners
 
 
-def bind_transfer(group: Group, transfer: Transfer) -> Issue:
-    """Bind a transfer in the way that costs least by what all members of the group know."""
+def bind_group_transfer(group: Group, transfer: Transfer) -> Issue:
+    """Bind a transfer in the cheapest way, chosen from facts that all members of the group know."""
     member = group.members[group.position]
-    joined = _concat_layout(group, transfer)
+    joined = _concat_gather_layout(group, transfer)
     if joined is not None:
         return _bind_concat_gather(group, *joined)
     route = transfer.route_of(member)
@@ -59,29 +59,25 @@ def bind_transfer(group: Group, transfer: Transfer) -> Issue:
         return _bind_relayed(group, route)
     if is_native_gather(group, transfer, route):
         return _bind_native_gather(group, route)
-    return (bind_direct if _is_direct(group, transfer, route) else _bind_packed)(group, route)
+    return (bind_direct_messages if _is_direct(group, transfer, route) else _bind_packed)(group, route)
 
 
 def is_packed(group: Group, transfer: Transfer) -> bool:
-    """Return True if the transfer is one all-to-all of rows."""
-    if transfer.kind == "broadcast" or _concat_layout(group, transfer) is not None:
+    """Return True if :func:`bind_group_transfer` sends the transfer as one all-to-all of packed rows."""
+    if transfer.kind == "broadcast" or _concat_gather_layout(group, transfer) is not None:
         return False
     route = transfer.route_of(group.members[group.position])
     return not (is_native_gather(group, transfer, route) or _is_direct(group, transfer, route))
 
 
 def _find_traffic(group: Group, transfer: Transfer) -> Traffic | None:
-    """Return the traffic of the group if it is found faster than from all routes, else None."""
+    """Return the traffic of the group if ``transfer`` can give it faster than from all routes, else None."""
     may_ask = transfer.kind == "all_gather" or group.size <= MAX_EXAMINED_MEMBERS
     return transfer.traffic_of(group.members[group.position]) if may_ask and transfer.traffic_of is not None else None
 
 
-def _concat_layout(group: Group, transfer: Transfer) -> tuple[tuple[int, ...], int] | None:
-    """Return shape of a block and tensor dim, for an all-gather by the backend of equal blocks that are concatenated along that
-    dim.
-
-    None if it is another transfer.
-    """
+def _concat_gather_layout(group: Group, transfer: Transfer) -> tuple[tuple[int, ...], int] | None:
+    """Return block shape and tensor dim if the backend can all-gather equal blocks that concatenate along that dim, else None."""
     if transfer.kind != "all_gather" or not backend_traits_of(group).reduces:
         return None
     traffic = _find_traffic(group, transfer)
@@ -94,7 +90,7 @@ def is_native_gather(group: Group, transfer: Transfer, route: SendRecvPlan) -> b
 
 
 def _is_direct(group: Group, transfer: Transfer, route: SendRecvPlan) -> bool:
-    """Return True if the transfer is sent in messages between the ranks that exchange something."""
+    """Return True if messages between the ranks that exchange something cost less than one all-to-all of rows."""
     traffic = Traffic.of_gather(route) if transfer.kind == "all_gather" else _find_traffic(group, transfer)
     traits, in_rows = backend_traits_of(group), len(route.new) == 1
     if in_rows and traits.sends_lists:  # rows need no packing; packed, a gather would copy the row for each other rank
@@ -128,6 +124,7 @@ def _bind_packed(group: Group, route: SendRecvPlan) -> Issue:
     send_packing, recv_packing = make_packings(group, route)
 
     def issue_all_to_all(x: Tensor) -> Pending[Tensor]:
+        """Pack the sent regions into a row, and start the all-to-all; ``wait()`` unpacks the received row."""
         # else nothing of x is read, so its strides do not matter
         block = to_row_major(x, route.old) if send_packing.nonempty_boxes else x.detach()
         row = send_packing.pack(block)
@@ -177,33 +174,30 @@ def list_message_regions(
     return [_MessageRegion(rank, box, contiguous_run(box, shape)) for rank, box in ordered if box is not None and box.numel]
 
 
-def bind_direct(group: Group, route: SendRecvPlan) -> Issue:
-    """Bind a transfer as messages between the ranks that exchange something. ``group`` may be a part of its process group."""
+def bind_direct_messages(group: Group, route: SendRecvPlan) -> Issue:
+    """Bind a transfer as messages between the ranks that exchange something, which may be some ranks of a process group."""
     send_regions = list_message_regions(group, route.sends, route.old, 1)
     recv_regions = list_message_regions(group, route.receives, route.new, -1)
 
     def issue_messages(x: Tensor) -> Pending[Tensor]:
+        """Start all messages, and copy the region that this rank keeps meanwhile."""
         block = to_row_major(x, route.old)
         result = block.new_empty(route.new)
-        targets = [
-            message_region.of(result) if message_region.run is not None else block.new_empty(message_region.box.numel)
-            for message_region in recv_regions
-        ]
-        receives = [(message_region.rank, target) for message_region, target in zip(recv_regions, targets, strict=True)]
-        works = exchange_messages(
-            group, receives, [(message_region.rank, message_region.of(block)) for message_region in send_regions], x.device
-        )
+        targets = [region.of(result) if region.run is not None else block.new_empty(region.box.numel) for region in recv_regions]
+        receives = [(region.rank, target) for region, target in zip(recv_regions, targets, strict=True)]
+        works = exchange_messages(group, receives, [(region.rank, region.of(block)) for region in send_regions], x.device)
         if route.kept is not None:
             old, new = route.kept
             view_region(result, new).copy_(view_region(block, old))
 
-        def finish() -> Tensor:
-            for message_region, target in zip(recv_regions, targets, strict=True):
-                if message_region.run is None:
-                    view_region(result, message_region.box).copy_(target.view(message_region.box.size))
+        def copy_received_regions() -> Tensor:
+            """Copy the received regions that are not contiguous into the new block, and return it."""
+            for region, target in zip(recv_regions, targets, strict=True):
+                if region.run is None:
+                    view_region(result, region.box).copy_(target.view(region.box.size))
             return result
 
-        return make_pending(works, finish)
+        return make_pending(works, copy_received_regions)
 
     return issue_messages
 
@@ -214,6 +208,7 @@ def _bind_broadcast(group: Group, route: SendRecvPlan) -> Issue:
     sender = dist.get_global_rank(group.handle, source if group.order is None else group.order[source])
 
     def issue_broadcast(x: Tensor) -> Pending[Tensor]:
+        """Start to send the bytes of ``x``, or to receive into a new tensor."""
         if not math.prod(route.new):  # gloo hangs in a broadcast of no bytes
             return Pending.of(row_major_copy(x) if source == group.position else x.new_empty(route.new))
         if source != group.position:
@@ -233,13 +228,14 @@ def _bind_concat_gather(group: Group, shape: tuple[int, ...], dim: int) -> Issue
     is_contiguous = math.prod(shape[:dim]) == 1 and group.order is None  # then concatenated blocks are adjacent in memory
     result_shape = (*shape[:dim], shape[dim] * group.size, *shape[dim + 1 :]) if is_contiguous else (group.size, *shape)
 
-    def issue_gather(x: Tensor) -> Pending[Tensor]:
+    def issue_concat_gather(x: Tensor) -> Pending[Tensor]:
+        """Start the all-gather; ``wait()`` concatenates the blocks unless they arrive adjacent in memory."""
         block = to_row_major(x, shape)
         result = block.new_empty(result_shape)
         works = start_all_gather_rows(group, view_as_row(result), view_as_row(block))
         return make_pending(works, (lambda: result) if is_contiguous else lambda: torch.cat(group.to_mesh(result.unbind(0)), dim))
 
-    return issue_gather
+    return issue_concat_gather
 
 
 def make_gather_packing(group: Group, route: SendRecvPlan) -> Packing:
@@ -251,16 +247,17 @@ def make_gather_packing(group: Group, route: SendRecvPlan) -> Packing:
 
 
 def _bind_native_gather(group: Group, route: SendRecvPlan) -> Issue:
-    """Bind the backend's all-gather of equal blocks."""
+    """Bind the backend's all-gather of equal blocks, which are unpacked to any regions of the new block."""
     recv_packing = make_gather_packing(group, route)
 
-    def issue_gather(x: Tensor) -> Pending[Tensor]:
+    def issue_native_gather(x: Tensor) -> Pending[Tensor]:
+        """Start the all-gather; ``wait()`` unpacks the received row unless it is the new block."""
         block = to_row_major(x, route.old)
         result = block.new_empty(route.new if recv_packing.is_block else recv_packing.total)
         works = start_all_gather_rows(group, view_as_row(result), view_as_row(block))
         return make_pending(works, (lambda: result) if recv_packing.is_block else lambda: recv_packing.unpack(result))
 
-    return issue_gather
+    return issue_native_gather
 
 
 def _bind_relayed(group: Group, route: SendRecvPlan) -> Issue:
@@ -269,6 +266,7 @@ def _bind_relayed(group: Group, route: SendRecvPlan) -> Issue:
     recv_regions = list_message_regions(group, route.receives, route.new, -1)
 
     def issue_relayed_gather(x: Tensor) -> Pending[Tensor]:
+        """Send the row to the first position and receive the result; there, collect the rows, then send the result."""
         row = to_row_major(x, route.old)
         result = row.new_empty(route.new)
         if group.position:

@@ -12,7 +12,7 @@ from ...base.mode_stack import ModeStack
 from ...cost.link import get_link
 from ...layout.layout import Layout
 from ...placement import Replicate, Shard
-from ...state.version_counters import is_recorded
+from ...state.version_counters import is_recorded_by_autograd
 
 HAS_PROGRAM_PLAN: ModeStack[Callable[[], bool]] = ModeStack(
     "planned"
@@ -43,7 +43,7 @@ def register_grad_redistribute(x: Any, is_part: bool) -> bool:
     Returns:
         True if autograd records ``x``, so that its gradient passes here.
     """
-    if not (x.requires_grad and torch.is_grad_enabled() and is_recorded(x)):
+    if not (x.requires_grad and torch.is_grad_enabled() and is_recorded_by_autograd(x)):
         return False
     layout, metadata = x._layout, x.grad_fn.metadata  # per node: a tensor that is written in place gets another node
     key = "dtensor", x.output_nr

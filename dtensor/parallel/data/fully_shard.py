@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from torch import nn
 
-from ...base.group_by import group_by_key
 from .unit_arguments import (
     DEFAULT_OFFLOAD,
     DEFAULT_PRECISION,
@@ -18,14 +17,12 @@ from .unit_arguments import (
     mix_in_methods,
     outermost_modules,
 )
-from .units.fsdp_module import FSDPModule, make_reshard_group, state_of, units_of
-from .units.parameters.buffers import ModuleBuffers
-from .units.parameters.dp_modes import MeshAxes, make_sharding_axes
-from .units.parameters.fsdp_param import FSDPParam
-from .units.parameters.fsdp_param_init import ShardPlacementFn, axes_on_common_root, make_fsdp_params, move_to_common_mesh
-from .units.parameters.param_group import ParamGroup
+from .units.fsdp_module import FSDPModule, state_of
+from .units.make_unit import make_sharded_unit
+from .units.parameters.dp_modes import make_sharding_axes
+from .units.parameters.fsdp_param_init import ShardPlacementFn
 from .units.parameters.policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
-from .units.unit import FSDPUnit, unit_of
+from .units.unit import unit_of
 
 
 def fully_shard(
@@ -84,7 +81,7 @@ def fully_shard(
     check_offload_policy(offload_policy)
     modules = outermost_modules(module, "fully_shard")
     axes = make_sharding_axes(mesh, dp_mesh_dims, offload_policy)
-    unit = _make_unit(modules, axes, set(ignored_params or ()), shard_placement_fn, mp_policy, reshard_after_forward)
+    unit = make_sharded_unit(modules, axes, set(ignored_params or ()), shard_placement_fn, mp_policy, reshard_after_forward)
     if reshard_after_forward is not None:
         unit.keep_after_forward = not reshard_after_forward or (reshard_after_forward == 1 and reshard_after_forward is not True)
     for one in modules:
@@ -93,28 +90,6 @@ def fully_shard(
 
 
 setattr(fully_shard, "state", state_of)  # noqa: B010  type checkers do not know attributes of functions
-
-
-def _make_unit(
-    modules: Sequence[nn.Module],
-    axes: MeshAxes,
-    ignored: set[nn.Parameter],
-    placement_fn: ShardPlacementFn | None,
-    policy: MixedPrecisionPolicy,
-    reshard_after_forward: Any,
-) -> FSDPUnit:
-    """Make the FSDP unit of the modules, with a parameter group for each set of mesh axes that its parameters have."""
-    make_reshard_group(axes, reshard_after_forward)  # raises before any change
-    axes = axes_on_common_root(axes, modules)
-    fsdp_params = make_fsdp_params(modules, axes, ignored, "fully_shard", placement_fn)
-    buffers = ModuleBuffers([below for one in modules for below in one.modules()], axes)
-    by_axes: dict[MeshAxes, list[FSDPParam]] = {axes: []} | group_by_key((x.axes, x) for x in fsdp_params)
-    unit = FSDPUnit(modules, [ParamGroup(own, each, policy) for each, own in by_axes.items()], buffers, axes, policy)
-    for group in unit.groups:
-        group.reshard_group = make_reshard_group(group.axes, reshard_after_forward)
-    units = [inner for one in modules for inner in units_of(one, True)]
-    move_to_common_mesh([x for inner in units for x in inner.fsdp_params()], axes.mesh)
-    return unit
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

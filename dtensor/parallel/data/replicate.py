@@ -20,19 +20,10 @@ from .unit_arguments import (
     outermost_modules,
 )
 from .units.fsdp_module import FSDPModule, state_of, units_of
-from .units.parameters.buffers import ModuleBuffers
+from .units.make_unit import MEBIBYTE, make_replicated_unit
 from .units.parameters.custom_collectives import AllGather, CommHook, CommHookReducer, ReduceScatter
-from .units.parameters.dp_modes import MeshAxes, make_replicating_axes
-from .units.parameters.fsdp_param import FSDPParam
-from .units.parameters.fsdp_param_init import axes_on_common_root, make_fsdp_params, move_to_common_mesh
-from .units.parameters.param_group import ParamGroup
+from .units.parameters.dp_modes import make_replicating_axes
 from .units.parameters.policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
-from .units.unit import FSDPUnit
-
-_MEBIBYTE = 1024 * 1024
-_FIRST_BUCKET_BYTES = _MEBIBYTE  # small, so that the first all-reduce starts early
-# Nothing overlaps the last bucket's all-reduce, so it has a third of all at most; smaller ones take longer than they hide.
-_MIN_BUCKET_BYTES, _MAX_BUCKET_BYTES, _MIN_BUCKETS = 4 * _MEBIBYTE, 25 * _MEBIBYTE, 3
 
 
 class ReplicatedModule(FSDPModule):
@@ -143,7 +134,7 @@ def replicate(
     check_offload_policy(offload_policy)
     axes = make_replicating_axes(_requested_mesh(mesh, device_mesh, process_group, modules), dp_mesh_dims, offload_policy)
     ignored = {p for inner in ignored_modules for p in inner.parameters()} | set(ignored_params or ())
-    unit = _make_unit(modules, axes, ignored, mp_policy, _bucket_bytes(bucket_cap_mb), broadcast_buffers)
+    unit = make_replicated_unit(modules, axes, ignored, mp_policy, _bucket_bytes(bucket_cap_mb), broadcast_buffers)
     for group in unit.groups:
         group.settings.grads_as_bucket_views = gradient_as_bucket_view
     for one in modules:
@@ -152,26 +143,6 @@ def replicate(
 
 
 setattr(replicate, "state", state_of)  # noqa: B010  as for fully_shard
-
-
-def _make_unit(
-    modules: Sequence[nn.Module],
-    axes: MeshAxes,
-    ignored: set[nn.Parameter],
-    policy: MixedPrecisionPolicy,
-    max_bytes: float | None,
-    shared: bool,
-) -> FSDPUnit:
-    """Make the unit of replicated modules, with a parameter group for each bucket of gradients."""
-    axes = axes_on_common_root(axes, modules)
-    fsdp_params = make_fsdp_params(modules, axes, ignored, "replicate")
-    move_to_common_mesh(fsdp_params, axes.mesh)
-    groups = [ParamGroup(bucket, axes, policy) for bucket in make_buckets(fsdp_params, max_bytes)]
-    below = [inner for outer in modules for inner in outer.modules()]
-    unit = FSDPUnit(modules, groups, ModuleBuffers(below, axes, shared), axes, policy)
-    unit.grad_accumulation.in_group_order = True
-    unit.keep_after_forward = True
-    return unit
 
 
 def _requested_mesh(mesh: Any, device_mesh: Any, process_group: Any, modules: Sequence[nn.Module]) -> Any:
@@ -193,21 +164,4 @@ def _bucket_bytes(bucket_cap_mb: float | None) -> float | None:
         return None
     if not bucket_cap_mb > 0:
         raise ValueError(f"bucket_cap_mb is a number of mebibytes above 0, got {bucket_cap_mb!r}")
-    return bucket_cap_mb * _MEBIBYTE
-
-
-def make_buckets(fsdp_params: list[FSDPParam], max_bytes: float | None) -> list[list[FSDPParam]]:
-    """Return the parameters in buckets, in the order in which backward is expected to reach them, each up to its size limit."""
-    result: list[list[FSDPParam]] = []
-    sizes = [x.unsharded_layout.max_local_nbytes for x in fsdp_params]
-    if max_bytes is None:
-        max_bytes = min(_MAX_BUCKET_BYTES, max(_MIN_BUCKET_BYTES, sum(sizes) / _MIN_BUCKETS))
-    filled_bytes, capacity = 0.0, min(max_bytes, _FIRST_BUCKET_BYTES)
-    for fsdp_param, nbytes in zip(reversed(fsdp_params), reversed(sizes), strict=True):
-        if not result or filled_bytes + nbytes > capacity:
-            capacity = max_bytes if result else capacity
-            result.append([])
-            filled_bytes = 0.0
-        result[-1].append(fsdp_param)
-        filled_bytes += nbytes
-    return result
+    return bucket_cap_mb * MEBIBYTE

@@ -126,7 +126,7 @@ def context_parallel_unshard(
         if mesh.size() > 1 and (split is None or split.sizes != order.shard_sizes):
             raise LayoutError(
                 f"shards of {split and split.sizes} positions do not fit a sequence of {order.length} over "
-                f"{order.ranks} ranks, which has shards of {order.shard_sizes}"
+                f"{order.ranks} ranks; pass the shards that context_parallel makes, of {order.shard_sizes} positions"
             )
         gathered = whole.full_tensor()
         found.append(gathered.index_select(dim, order.inverse_permutation.to(gathered.device)))

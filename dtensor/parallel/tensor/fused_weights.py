@@ -56,7 +56,7 @@ def distribute_fused_parameter(module: nn.Module, name: str, mesh: DeviceMesh, d
     if parameter.shape[dim] % parts:
         raise StyleError(
             f"{name!r} of {type(module).__name__} has size {parameter.shape[dim]} along dim {dim}, which is not "
-            f"divisible into {parts} parts"
+            f"divisible into {parts} parts; give the number of equal matrices that it concatenates"
         )
     install_stack_overrides()
     value = nn.Parameter(parameter.detach(), parameter.requires_grad)  # register_parametrization sets its data to the stack

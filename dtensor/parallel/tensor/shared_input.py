@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ...base.mode_stack import ModeBlock, ModeStack
-from ...base.selective_checkpoint import policy_mode
+from ...base.selective_checkpoint import selective_checkpoint_mode
 from ...base.torch_internals import forward_ad, functorch_active
 from ...base.tracing import is_tracing
 from ...comm import PerRank
@@ -38,7 +38,7 @@ class SharedInput:
     __slots__ = ("policy", "results", "value", "version")
 
     def __init__(self) -> None:
-        self.policy = policy_mode()
+        self.policy = selective_checkpoint_mode()
         self.value: Any = None
         self.version: Any = None
         self.results: dict[Hashable, tuple[Any, Any]] = {}
@@ -65,7 +65,7 @@ def share_input(x: Any, key: Hashable, make: Callable[[], Any]) -> Any:
     active = _ACTIVE_INPUTS.last(None)
     if active is None or not isinstance(x, torch.Tensor) or functorch_active():
         return make()
-    if active.policy is not policy_mode():  # a checkpointed block that is recomputed starts without this cache
+    if active.policy is not selective_checkpoint_mode():  # a checkpointed block that is recomputed starts without this cache
         return make()
     if torch.is_inference_mode_enabled() or x.is_inference():  # inference tensors have no version counter
         return make()

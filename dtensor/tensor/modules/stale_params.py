@@ -114,7 +114,7 @@ def replacing_params(modules: Iterable[nn.Module], by: str) -> Iterator[None]:
             module, name = param_places[current.index(None)]
             raise UnitError(
                 f"{name!r} of a {type(module).__name__} is also the weight of another module, and {by} would split it "
-                "(parts=), so the two would no longer be shared"
+                "(parts=), so the two would no longer be shared; untie them first, or leave parts= out"
             )
         replacement = next((p for p in current if p is not None and p is not parameter), None)
         if replacement is not None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
-from ....base.torch_internals import engine_runs, functorch_active, graph_stays, graph_task
+from ....base.torch_internals import engine_will_run, functorch_active, graph_task, keeps_graph
 from ....comm import shards_of
 from ....errors import DTensorError, UnsupportedOperationError
 from ....mesh.device_mesh import DeviceMesh
@@ -382,7 +382,7 @@ class FSDPUnit:
         """Restore and reshard the parameters after backward; uses of a retained graph that have not run stay recorded."""
         self._pass.drop_views()
         self._pass.modules_to_run = set()
-        retains_graph = graph_task() != -1 and graph_stays()
+        retains_graph = graph_task() != -1 and keeps_graph()
         self.buffers.restore_dtensors()
         for group in self.groups:
             group.live_uses = {
@@ -482,7 +482,7 @@ class UnshardedParams(torch.autograd.Function):
             for i, (fsdp_param, own, trainable) in enumerate(zip(group.fsdp_params, by_param, ctx.trainable, strict=True))
             if trainable
         }
-        are_requested = not engine_runs(_ANCHOR_NODE)
+        are_requested = not engine_will_run(_ANCHOR_NODE)
         if not are_requested and any(grad is not None and grad.requires_grad for grad in grads):
             raise UnsupportedOperationError(
                 "backward(create_graph=True) does not support parameters under fully_shard or replicate: their "

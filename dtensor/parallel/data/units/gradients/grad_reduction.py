@@ -81,7 +81,7 @@ class GradReduction:
         device, in_process = torch.device(axes.mesh.device_type), comm.holds_all
 
         bound = comm.bind_all_reduce(axes.all_reduce, self._op, dtype)
-        in_place = None if self._comm_hook is not None else bound.taking
+        in_place = None if self._comm_hook is not None else bound.run_donated
         as_views = group.settings.grads_as_bucket_views and axes.offload is None
         self._keeps_grads_in_buckets = as_views and not axes.reduce_scatter and self._has_no_grads()
         if self._keeps_grads_in_buckets or not (axes.reduce_scatter or as_views or in_place is not None):
@@ -152,7 +152,7 @@ class GradReduction:
         self.missing |= missing
         if group.settings.requires_all_reduce:
             bound = group.comm.bind_all_reduce(group.axes.all_reduce, self._op, shards_of(flat)[0].dtype)
-            self._second_round = (bound.taking or bound.run)(flat)
+            self._second_round = (bound.run_donated or bound.run)(flat)
         else:
             group.scattered_grads[key] = (flat, frozenset(self.missing))
 

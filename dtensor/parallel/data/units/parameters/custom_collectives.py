@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from .....comm import Communicator, Pending, shards_of
 from .....comm.communicator import Lengths
-from .....comm.events import Event, listeners, mark_reported, report_events
+from .....comm.events import Event, issue_reported, listeners, mark_reported
 from .....comm.flat_rows import concat_to_row
 from .....comm.map_ranks import communicator_of
 from .....comm.processes.torch_backends import all_gather_single, reduce_scatter_single
@@ -216,7 +216,7 @@ def _run_custom(
     if not listeners:
         return start_collective()
     groups = dict.fromkeys(tuple(mesh.ranks[k] for k in mesh.members_of(axes.shard, member)) for member in comm.held)
-    return report_events(Event(kind, axes.shard, size, (size - 1) * nbytes, mesh, groups=tuple(groups)), start_collective)
+    return issue_reported(Event(kind, axes.shard, size, (size - 1) * nbytes, mesh, groups=tuple(groups)), start_collective)
 
 
 def _fill_padded(buffer: Tensor, parts: Sequence[Tensor], part_size: int) -> Tensor:

@@ -274,7 +274,7 @@ class ParamGroup:
         custom, receive_dtype = self.settings.all_gather, self._gathered_rows(self.comm.held[0]).row_dtype
         if custom is not None:
             return functools.partial(gather_rows, self.axes, custom, lambda member: self._gathered_rows(member).lengths)
-        return self.comm.bind_gather(
+        return self.comm.bind_row_all_gather(
             self.axes.shard, lambda member: self._gathered_rows(member).lengths, receive_dtype, self.name
         )
 
@@ -289,7 +289,7 @@ class ParamGroup:
             """Return the reduce-scatter of one row per member: the program's own, or that of the communicator."""
             if custom is not None:
                 return functools.partial(scatter_row, self.axes, custom, op, part_lengths)
-            return comm.bind_scatter(self.axes.reduce_scatter, part_lengths, op, dtype, self.name)
+            return comm.bind_row_reduce_scatter(self.axes.reduce_scatter, part_lengths, op, dtype, self.name)
 
         return self._get_or_bind((tuple(indices), dtype, op, custom, comm), bind_row_scatter)
 

@@ -58,7 +58,7 @@ class ReshardGroup:
             group = [self._order[other] for other in self._mesh.members_of((self._group_dim,), k)]
             return [self._part_bounds(member, numel_of(member))[1] for member in group]
 
-        bound = communicator_of(self._mesh).bind_gather((self._group_dim,), part_lengths, torch.uint8)
+        bound = communicator_of(self._mesh).bind_row_all_gather((self._group_dim,), part_lengths, torch.uint8)
         inverse_order = [self._order.index(k) for k in range(len(self._order))]
         return lambda parts: bound(reordered(parts, self._order)).then(lambda local: reordered(local, inverse_order))
 

@@ -1,35 +1,28 @@
-"""Carried gradients: the ``.grad`` of tensors that the function reads, and other state that one call leaves for the next.
-
-A captured training step finds gradients, adds to them and clears them. Units of data parallelism keep unreduced gradients.
-
-The guards on gradients are known after the run. There are none if no Python code read ``.grad`` and no backward pass accumulated.
-Otherwise a replay checks whether each leaf has a gradient, its layout, and the hooks on the leaf.
-"""
+"""Gradient recording: the gradients of leaves before a recorded run, whether code reads them, and how the run changes them."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from operator import attrgetter
 from threading import get_ident
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ...base import tensor_tree
-from ...base.recorder_hooks import CrossCallState, current_recorder
-from ...base.torch_internals import DisableTorchFunctionSubclass, TensorBase, pytree
-from ...errors import CaptureError
-from ...tensor.dtensor import DTensor
-from ...tensor.leaf_gradients import grad_placements_of
-from ...tensor.redistribute_many import redistribute_many
-from ..guards.signature import describe_tensor, make_picker
-from ..tracing.float_provenance import FloatTracer
-from ..tracing.impure_calls import is_user_call
+from ..base import tensor_tree
+from ..base.recorder_hooks import CrossCallState, current_recorder
+from ..base.torch_internals import TensorBase, pytree
+from ..errors import CaptureError
+from ..tensor.dtensor import DTensor
+from ..tensor.leaf_gradients import grad_placements_of
+from ..tensor.redistribute_many import redistribute_many
+from .guards.gradient_guards import GradGuards, describe_gradients, describe_state, list_hook_ids, set_carried_state
+from .guards.signature import make_picker
+from .tracing.float_provenance import FloatTracer
+from .tracing.impure_calls import is_user_call
 
-_GRAD, _LAYOUT, _PRE_HOOKS, _POST_HOOKS = map(attrgetter, ("grad", "_layout", "_backward_hooks", "_post_accumulate_grad_hooks"))
 _GRAD_PROPERTY: Any = TensorBase.grad
 # Functions that read or write gradients. While torch.autograd.grad runs, the mode does not see what hooks read.
 _GRAD_FUNCTIONS = frozenset((_GRAD_PROPERTY.__get__, _GRAD_PROPERTY.__set__, _GRAD_PROPERTY.__delete__, torch.autograd.grad))
@@ -52,69 +45,6 @@ _MEMORY_FUNCTIONS: Any = frozenset(
 )
 
 
-class GradGuards(NamedTuple):
-    """Guards on the gradients and hooks of leaves and on library state, checked before a replay.
-
-    Attributes:
-        numbers: of the leaves, in the guard set.
-        hooks: ids of the hooks on the leaves; None if no backward pass of the run may have called them.
-        grad_kinds: for each gradient its layout, the metadata of a plain one, or None.
-        pick_leaves: picks the leaves of the tensors of a guard set.
-        library_states: state that the library keeps from one call for the next.
-        state_kinds: these states without their tensors.
-    """
-
-    numbers: tuple[int, ...] = ()
-    hooks: tuple[list[Any], ...] | None = None
-    grad_kinds: list[Any] = []  # noqa: RUF012  never written to
-    pick_leaves: Callable[[Sequence[Any]], Sequence[Any]] = make_picker(())
-    library_states: Sequence[CrossCallState] = ()
-    state_kinds: list[Any] = []  # noqa: RUF012  never written to
-
-    def get_gradients(self, tensors: Sequence[Any]) -> list[Any] | None:
-        """Return the leaves' gradients and the tensors of library states, or None if a guard fails."""
-        leaves = self.pick_leaves(tensors)
-        with DisableTorchFunctionSubclass():  # otherwise each getter calls __torch_function__ of the class
-            gradients = [*map(_GRAD, leaves)]
-        if any(self.library_states):
-            gradients += tensor_tree.tensor_leaves([[*state.values()] for state in self.library_states])
-        if [*map(_state_kind, self.library_states)] != self.state_kinds:
-            return None
-        holds = _grad_kinds(gradients) == self.grad_kinds and (self.hooks is None or _hook_ids(leaves) == self.hooks)
-        return gradients if holds else None
-
-
-def _state_kind(state: CrossCallState) -> Any:
-    """Return the structure and plain values of a library state, to compare it; None if it is empty."""
-    if not state:
-        return None
-    leaves, tree = pytree.tree_flatten(dict(state))
-    return tree, [None if isinstance(x, torch.Tensor) else x for x in leaves]
-
-
-def _grad_kinds(grads: Sequence[Any]) -> list[Any]:
-    """Return what a replay depends on of each gradient: a DTensor's layout or a plain tensor's metadata, None without."""
-    if {*map(type, grads)} == {DTensor}:
-        return [*map(_LAYOUT, grads)]
-    return [None if grad is None else grad._layout if type(grad) is DTensor else describe_tensor(grad) for grad in grads]
-
-
-def _hook_ids(leaves: Sequence[Any]) -> tuple[list[Any], ...]:
-    """Return the ids of the hooks on leaves. Torch never uses an id again."""
-
-    def ids(hooks: Iterable[Any]) -> list[Any]:
-        tables = [*hooks]
-        return [tuple(table or ()) for table in tables] if any(tables) else []
-
-    return ids(map(_PRE_HOOKS, leaves)), ids(map(_POST_HOOKS, leaves))
-
-
-def set_carried_state(state: CrossCallState, values: Mapping[Any, Any]) -> None:
-    """Replace the content of a library state that is carried to later calls."""
-    state.clear()
-    state.update(values)
-
-
 class LeafGradients:
     """Gradients of the leaves and library states of one recorded run: those from before, and how the run changes them.
 
@@ -130,9 +60,14 @@ class LeafGradients:
         self._leaves = {number: x for number, x in enumerate(tensors) if x.requires_grad and x.is_leaf}
         leaves = [*self._leaves.values()]
         self._before = {number: x.grad for number, x in self._leaves.items()}
-        numbers, kinds = tuple(self._leaves), [*map(_state_kind, library_states)]
+        numbers, kinds = tuple(self._leaves), [*map(describe_state, library_states)]
         self._guards = GradGuards(
-            numbers, _hook_ids(leaves), _grad_kinds(self.gradients_before()), make_picker(numbers), library_states, kinds
+            numbers,
+            list_hook_ids(leaves),
+            describe_gradients(self.gradients_before()),
+            make_picker(numbers),
+            library_states,
+            kinds,
         )
         self.accumulated: set[int] = set()
         self.passed_to_torch: set[int] = set()
@@ -172,7 +107,7 @@ class LeafGradients:
             return self._guards._replace(hooks=None) if self.are_used else GradGuards()
         state_tensors = self.gradients_before()[len(self._leaves) :]
         return GradGuards(
-            grad_kinds=_grad_kinds(state_tensors),
+            grad_kinds=describe_gradients(state_tensors),
             library_states=self._guards.library_states,
             state_kinds=self._guards.state_kinds,
         )
