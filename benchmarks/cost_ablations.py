@@ -96,7 +96,7 @@ PARTS: dict[str, tuple[ModuleType, str, str]] = {
     ),
     "even blocks if results outgrow": (select_strategy, "", "def _result_outgrows_operands(*_):\n    return False"),
     "single owner": (select_strategy, "", "def select_single_owner(*_):\n    return None"),
-    "disjoint strategies": (select_strategy, "", "def disjoint_strategies(*_):\n    return iter(())"),
+    "disjoint strategies": (select_strategy, "", "def iter_disjoint_strategies(*_):\n    return iter(())"),
 }
 
 

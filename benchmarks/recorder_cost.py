@@ -50,7 +50,7 @@ def wrap_issue_without_listeners(
 
 def bind_collective_without_recording(comm: Any, issue: Callable[..., Any], step: Any) -> executor.BoundStep:
     """Replace ``executor._bind_collective`` by a version without recording."""
-    finish = executor._finisher_of(comm, step)
+    finish = executor._make_finisher(comm, step)
     if finish is None:
         return executor.BoundStep(lambda x: issue(x).wait(), issue)
     return executor.BoundStep(lambda x: finish(issue(x).wait()), lambda x: issue(x).then(finish))

@@ -52,7 +52,7 @@ class Cluster:
 
 
 def cluster(device: Device, peak: float, memory: float, node: int, inside: float, between: float) -> Cluster:
-    """Return a cluster of nodes with ``node`` ranks; ``inside`` and ``between`` nodes a rank receives these bytes per second.
+    """Return a cluster of nodes with ``node`` ranks; a rank receives ``inside`` or ``between`` nodes these bytes per second.
 
     Args:
         device: the rates of matrix products and memory, as in ``dtensor.cost.device.DEVICES``.
@@ -82,8 +82,9 @@ CLUSTERS = {
 
 @dataclass(frozen=True, slots=True)
 class Degrees:
-    """Number of ranks along each mesh dim: ``tp`` innermost, then ``cp``, ``pp``, ``dp``. ``ep`` ranks of ``dp`` shard experts,
-    between ``cp`` and ``pp``.
+    """Number of ranks along each mesh dim: ``tp`` innermost, then ``cp``, ``pp``, ``dp``.
+
+    ``ep`` ranks of ``dp`` shard experts, between ``cp`` and ``pp``.
 
     Numbers only: no communication.
 

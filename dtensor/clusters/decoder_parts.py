@@ -53,7 +53,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(model.hidden, model.hidden, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Return causal attention of the activations ``x`` with rotary positions, over this rank's heads."""
+        """Return causal attention of this rank's heads, with rotary positions, for the activations ``x``."""
         query, key, value = (self.split_heads(each(x)) for each in (self.query, self.key, self.value))
         mixed = self.attend(_apply_rotary(query, cos, sin), _apply_rotary(key, cos, sin), value)
         output: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
@@ -97,8 +97,7 @@ class FeedForward(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """Mixture of SwiGLU experts with expert choice routing (Zhou et al. 2022, "Mixture-of-Experts with Expert Choice Routing",
-    arXiv:2202.09368).
+    """Mixture of SwiGLU experts with expert choice routing (Zhou et al. 2022, arXiv:2202.09368).
 
     Each expert takes the same number of tokens: those with its best scores. Tokens are sent to the ranks of their experts, and
     back.
@@ -144,6 +143,7 @@ class DecoderLayer(nn.Module):
     """Decoder layer: attention and feed-forward halves. ``again`` is what backward recomputes (:data:`RECOMPUTATIONS`)."""
 
     def __init__(self, model: Transformer, mesh: DeviceMesh, sequence: int, again: str = "nothing") -> None:
+        """Make the two halves of a layer, and shard their matrices over the mesh dim ``tp``."""
         super().__init__()
         self.again, self.last = again, _LastProduct()
         self.attention_norm = nn.RMSNorm(model.hidden)
@@ -172,7 +172,7 @@ class DecoderLayer(nn.Module):
         return x + self.run_half(lambda x: to_local_tensor(self.mixing(self.mixing_norm(x))), x)
 
     def run_half(self, fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """Return the output of half the layer, run with selective checkpointing if backward recomputes elementwise operators."""
+        """Return half a layer's output; selective checkpointing runs it if backward recomputes elementwise operators."""
         if self.again != "elementwise":
             return fn(x)
         output: Tensor = checkpoint(
@@ -188,7 +188,7 @@ class _LastProduct:
         self.running = False
 
     def watch_modules(self, *modules: nn.Module | None) -> None:
-        """Register hooks that note when one of these modules, which compute the last product, is running."""
+        """Register hooks that note while one of these modules, which compute the last product, is running."""
         for module in modules:
             if module is not None:
                 module.register_forward_pre_hook(lambda *_: setattr(self, "running", True))
@@ -229,7 +229,10 @@ class LossPart(nn.Module):
 
 
 def rotary_tables(sequence: int, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines of shape (sequence, head_dim): position times frequency, with the frequencies repeated twice."""
+    """Return cosines and sines of rotary positions, of shape (sequence, head_dim).
+
+    The angle is position times frequency, with the frequencies repeated twice.
+    """
     frequencies = 10_000.0 ** (-torch.arange(0, head_dim, 2) / head_dim)
     half = torch.arange(sequence)[:, None] * frequencies
     angle = torch.cat([half, half], dim=1)

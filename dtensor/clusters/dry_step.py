@@ -1,5 +1,4 @@
-"""Dry step: a training step of one part of a model, run without data on one rank of a mesh, to measure compute, communication
-and memory.
+"""Dry step: a training step of one part of a model on one rank of a mesh without data, to measure time and memory.
 
 It has three micro batches, of which the first gathers parameters and the last reduces their gradients, and an optimizer step.
 The host time does not depend on the number of ranks.
@@ -40,8 +39,8 @@ Sums = defaultdict[str, float]
 
 
 @dataclass(slots=True)
-class Work:
-    """Compute and communication of a period.
+class PeriodWork:
+    """Seconds and received bytes of one rank in a period of a step, such as a forward pass.
 
     Attributes:
         seconds: of "products" and "elementwise" operations, and of collectives by mesh dim.
@@ -51,9 +50,9 @@ class Work:
     seconds: Sums = field(default_factory=lambda: Sums(float))
     nbytes: Sums = field(default_factory=lambda: Sums(float))
 
-    def add_scaled(self, other: Work, times: float = 1) -> Work:
-        """Return the sum of this work and ``times`` the work ``other``."""
-        total = Work(self.seconds.copy(), self.nbytes.copy())
+    def add_scaled(self, other: PeriodWork, times: float = 1) -> PeriodWork:
+        """Return a new sum: this work plus ``times`` the other."""
+        total = PeriodWork(self.seconds.copy(), self.nbytes.copy())
         for totals, counts in ((total.seconds, other.seconds), (total.nbytes, other.nbytes)):
             for kind, count in counts.items():
                 totals[kind] += times * count
@@ -73,8 +72,8 @@ class DryStep:
         boundary: bytes that are passed to the next part.
     """
 
-    micro: Work
-    once: Work
+    micro: PeriodWork
+    once: PeriodWork
     memory: dict[str, float]
     saved: float
     most: float
@@ -127,9 +126,9 @@ def dry_step(part: str, model: Transformer, mesh: DeviceMesh, sequence: int, mic
 
 
 def _make_dry_step(
-    bytes_held: Sequence[int], positions: Sequence[int], micro: Work, once: Work, state: float, boundary: float
+    bytes_held: Sequence[int], positions: Sequence[int], micro: PeriodWork, once: PeriodWork, state: float, boundary: float
 ) -> DryStep:
-    """Return the result of a dry step, with memory by kind from the bytes held at positions of the memory log.
+    """Return the result of a dry step, with memory by kind from the bytes that were allocated at log positions.
 
     Args:
         positions: log positions at the beginning, after each forward and backward pass, and after the optimizer step.
@@ -161,7 +160,7 @@ class _StepObserver:
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.device, self.holdings = get_device(mesh), MemoryTracker()
-        self._work, self.listening = Work(), listening(self._record_event)
+        self._work, self.listening = PeriodWork(), listening(self._record_event)
         self._barriers: list[int] = []
         self.operators = OperatorRecorder(self.holdings, lambda: (NO_SOURCE_LINE, "", ""), lambda: True)
 
@@ -175,9 +174,9 @@ class _StepObserver:
         self._work.nbytes[dim] += event.bytes
         self._work.seconds[dim] += collective_seconds(mesh, event.mesh_dims, event.kind, event.bytes)
 
-    def take_work(self) -> Work:
-        """Return the compute and communication since the last call, and begin anew."""
-        work, self._work = self._work, Work()
+    def take_work(self) -> PeriodWork:
+        """Return the compute and communication since the last call, and start a new period."""
+        work, self._work = self._work, PeriodWork()
         calls = sorted((call for one in self.operators.operations for call in one.calls), key=lambda call: call.start)
         self.operators.operations.clear()
         stores = self._memory_stores(calls)
@@ -208,10 +207,10 @@ class _StepObserver:
         return stores
 
     def log_position(self) -> int:
-        """Return the present position in the memory log, to look up :meth:`bytes_over_time`."""
+        """Return the number of entries in the memory log now, an index into :meth:`bytes_over_time`."""
         return len(self.holdings.log)
 
     def bytes_over_time(self) -> list[int]:
-        """Return the allocated bytes at each log position."""
+        """Return the bytes that are allocated at each position of the memory log."""
         before = sum(store.before for store in self.holdings.tracked_storages)
         return [*accumulate((more for _, _, more in self.holdings.log), initial=before)]

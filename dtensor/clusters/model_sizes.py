@@ -41,7 +41,7 @@ class Transformer:
 
     @property
     def attention_parameters(self) -> int:
-        """Return the parameters of one layer outside of its feed-forward networks: attention, norms and router."""
+        """Return the number of parameters of one layer without its feed-forward networks: attention, norms and router."""
         router = self.hidden * self.experts if self.experts > 1 else 0
         return 2 * self.hidden * (self.hidden + self.head_dim * self.kv_heads) + 2 * self.hidden + router
 
@@ -52,8 +52,9 @@ class Transformer:
         return self.layers * layer + 2 * self.vocabulary * self.hidden + self.hidden
 
     def flops(self, sequence: int) -> float:
-        """Return the FLOPs of one token in a forward pass, with attention to all tokens, as published MFU counts them
-        (Chowdhery et al. 2022, "PaLM", arXiv:2204.02311, appendix B).
+        """Return the FLOPs of one token in a forward pass, with attention to all tokens, as published MFU counts them.
+
+        See Chowdhery et al. 2022, "PaLM", arXiv:2204.02311, appendix B.
         """
         layer = self.attention_parameters + self.expert_parameters * self.chosen + 2 * sequence * self.hidden
         return 2.0 * (self.layers * layer + self.vocabulary * self.hidden)

@@ -1,5 +1,4 @@
-"""Step estimate: time and memory of a training step of a transformer on a cluster, composed from dry runs of its parts by a
-pipeline schedule.
+"""Step estimate: time and memory of a transformer's training step on a cluster, composed from dry runs of its parts.
 
 Memory, bytes and seconds of a part are those of its dry run (:mod:`.dry_step`), which does not cost more with more ranks. The
 number of layers per rank, the number of micro batches in flight, and the overlap of communication are modeled.
@@ -17,7 +16,7 @@ from ..base.group_by import group_by_key
 from ..errors import PlanError
 from .cluster import Cluster, Degrees, iter_degrees
 from .decoder_parts import RECOMPUTATIONS
-from .dry_step import DryStep, Work, dry_step
+from .dry_step import DryStep, PeriodWork, dry_step
 from .model_sizes import Transformer
 
 _USABLE_MEMORY = 0.94  # usable share of a device's memory; the allocator and the libraries need the rest
@@ -121,12 +120,12 @@ class _StepRequest:
 def _cached_dry_step(
     part: str, again: str, model: Transformer, cluster: Cluster, degrees: Degrees, sequence: int, micro: int
 ) -> DryStep:
-    """Return the dry step of a part of the model on the cluster, measured once for equal arguments."""
+    """Return the dry step of one part of a model on the cluster, measured once for equal arguments."""
     return dry_step(part, model, degrees.mesh(cluster), sequence, micro, again)
 
 
 def _estimate_least_recomputation(request: _StepRequest, parts: DryRunOf, kinds: Sequence[str] = RECOMPUTATIONS) -> Estimate:
-    """Return the estimate with the least recomputation that fits into memory; with the most if none fits."""
+    """Return the step estimate with the least recomputation that fits into memory; with the most if none fits."""
     for again in kinds:
         result = _compose_estimate(request, parts, again)
         if result.fits:
@@ -135,14 +134,14 @@ def _estimate_least_recomputation(request: _StepRequest, parts: DryRunOf, kinds:
 
 
 def _compose_estimate(request: _StepRequest, parts: DryRunOf, again: str) -> Estimate:
-    """Return the step estimate that the dry steps of the parts give under a pipeline schedule."""
+    """Return the step estimate that follows from the dry steps of a model's parts under a pipeline schedule."""
     model, cluster, degrees = request.model, request.cluster, request.degrees
     pp, micros = degrees.pp, request.batch // degrees.dp // request.micro
     chunks = 1 if pp == 1 else request.chunks or max(1, model.layers // pp)
     start, layer, end = parts("start", RECOMPUTATIONS[0]), parts("layer", again), parts("end", RECOMPUTATIONS[0])
     shares = ((start, 1 / pp), (layer, model.layers / pp), (end, 1 / pp))
 
-    passes, once = Work(), Work()
+    passes, once = PeriodWork(), PeriodWork()
     for part, share in shares:
         passes, once = passes.add_scaled(part.micro, share * micros), once.add_scaled(part.once, share)
     if pp > 1:  # each stage sends activations forward and their gradients back
@@ -164,19 +163,19 @@ def _compose_estimate(request: _StepRequest, parts: DryRunOf, again: str) -> Est
     return Estimate(degrees, again, memory, nbytes, seconds, mfu, sum(memory.values()) < _USABLE_MEMORY * cluster.memory)
 
 
-def _pipeline_message(cluster: Cluster, degrees: Degrees, nbytes: float) -> Work:
-    """Return the communication of sending ``nbytes`` of activations to the next pipeline stage."""
+def _pipeline_message(cluster: Cluster, degrees: Degrees, nbytes: float) -> PeriodWork:
+    """Return the bytes and seconds of sending ``nbytes`` of activations to the next pipeline stage."""
     profile = cluster.profile
     reach = degrees.tp * degrees.cp * degrees.ep * degrees.pp
     link = profile.link("nccl", between_hosts=reach > profile.ranks_per_host)
-    work = Work()
+    work = PeriodWork()
     work.nbytes["pp"] += nbytes
     work.seconds["pp"] += link.exchange.seconds(2, nbytes)
     return work
 
 
 def best(model: Transformer, cluster: Cluster, ranks: int, sequence: int, batch: int, most: int = 8) -> list[Estimate]:
-    """Return at most ``most`` of the fastest layouts of a step over ``ranks`` that fit into memory.
+    """Return at most ``most`` parallel layouts over ``ranks``, the fastest that fit into memory, with their estimates.
 
     A micro batch takes the same time for all ``pp`` and ``dp``. So one dry run for each ``tp``, ``cp`` and ``ep`` gives a lower
     bound of the step. Then the layouts that may be among the fastest are tried.
@@ -233,14 +232,14 @@ def _cheapest_degrees(family: list[Degrees]) -> Degrees:
 
 
 def _without_data_parallel(parts: DryRunOf) -> DryRunOf:
-    """Return ``parts`` without the work and memory that depend on ``dp``, for a lower bound of the estimate."""
+    """Wrap ``parts`` so that dry steps lack the work and memory that depend on ``dp``, for a lower bound of the estimate."""
 
-    def run_part(part: str, again: str) -> DryStep:
+    def lower_bound_of_part(part: str, again: str) -> DryStep:
         """Return the dry step of a part without work per step, optimizer state and peak memory."""
         step = parts(part, again)
         gradients = step.memory["gradients"]
         return replace(
-            step, once=Work(), memory={"parameters": gradients / 2, "gradients": gradients, "optimizer": 0.0}, most=0.0
+            step, once=PeriodWork(), memory={"parameters": gradients / 2, "gradients": gradients, "optimizer": 0.0}, most=0.0
         )
 
-    return run_part
+    return lower_bound_of_part

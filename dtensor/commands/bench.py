@@ -102,7 +102,7 @@ def _parse_placement(word: str, ndim: int) -> Placement:
 
 
 def default_pairs(mesh: Shape) -> list[str]:
-    """Return the pairs to time by default, as text: each kind of redistribution over one mesh dim, and over all."""
+    """Return the redistributions to time by default, as text such as ``S0->R``: each kind over one mesh dim, and over all."""
     kinds = ("S0->R", "S0->S1", "P->R", "P->S0", "R->S0")
     everywhere = [",".join([a] * len(mesh)) + "->" + ",".join([b] * len(mesh)) for a, b in (kind.split("->") for kind in kinds)]
     return list(dict.fromkeys([*kinds, *everywhere]))
@@ -128,7 +128,7 @@ class RedistributionTiming:
 
 
 def time_redistributions(mesh_shape: Shape, shapes: Sequence[Shape], pairs: Sequence[str]) -> Iterator[RedistributionTiming]:
-    """Time redistributions on each rank: yield one row per pair and shape, after a check of the values."""
+    """Check and time each redistribution with each shape, on all ranks, and yield a row with its plan and its time."""
     mesh = DeviceMesh("cpu", torch.arange(math.prod(mesh_shape)).view(mesh_shape))
     for shape in shapes:
         for pair in pairs:
@@ -187,7 +187,7 @@ OPERATORS: dict[str, Callable[[Tensor, Tensor, Tensor], object]] = {  # (x, y, w
 
 
 def time_operators(names: Sequence[str]) -> Iterator[OperatorTiming]:
-    """Time operators on each of two ranks, on local tensors and DTensors of 8 x 8 shards: yield one row per operator."""
+    """Time each operator on two ranks, with plain tensors and with DTensors of 8 x 8 shards, and yield its times."""
     mesh = DeviceMesh("cpu", dist.get_world_size())
     torch.set_num_threads(1)
     local = [torch.randn(8, 8) for _ in range(3)]
@@ -200,15 +200,15 @@ def time_operators(names: Sequence[str]) -> Iterator[OperatorTiming]:
         for name in names:
             call = OPERATORS[name]
             plain, distributed = (
-                median_of_slowest_rank(lambda given=given, call=call: call(*given), _SECONDS)  # type: ignore[misc]  # bound in this iteration
-                for given in (local, ours)
+                median_of_slowest_rank(lambda operands=operands, call=call: call(*operands), _SECONDS)  # type: ignore[misc]  # bound in this iteration
+                for operands in (local, ours)
             )
             yield OperatorTiming(name, plain, distributed)
 
 
 # --- report -------------------------------------------------------------------------------------------------------------
 def table_rows(rows: Sequence[RedistributionTiming | OperatorTiming]) -> list[tuple[str, ...]]:
-    """Return timings as rows of a text table, the head first."""
+    """Return timings as rows of a text table, the head first: redistributions with their plan, operators with overhead."""
     moved = [
         (
             row.name,

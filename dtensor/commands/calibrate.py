@@ -51,7 +51,9 @@ class CollectiveSample(NamedTuple):
 
 
 def fit_rate(samples: Sequence[CollectiveSample]) -> Rate:
-    """Return the latency and rate that fit the samples with the least squares of relative errors; no constant is negative.
+    """Return the latency, seconds per rank and bandwidth that fit the samples with the least relative errors.
+
+    No constant is negative.
 
     >>> made = Rate(1e-4, 2e-5, 1e9)
     >>> found = fit_rate([CollectiveSample("exchange", n, b, made.seconds(n, b)) for n in (2, 4) for b in (1 << 10, 1 << 20)])
@@ -73,7 +75,7 @@ def fit_rate(samples: Sequence[CollectiveSample]) -> Rate:
 
 
 def measure_profile(device_type: str, seconds: float = 0.05) -> Profile:
-    """Measure and return the cost-model profile of the world's backend, equal on all ranks. All of them call it.
+    """Measure and return the cost-model profile of the world's backend, equal on all ranks. All ranks must call it.
 
     Args:
         seconds: how long each of about fifty measurements lasts.
@@ -102,7 +104,7 @@ _MATRIX_SIDES = {"cpu": (128, 256, 512), "cuda": (1024, 4096, 8192)}
 
 
 def _measure_device(device_type: str, seconds: float) -> Device:
-    """Return the measured compute rates of this machine, with built-in ones for integers and 8-bit dtypes."""
+    """Measure and return the compute rates of this machine, with built-in ones for integers and 8-bit dtypes."""
     name = "this CPU" if device_type == "cpu" else torch.cuda.get_device_name()
     built_in = DEVICES[DEFAULT_DEVICE[device_type] if device_type == "cpu" else nearest_device(name)]
     number = torch.ones((), device=device_type)
@@ -114,7 +116,7 @@ def _measure_device(device_type: str, seconds: float) -> Device:
 
 
 def _measure_matmul_rate(dtype: torch.dtype, device_type: str, seconds: float) -> float:
-    """Return the FLOP per second of the fastest of several matrix sizes."""
+    """Return the measured FLOP per second of matrix products in ``dtype``: the best of several matrix sizes."""
     rates = []
     for side in _MATRIX_SIDES[device_type]:
         x = torch.ones(side, side, dtype=dtype, device=device_type)
@@ -123,7 +125,7 @@ def _measure_matmul_rate(dtype: torch.dtype, device_type: str, seconds: float) -
 
 
 def _measure_link(groups: Sequence[Sequence[int]], device_type: str, seconds: float) -> Link:
-    """Measure the collectives of one backend, and fit a rate to each kind."""
+    """Measure the collectives of one backend in several groups, and return the rates that fit each kind."""
     memory = _measure_copy_rate(device_type, seconds)
     measurements = list(product(groups, MEASURED_COLLECTIVES, _SIDES))
     steps = iterate_with_progress(measurements, len(measurements), "calibrating") if dist.get_rank() == 0 else iter(measurements)
@@ -134,7 +136,7 @@ def _measure_link(groups: Sequence[Sequence[int]], device_type: str, seconds: fl
 
 
 def _measure_copy_rate(device_type: str, seconds: float) -> float:
-    """Return the bytes per second of local copies while all ranks copy."""
+    """Return the measured bytes per second of local copies while all ranks copy."""
     x = torch.ones(_SIDES[-1], _SIDES[-1], device=device_type)
     return x.nbytes / median_of_slowest_rank(x.clone, seconds / 5, device_type)
 
@@ -142,7 +144,7 @@ def _measure_copy_rate(device_type: str, seconds: float) -> float:
 def _measure_collective(
     kind: str, group: Sequence[int], side: int, device_type: str, memory: float, seconds: float
 ) -> CollectiveSample | None:
-    """Measure one collective, without the modeled time of its copies; None on ranks outside of ``group``."""
+    """Return the measured time of one collective, less the modeled time of its copies; None on ranks outside of ``group``."""
     mesh = DeviceMesh(device_type, list(group))
     src, dst = (Layout.of(mesh, [placement], (side, side)) for placement in _PLACEMENT_PAIRS[kind])
     redistribution = redistribution_between(src, dst)
@@ -181,7 +183,7 @@ def median_of_slowest_rank(run: Callable[[], Any], seconds: float, device_type: 
 
 # --- processes ------------------------------------------------------------------------------------------------------------
 def run_calibration(ranks: int, device_type: str, path: Path | None, seconds: float) -> tuple[Path, Profile]:
-    """Measure the profile and write it to a file; starts ``ranks`` processes unless torchrun has.
+    """Measure the profile and write it to a file, on ``ranks`` new processes unless torchrun has started some.
 
     Returns:
         Path of the written profile (on each host, under torchrun), and the profile.
@@ -217,7 +219,7 @@ def _write_profile(path: Path, profile: Profile) -> None:
 
 
 def _measure_profile_json(device_type: str, seconds: float) -> Iterator[str]:
-    """Yield the measured profile as JSON, on each rank."""
+    """Yield the profile that this rank and the others measure, as JSON."""
     torch.set_num_threads(1)
     os.environ["DTENSOR_PROFILE"] = "off"
     yield measure_profile(device_type, seconds).dumps()

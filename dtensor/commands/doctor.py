@@ -25,7 +25,7 @@ _OPTIONAL = ("numpy", "scipy", "safetensors", "hypothesis", "transformers", "mat
 
 
 def report_lines() -> Iterator[str]:
-    """Yield lines of text on versions, backends and patches on torch."""
+    """Yield the lines of the report on versions, the machine profile, backends, devices and patches on torch."""
     yield f"python {platform.python_version()} on {platform.system()} {platform.machine()}"
     yield f"dtensor {sys.modules['dtensor'].__version__}, torch {torch.__version__}"
     profile = "calibrated" if is_calibrated() else "built-in constants (dtensor calibrate measures this machine)"
@@ -35,13 +35,13 @@ def report_lines() -> Iterator[str]:
     yield f"process groups: {', '.join(backends) or 'none'}"
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     yield f"accelerators: {', '.join(torch.cuda.get_device_name(i) for i in range(devices)) or 'none'}"
-    found = [change for change in PATCHES if change.in_force]
-    yield f"active patches on torch ({len(found)} of {len(PATCHES)}):"
-    yield from (f"  {change.where}: {change.why}" for change in found)
+    active = [patch for patch in PATCHES if patch.in_force]
+    yield f"active patches on torch ({len(active)} of {len(PATCHES)}):"
+    yield from (f"  {patch.where}: {patch.why}" for patch in active)
 
 
 def self_test(seconds: float = 60.0) -> str:
-    """Test collectives between two processes over gloo; return the problem as text, "" if there is none."""
+    """Test collectives between two new processes over gloo; return the problem as text, "" if there is none."""
     if not _has_backend("gloo"):
         return "this torch has no gloo, so communication cannot be tested"
     try:
@@ -51,14 +51,14 @@ def self_test(seconds: float = 60.0) -> str:
 
 
 def _check_collectives() -> Iterator[str]:
-    """Run one collective of each kind on this rank, and raise if a result is wrong."""
+    """Redistribute a partial tensor in each way on this rank, and raise if values are wrong; yield "" for correct ones."""
     mesh = DeviceMesh("cpu", RANKS)
     x = DTensor.from_local(torch.arange(6.0).view(2, 3) + mesh.get_rank(), mesh, [Partial()], shape=(2, 3), stride=(3, 1))
     expected = 2 * torch.arange(6.0).view(2, 3) + 1
     for kind in (Replicate(), Shard(0), Shard(1)):
-        cut = x.redistribute(placements=[kind])
+        source = x.redistribute(placements=[kind])
         for target in (Replicate(), Shard(0), Shard(1)):
-            if not torch.equal(cut.redistribute(placements=[target]).full_tensor(), expected):
+            if not torch.equal(source.redistribute(placements=[target]).full_tensor(), expected):
                 raise DTensorError(f"redistribution from {kind} to {target} gives wrong values")
     yield ""
 
@@ -76,7 +76,7 @@ def _package_version(name: str) -> str:
 
 
 def main() -> int:
-    """Print the report and return the exit status: 1 if processes cannot communicate."""
+    """Print the report and the test of collectives, and return the exit status: 1 if processes cannot communicate."""
     for line in report_lines():
         print(line)
     began = time.monotonic()

@@ -112,7 +112,7 @@ def operator_tables() -> str:
     parts = [
         _LEGEND,
         f"## Rules\n\n{len(aten_rules)} operator names have a rule.\n",
-        *(_family_section(family, members) for family, members in _by_family(aten_rules)),
+        *(_family_section(family, members) for family, members in _group_by_family(aten_rules)),
         f"## Decompositions\n\nTorch composes {len(decomposed)} further operators from those above.\n",
         _names_table(decomposed),
         f"## Gathering\n\n{len(gathered)} remaining operators of torch {torch_version()} all-gather their inputs. "
@@ -122,8 +122,8 @@ def operator_tables() -> str:
     return "\n".join(parts)
 
 
-def _by_family(aten_rules: Iterable[tuple[str, Rule]]) -> list[tuple[str, list[tuple[str, Rule]]]]:
-    """Return the given aten rules by family, families in the order of ``FAMILIES``."""
+def _group_by_family(aten_rules: Iterable[tuple[str, Rule]]) -> list[tuple[str, list[tuple[str, Rule]]]]:
+    """Return the aten rules by family of operators, families in the order of ``FAMILIES``."""
     members: dict[str, list[tuple[str, Rule]]] = defaultdict(list)
     for name, rule in aten_rules:
         members[family_of(name) or "others"].append((name, rule))
@@ -132,8 +132,8 @@ def _by_family(aten_rules: Iterable[tuple[str, Rule]]) -> list[tuple[str, list[t
 
 
 def _family_section(family: str, members: Iterable[tuple[str, Rule]]) -> str:
-    """Return the heading and the table of one family."""
-    shared = group_by_key((entry_of(name, rule), name.removeprefix("aten::")) for name, rule in members)
+    """Return the Markdown heading and table of one family of operators."""
+    shared = group_by_key((table_entry_of(name, rule), name.removeprefix("aten::")) for name, rule in members)
     return f"### {FAMILIES.get(family, family.capitalize())}\n\n{_family_table(shared)}"
 
 
@@ -176,7 +176,7 @@ def _first_letter(name: str) -> str:
 
 # --- operators without a rule ---------------------------------------------------------------------------------------------
 def operators_without_rule() -> tuple[list[str], list[str]]:
-    """Return the names of aten operators with tensors but no rule: (composite operators, others)."""
+    """Return the names of aten operators that take tensors and have no rule: (composite operators, others)."""
     decomposed: set[str] = set()
     gathered: set[str] = set()
     for schema in all_schemas():
@@ -203,8 +203,8 @@ def operators_without_rule() -> tuple[list[str], list[str]]:
 
 
 # --- one operator -----------------------------------------------------------------------------------------------------------
-def entry_of(name: str, rule: Rule) -> OperatorEntry:
-    """Return the table entry of an operator: its rule applied to the sample with the most shardable factors.
+def table_entry_of(name: str, rule: Rule) -> OperatorEntry:
+    """Return the table cells of an operator: its rule applied to the sample with the most shardable factors.
 
     Samples are used only if their plans need no run.
     """
@@ -218,7 +218,7 @@ def entry_of(name: str, rule: Rule) -> OperatorEntry:
 
 
 def _query_sample(name: str, sample: Sample) -> RuleQuery | None:
-    """Return the rule query of a sample with replicated operands; None if the call cannot be made."""
+    """Return the rule, call and factors of a sample with replicated operands; None if the call cannot be made."""
     packet = name.replace("::", ".")
     args, kwargs = map_tensors(lambda x: scatter(x, get_or_make_mesh((2,)), [Replicate()]), sample.arguments)
     with torch.no_grad():
@@ -226,7 +226,7 @@ def _query_sample(name: str, sample: Sample) -> RuleQuery | None:
 
 
 def describe_rule(rule: Rule, factors: Factors, call: Call) -> OperatorEntry:
-    """Return the table entry that describes a rule applied to a call."""
+    """Return the table cells for a rule applied to a call: its notation, and how each factor may be sharded."""
     factors = rename_factors(factors)
     shapes = [tuple(layout.shape) for layout in call.operands]
     result_shapes = [meta.shape for meta in call.results if meta is not None]
@@ -236,14 +236,14 @@ def describe_rule(rule: Rule, factors: Factors, call: Call) -> OperatorEntry:
     partials_kept: list[str] = []
     reduced: dict[str, list[str]] = defaultdict(list)
     kernels: dict[int, list[str]] = defaultdict(list)
-    for row in strategies_of_factors(factors, partials):
-        if row.factor is None:
-            partials_kept += [text] if (text := _partial_strategy_text(row)) else []
-        elif row.kernel is not None:
-            kernels[row.kernel.collectives].append(row.factor)
+    for strategy in strategies_of_factors(factors, partials):
+        if strategy.factor is None:
+            partials_kept += [text] if (text := _partial_strategy_text(strategy)) else []
+        elif strategy.kernel is not None:
+            kernels[strategy.kernel.collectives].append(strategy.factor)
         else:
-            ops = {str(spec.reduce_op) for spec in row.results if isinstance(spec, Partial)}
-            (reduced[", ".join(sorted(ops))] if ops else sharded).append(row.factor)
+            ops = {str(spec.reduce_op) for spec in strategy.results if isinstance(spec, Partial)}
+            (reduced[", ".join(sorted(ops))] if ops else sharded).append(strategy.factor)
     if rule.run is not None:
         how = "draws the global tensor, keeps its shard" if rule.kind == "random" else "kernel"
     else:
@@ -298,7 +298,7 @@ def rename_factors(factors: Factors) -> Factors:
 
 
 def _notation_text(tensors_dims: Sequence[Dims], factors: Factors, shapes: Sequence[tuple[int, ...]]) -> str:
-    """Return the dims of tensors as a pattern in the notation of rules."""
+    """Return the dims of several tensors as a pattern in the notation of rules."""
     texts = []
     for i, (dims, shape) in enumerate(zip(tensors_dims, shapes, strict=True)):
         words = [_dim_text(dim, size, factors) for dim, size in zip(dims, shape, strict=True)]
@@ -308,7 +308,7 @@ def _notation_text(tensors_dims: Sequence[Dims], factors: Factors, shapes: Seque
 
 
 def _dim_text(dim: tuple[str, ...], size: int, factors: Factors) -> str:
-    """Return one dim in the notation of rules."""
+    """Return one tensor dim in the notation of rules, such as ``a``, ``[d]`` or ``(a b)``."""
     if any(name[0] == "@" for name in dim):
         return "{" + ", ".join(name.lstrip("@") for name in dim) + "}"
     names = [f"[{name}]" if name in factors.whole else name for name in dim]
@@ -317,13 +317,13 @@ def _dim_text(dim: tuple[str, ...], size: int, factors: Factors) -> str:
     return names[0] if len(names) == 1 else f"({' '.join(names)})"
 
 
-def _partial_strategy_text(row: Strategy) -> str:
+def _partial_strategy_text(strategy: Strategy) -> str:
     """Return a strategy for partial operands as text, such as ``sum,R→sum``; "" if nothing is partial."""
-    if not any(isinstance(spec, Partial) for spec in (*row.operands, *row.results)):
+    if not any(isinstance(spec, Partial) for spec in (*strategy.operands, *strategy.results)):
         return ""
-    needs = dict(row.needs)
-    operands = [needs.get(i) or _spec_text(spec) for i, spec in enumerate(row.operands)]
-    return f"{','.join(operands)}→{','.join(map(_spec_text, row.results))}"
+    needs = dict(strategy.needs)
+    operands = [needs.get(i) or _spec_text(spec) for i, spec in enumerate(strategy.operands)]
+    return f"{','.join(operands)}→{','.join(map(_spec_text, strategy.results))}"
 
 
 def _spec_text(spec: Spec) -> str:
@@ -331,7 +331,7 @@ def _spec_text(spec: Spec) -> str:
 
 
 def _shorten_partials(passing: Sequence[str]) -> Iterator[str]:
-    """Yield texts of partial strategies: those with one kind of placement as that kind, then at most a dozen others."""
+    """Yield texts of strategies for partial operands: one with a single kind of placement as that kind, and twelve others."""
     others = []
     for text in dict.fromkeys(passing):
         kinds = set(re.split(r"[,→]", text))

@@ -17,7 +17,7 @@ from .progress import report_periodically
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command to a parser."""
+    """Add the options of ``dtensor plan MODEL`` to a parser."""
     parser.add_argument("--ranks", type=int, required=True, help="number of devices, one rank each")
     parser.add_argument("--cluster", choices=CLUSTERS, default="h100", help="kind of cluster (default: h100)")
     parser.add_argument("--sequence", type=int, default=8192, help="tokens of a sequence (default: 8192)")
@@ -63,7 +63,7 @@ def estimate_table(estimates: Sequence[Estimate]) -> list[list[str]]:
 
 
 def plot_estimates(estimates: Sequence[Estimate], path: Path, title: str) -> None:
-    """Write stacked bars: seconds of a step and memory of a rank by kind, the fastest layout on top."""
+    """Write a plot of stacked bars: seconds of a step and memory of a rank by kind, the fastest layout on top."""
     from matplotlib.figure import Figure  # an optional dependency
 
     figure = Figure(figsize=(12, 0.45 * len(estimates) + 2.6), layout="constrained")

@@ -27,7 +27,7 @@ from .progress import report_periodically
 
 
 def run_script(script: Path, arguments: Sequence[str]) -> int:
-    """Run a script as Python would and return its exit status."""
+    """Run a script as ``python script arguments`` would, in this process, and return its exit status."""
     argv, path = sys.argv, list(sys.path)
     sys.argv, sys.path[0] = [str(script), *arguments], str(script.parent.resolve())
     try:
@@ -54,7 +54,7 @@ def trace_script(script: Path, arguments: Sequence[str], output: Path) -> int:
     with RunRecorder(with_operators=True) as record:
         began = time.perf_counter_ns()
         status = run_script(script, arguments)
-    with _process_group(), _report_progress(f"writing {output}"):
+    with _ensure_process_group(), _report_progress(f"writing {output}"):
         save_trace(record, began, output)
     if is_printing_rank():
         print(f"written to {output}: open it in https://ui.perfetto.dev", flush=True)
@@ -79,8 +79,8 @@ def is_printing_rank() -> bool:
 
 
 @contextmanager
-def _process_group() -> Iterator[None]:
-    """Initialize the process group of torchrun inside of the context, and again if the script destroyed its own."""
+def _ensure_process_group() -> Iterator[None]:
+    """Provide a gloo process group in the ``with`` block if torchrun started several ranks and the script left none."""
     is_missing = not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1
     if is_missing:
         store, rank, size = next(rendezvous("env://"))  # the store still has the addresses of the first group: hence the prefix
@@ -92,7 +92,7 @@ def _process_group() -> Iterator[None]:
 
 @contextmanager
 def report_at_end(html: Path | None, title: str) -> Iterator[Callable[[Callable[[], Any]], None]]:
-    """Print a report at the end on one rank, and write it as a page if a path is given."""
+    """When the ``with`` block ends, make the report by the function that was set, print it, and write it as a page."""
     makers: list[Callable[[], Any]] = []
     try:
         yield makers.append
@@ -106,7 +106,7 @@ def report_at_end(html: Path | None, title: str) -> Iterator[Callable[[Callable[
 
 
 def _print_report(report: Any) -> None:
-    """Print a report; the modules of an explanation as a table."""
+    """Print a report; of an explanation the text by line and the table of modules."""
     if not isinstance(report, Explanation):
         print(report, flush=True)
         return
@@ -116,7 +116,7 @@ def _print_report(report: Any) -> None:
 
 
 def _report_progress(activity: str) -> AbstractContextManager[None]:
-    """Report on stderr of one rank that ``activity`` goes on."""
+    """Return a context that reports on stderr, on one rank, that ``activity`` goes on."""
     return report_periodically(lambda: activity) if is_printing_rank() else nullcontext()
 
 
@@ -129,7 +129,7 @@ def writable_path(text: str) -> Path:
 
 
 def existing_file(script: Path) -> Path:
-    """Return ``script``; raise an ArgumentError if there is no such file."""
+    """Return ``script``; raise an ``ArgumentError`` if there is no such file."""
     if not script.is_file():
         raise ArgumentError(f"there is no file {script}")
     return script

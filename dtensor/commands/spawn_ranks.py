@@ -22,7 +22,7 @@ from ..errors import DTensorError
 def spawn_ranks(
     ranks: int, rows: Callable[..., Iterator[Any]], *args: Any, seconds: float = 600.0, device_type: str = "cpu"
 ) -> Iterator[Any]:
-    """Run ``rows(*args)`` on ``ranks`` new processes, and yield the rows of rank 0 as they arrive.
+    """Run the generator ``rows(*args)`` on ``ranks`` new processes, and yield what rank 0 yields, as it arrives.
 
     Args:
         rows: a generator function of a module, so that processes can import it.
@@ -72,7 +72,7 @@ def _collect_messages(messages: Any, processes: list[Any], deadline: float, seco
 def _run_rank(
     rank: int, ranks: int, folder: str, device_type: str, messages: Any, rows: Callable[..., Iterator[Any]], args: tuple[Any, ...]
 ) -> None:
-    """Run ``rows`` as one rank of a process group; rank 0 sends each row, and a failing rank its error."""
+    """Run the generator ``rows`` as one rank of a process group; rank 0 sends what it yields, a failing rank its error."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     try:
         store = f"file://{Path(folder) / 'store'}"

@@ -1,4 +1,4 @@
-"""Device constants of the cost model: FLOPs per second by dtype, memory bytes per second, and seconds of a kernel launch.
+"""Device constants of the cost model: FLOPs per second by dtype, memory bytes per second, seconds of a kernel launch.
 
 The built-in numbers are orders of magnitude for one rank. GPUs: 70 % of the peak of dense products and 90 % of the memory
 bandwidth in NVIDIA's data sheets (A100 80GB SXM, H100 SXM, H200 SXM); ``float32`` without TF32, which is torch's default. CPU:
@@ -48,7 +48,7 @@ class Device:
     launch: float
 
     def rate(self, dtype: torch.dtype) -> float:
-        """Return the FLOPs per second. A multiplication and an addition are two FLOPs."""
+        """Return the FLOPs per second of large matrix products in ``dtype``. A multiplication and an addition are two FLOPs."""
         kind, parts = _ARITHMETIC.get(dtype, ("other", 1))
         return self.flops[kind] / parts
 
@@ -74,7 +74,7 @@ DEFAULT_DEVICE = {"cpu": "CPU", "cuda": "H100", "meta": "H100"}  # a dry run sim
 
 
 def nearest_device(name: str) -> str:
-    """Return the kind in ``DEVICES`` that a device with this name is, or is most similar to.
+    """Return the entry of ``DEVICES`` for a device with this name, or the one that is most similar.
 
     >>> nearest_device("NVIDIA A100-SXM4-80GB"), nearest_device("NVIDIA GB10")
     ('A100', 'H100')
@@ -83,7 +83,7 @@ def nearest_device(name: str) -> str:
 
 
 def parse_devices(read: Any) -> dict[str, Device]:
-    """Return the devices of a profile, by torch's device type.
+    """Return the measured devices of a profile read from JSON, by torch's device type.
 
     Raises:
         ValueError: ``read`` is not a table of devices.
@@ -105,12 +105,12 @@ def parse_devices(read: Any) -> dict[str, Device]:
 
 
 def parse_positive(value: Any) -> float:
-    """Return a positive, finite number: a rate or a time.
+    """Return ``value`` as a positive, finite number: a rate or a time of a profile.
 
     Raises:
         ValueError: ``value`` is not.
     """
     number = float(value)
     if not math.isfinite(number) or number <= 0:
-        raise ValueError(f"no time or rate: {value!r}")
+        raise ValueError(f"a time or rate must be a positive, finite number, got {value!r}")
     return number

@@ -1,5 +1,4 @@
-"""Link costs: seconds of a transfer by an alpha-beta model per backend and collective (latency plus bytes over bandwidth), and
-the device of a mesh.
+"""Link costs: seconds of a transfer by latency and bandwidth, per backend and collective, and the device of a mesh.
 
 The constants belong to the :class:`~dtensor.cost.profile.Profile` that all ranks of the mesh use. They depend on the mesh dims:
 a group within one host may have a faster link than a group over several hosts.
@@ -23,7 +22,7 @@ _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "meta": "nccl"}
 
 @memoize(1024)
 def get_link(mesh: DeviceMesh, mesh_dims: tuple[int, ...] = ()) -> Link:
-    """Return the constants for groups over ``mesh_dims``; () means all ranks of the mesh together."""
+    """Return the constants of collectives in groups over ``mesh_dims``; () means all ranks of the mesh together."""
     mesh = mesh._root.simulated_mesh or mesh
     profile = get_profile(mesh)
     backend = _BACKENDS.get(mesh.device_type, "nccl")
@@ -39,7 +38,7 @@ def get_link(mesh: DeviceMesh, mesh_dims: tuple[int, ...] = ()) -> Link:
 
 @memoize(1024)
 def get_device(mesh: DeviceMesh) -> Device:
-    """Return the device constants of ``mesh``, equal on all ranks: measured, or built in for the kind of device."""
+    """Return the compute constants of a mesh's devices, equal on all ranks: measured, or built in for the kind of device."""
     mesh = mesh._root.simulated_mesh or mesh
     kind = mesh.device_type
     measured = get_profile(mesh).devices.get(kind)

@@ -34,7 +34,7 @@ class Rate:
     bandwidth: float  # bytes per second into (and out of) one rank
 
     def seconds(self, size: int, nbytes: float) -> float:
-        """Return the seconds among ``size`` ranks if the busiest sends or receives ``nbytes``."""
+        """Return the seconds of one collective among ``size`` ranks if the busiest sends or receives ``nbytes``."""
         return self.latency + (size - 1) * self.per_peer + nbytes / self.bandwidth
 
 
@@ -55,7 +55,7 @@ class Link:
         return cls(once, once, once, twice, memory)
 
     def rate(self, kind: str) -> Rate:
-        """Return the rate of a kind of collective. Kinds that are not measured use the rate of an exchange."""
+        """Return the rate of a kind of collective; kinds that are not measured have the rate of an exchange."""
         rate: Rate = getattr(self, kind if kind in MEASURED_COLLECTIVES else "exchange")
         return rate
 
@@ -83,7 +83,7 @@ class Profile:
     devices: Mapping[str, Device] = field(default_factory=dict)
 
     def link(self, backend: str, between_hosts: bool = False) -> Link:
-        """Return the constants for a group; those of NCCL for a backend without measurements."""
+        """Return the constants of a backend in one host or between hosts, built in if not measured (NCCL's if unknown)."""
         if between_hosts and backend in self.between_hosts:
             return self.between_hosts[backend]
         return self.links.get(backend, BUILT_IN_PROFILE.links.get(backend, _NCCL))
@@ -94,7 +94,7 @@ class Profile:
 
     @classmethod
     def loads(cls, text: str) -> Profile:
-        """Return the profile in ``text``. Entries that are missing are built in.
+        """Return the profile in ``text``, a JSON object. Entries that are missing are built in.
 
         Raises:
             ValueError: the text is not a profile, or a constant is not a possible one.
@@ -114,7 +114,7 @@ BUILT_IN_PROFILE = Profile({"gloo": _GLOO, "nccl": _NCCL}, {"nccl": _NCCL_BETWEE
 
 
 def _parse_links(read: Any) -> dict[str, Link]:
-    """Parse the rates of collectives by backend; raise if one is missing or not a number."""
+    """Return the link constants of a profile read from JSON, by backend; raise if one is missing or not a number."""
     if not isinstance(read, dict):
         raise ValueError(f"links by backend are expected, got {type(read).__name__}")
     try:
@@ -147,7 +147,7 @@ def profile_path() -> Path | None:
 
 
 def is_calibrated() -> bool:
-    """Return True if ``dtensor calibrate`` has measured this machine and the result is used."""
+    """Return True if this machine has a profile file, as ``dtensor calibrate`` writes it, and it is in use."""
     path = profile_path()
     return path is not None and path.is_file()
 
@@ -177,7 +177,7 @@ _elected_profile: list[tuple[Any, Profile]] = []  # the last world, and the prof
 
 
 def _world_profile(world: Any) -> Profile:
-    """Return the machine profile that all ranks of the world use: that of the rank that asked first."""
+    """Return the machine profile that all ranks of the process group use: that of the rank which asked first."""
     if not _elected_profile or _elected_profile[0][0] is not world:
         own, per_host = _process_profile(), os.environ.get("LOCAL_WORLD_SIZE", "")  # set by torchrun
         if not own.ranks_per_host and per_host.isdigit():
@@ -191,7 +191,7 @@ _DRY_RUN_RANKS_PER_HOST = 8  # ranks per host of a dry run
 
 
 def get_profile(mesh: DeviceMesh) -> Profile:
-    """Return the profile that all ranks of ``mesh`` use."""
+    """Return the profile that all ranks of ``mesh`` use: elected between processes, set for the mesh, or this machine's."""
     if mesh.kind == "process_group":
         return _world_profile(mesh._root.world)
     if mesh._root.profile is not None:

@@ -34,8 +34,10 @@ class _Announced(per_thread):
 _ANNOUNCED = _Announced()
 
 
-def announce_collective(kind: str, x: Any, ranks: int, run: Callable[[], Any]) -> Any:
-    """Return ``run()``, or its result in the forward pass if a policy has saved that.
+def run_as_functional_collective(kind: str, x: Any, ranks: int, run: Callable[[], Any]) -> Any:
+    """Call the functional c10d operator that policies know for one collective; dispatch then runs ``run``.
+
+    Returns the result of ``run``, or the one of the forward pass if a policy of selective checkpointing has saved it.
 
     Args:
         kind: the verb of a step of a redistribution.
@@ -59,8 +61,8 @@ def announce_collective(kind: str, x: Any, ranks: int, run: Callable[[], Any]) -
         _ANNOUNCED.calls.pop()
 
 
-def announced_call(x: Any) -> Callable[..., Any] | None:
-    """Return the runner of the collective that is announced for ``x``; None if the program itself calls the collective."""
+def find_announced_runner(x: Any) -> Callable[..., Any] | None:
+    """Return the runner of the collective that :func:`run_as_functional_collective` calls on ``x``; else None."""
     if not _ANNOUNCED.calls or _ANNOUNCED.calls[-1][0] is not x:
         return None
     run = _ANNOUNCED.calls[-1][1]
@@ -68,7 +70,7 @@ def announced_call(x: Any) -> Callable[..., Any] | None:
 
 
 def redistribute_under_policy(x: Any, target: Layout, plan: Plan | None) -> Any:
-    """Return ``x`` in the layout ``target``, each collective announced to a policy of selective checkpointing.
+    """Redistribute ``x`` to the layout ``target``, with each collective visible to the policy of selective checkpointing.
 
     The result has arrived, also with ``async_op=True``, since a policy saves values.
 
@@ -78,7 +80,7 @@ def redistribute_under_policy(x: Any, target: Layout, plan: Plan | None) -> Any:
     if plan is None:
         across = hides_from_policies(move_between)
         run = lambda: wrap_local(across(x._local, x._layout, target).wait(), target)  # noqa: E731
-        result = announce_collective("exchange", x, target.mesh.size(), run)
+        result = run_as_functional_collective("exchange", x, target.mesh.size(), run)
     else:
         result, bound = x, get_or_bind_steps(plan)
         if not plan.communicates:
@@ -91,8 +93,8 @@ def redistribute_under_policy(x: Any, target: Layout, plan: Plan | None) -> Any:
 
 
 def _run_step_under_policy(x: Any, step: Step | None, bound: BoundStep, after: Layout) -> Any:
-    """Run one step of a redistribution so that a checkpoint policy sees it as one collective; None is a local step."""
+    """Run one bound step of a redistribution: as a functional collective if ``step`` communicates (None: a local step)."""
     run = hides_from_policies(lambda: wrap_local(bound.run(x._local), after))
     if step is None or not step.communicates:
         return run()
-    return announce_collective(step.verb, x, math.prod(step.before.mesh.shape[i] for i in step.mesh_dims), run)
+    return run_as_functional_collective(step.verb, x, math.prod(step.before.mesh.shape[i] for i in step.mesh_dims), run)

@@ -1,4 +1,4 @@
-"""Cache info: the fill of the caches that programs fill, which are layouts, redistribution plans and plans of operators."""
+"""Cache info: entries and limits of the caches of layouts, redistribution plans, operator plans and others."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class CacheInfo(NamedTuple):
 
 
 def cache_info() -> dict[str, CacheInfo]:
-    """Return the fill of all caches of this process.
+    """Return the number of entries and the limit of each cache of this process, by name.
 
     The keys are ``"layouts"`` (all that are alive), ``"redistributions"``, ``"plans"`` (of all operators together), the module
     and function of each smaller cache, and the name of each operator. ``"dispatch.cached_copies_bytes"`` has bytes in place of
@@ -45,6 +45,6 @@ def cache_info() -> dict[str, CacheInfo]:
     """
     return {
         "layouts": CacheInfo(count_layouts(), None, None),
-        **{name: CacheInfo(*found, None) for name, found in cache_fullness().items()},
+        **{name: CacheInfo(*fullness, None) for name, fullness in cache_fullness().items()},
         **{name: CacheInfo(kept, PLANS.each, made) for name, (kept, made) in plans_of_operators().items()},
     }

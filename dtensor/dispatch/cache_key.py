@@ -16,7 +16,7 @@ from ..base.symbolic_sizes import SymbolicSize, hashable_size, hashable_sizes, r
 from ..base.tracing import has_no_values
 from ..layout.layout import Layout
 from ..state import wrap
-from .plain_tensor_args import keep_gradient_plain, made_by_torch
+from .plain_tensor_args import keep_gradient_plain, torch_makes_constants
 
 KEYED_AS_IS = frozenset((type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, str))
 _TRUE, _FALSE = object(), object()  # True == 1 as a dictionary key; these are not
@@ -35,7 +35,7 @@ def _read_number(x: torch.Tensor) -> Any:
 
 
 def append_to_key(value: Any, key: list[Any], by_type: bool, numbers: list[Any] | None = None) -> Any:
-    """Append the part of the key for one argument, and return its local value.
+    """Append to a plan-cache key the part for one argument, and return the argument's value for the local call.
 
     Args:
         by_type: a number is in the key by its type.
@@ -67,7 +67,7 @@ def append_to_key(value: Any, key: list[Any], by_type: bool, numbers: list[Any] 
         if value.requires_grad:
             keep_gradient_plain(value)
         is_traced = has_no_values(value)
-        key.append((*_plain_tensor_key(value), made_by_torch(), is_traced))  # ranks have not compared traced values
+        key.append((*_plain_tensor_key(value), torch_makes_constants(), is_traced))  # ranks have not compared traced values
         if numbers is not None and kind is torch.Tensor and not is_traced and value.numel() == 1 and value.device.type == "cpu":
             numbers.append(_read_number(value))
         # the zeros of forward-mode gradients have no memory, and the key that handles them is above the local operators
@@ -87,7 +87,7 @@ def append_to_key(value: Any, key: list[Any], by_type: bool, numbers: list[Any] 
 
 
 def append_list_to_key(value: Any, key: list[Any], by_type: bool, numbers: list[Any] | None = None) -> Any:
-    """Append the part of the key for a list or tuple, and return it with local values; arguments as for :func:`append_to_key`."""
+    """Append to a plan-cache key the part for a list, and return it with local values; see :func:`append_to_key`."""
     first = type(value[0]) if value else None
     if first is wrap.TENSOR:
         try:
@@ -100,7 +100,11 @@ def append_list_to_key(value: Any, key: list[Any], by_type: bool, numbers: list[
             return locals_
     elif first is torch.Tensor and set(map(type, value)) == {first}:
         are_scalars = set(map(_get_kind, value)) == {(0, torch.strided, dtype := value[0].dtype)}  # step counts
-        key.append((made_by_torch(), len(value), dtype) if are_scalars else (made_by_torch(), *map(_plain_tensor_key, value)))
+        key.append(
+            (torch_makes_constants(), len(value), dtype)
+            if are_scalars
+            else (torch_makes_constants(), *map(_plain_tensor_key, value))
+        )
         return list(value)
     elif (first is int or first is float) and (len(value) == 1 or len(set(map(type, value))) == 1):  # True == 1 as a key
         key.append((first, len(value)) if by_type else (first, *value))
@@ -115,27 +119,27 @@ def append_list_to_key(value: Any, key: list[Any], by_type: bool, numbers: list[
 
 
 def _plain_tensor_key(x: torch.Tensor) -> tuple[Any, ...]:
-    """Return sizes, strides and dtype of a plain tensor; only its format if it is nested."""
+    """Return the part of a plan-cache key for a plain tensor: sizes, strides and dtype; only its format if it is nested."""
     if x.is_nested:  # it has no sizes; planning refuses it
         return (x.layout,)
     return hashable_sizes(x.shape), hashable_sizes(x.stride()) if x.layout is torch.strided else None, x.dtype
 
 
 # --- symbolic sizes -----------------------------------------------------------------------------------------------------
-def planned_value(value: Any, by_type: bool) -> Any:
-    """Return ``value`` with a number in place of each symbol, as plans are made for it.
+def replace_symbolic_numbers(value: Any, by_type: bool) -> Any:
+    """Return ``value`` with a plain number in place of each symbolic number, as plans are made for it.
 
     Args:
         by_type: the plan is the same for all numbers of a type.
     """
     if isinstance(value, (list, tuple)):
-        return type(value)([planned_value(item, by_type) for item in value]) if type(value) in (list, tuple) else value
+        return type(value)([replace_symbolic_numbers(item, by_type) for item in value]) if type(value) in (list, tuple) else value
     number_type = _NUMBER_TYPES.get(type(value))
     return value if number_type is None else number_type(2) if by_type else hashable_size(value)
 
 
 def specialize_sizes(tensors: Iterable[Any]) -> None:
-    """Specialize the symbolic sizes of the DTensors among ``tensors`` to numbers; the traced graph is guarded on them."""
+    """Replace symbolic sizes in the layouts of the DTensors among ``tensors`` by numbers, and guard the traced graph on them."""
     for x in tensors:
         layout = getattr(x, "_layout", None)
         if layout is None or not layout.has_symbols:

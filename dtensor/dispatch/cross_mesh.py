@@ -46,18 +46,18 @@ from .programs.frame import Runner
 
 def meshes_of(values: Any) -> dict[DeviceMesh, None]:
     """Return the meshes of all DTensors among ``values`` and in lists of them, in order."""
-    found: dict[DeviceMesh, None] = {}
+    meshes: dict[DeviceMesh, None] = {}
     for value in values:
         if isinstance(value, torch.Tensor):
             if (layout := getattr(value, "_layout", None)) is not None:
-                found[layout.mesh] = None
+                meshes[layout.mesh] = None
         elif isinstance(value, (list, tuple)):
-            found.update(meshes_of(value))
-    return found
+            meshes.update(meshes_of(value))
+    return meshes
 
 
 def make_cross_mesh_runner(operator: OperatorSchema, bound: dict[str, Any]) -> Runner | None:
-    """Return the runner of a call with operands on several meshes; None if all are on one mesh.
+    """Return the runner of a call with operands on several meshes, or with plain tensors to write; None for other calls.
 
     Args:
         bound: the arguments by name.
@@ -74,19 +74,19 @@ def make_cross_mesh_runner(operator: OperatorSchema, bound: dict[str, Any]) -> R
 
 
 def _make_home_runner(operator: OperatorSchema, bound: dict[str, Any]) -> Runner:
-    """Return the function that copies operands to the home mesh, and runs the operator there."""
+    """Return the runner that copies operands to the mesh of the written or largest operand, and calls the operator there."""
     home = _choose_home_mesh(operator, bound)
     name = operator.name
 
-    def run(args: tuple[Any, ...], kwargs: dict[str, Any], *_: Any) -> Any:
-        """Copy all operands to the mesh ``home``, then call the operator."""
+    def run_on_home_mesh(args: tuple[Any, ...], kwargs: dict[str, Any], *_: Any) -> Any:
+        """Copy the operands of other meshes to the mesh ``home``, then call the operator."""
         values = [*args, *kwargs.values()]
-        _check_operands(name, values, home)
+        _check_copyable_operands(name, values, home)
         copies = _copy_to_mesh(values, home, name)
         args, kwargs = map_leaves(lambda value: copies.get(id(value), value), (args, kwargs))
         return operator.func(*args, **kwargs)
 
-    return run
+    return run_on_home_mesh
 
 
 def _layout_of(value: Any) -> Any:
@@ -121,7 +121,7 @@ def _run_mesh_by_mesh(operator: OperatorSchema, bound: dict[str, Any], groups: S
 
 # --- plain tensors ------------------------------------------------------------------------------------------------------
 def _writes_plain_tensors(operator: OperatorSchema, bound: dict[str, Any]) -> bool:
-    """Return True if the first argument that a call writes to is plain, and all DTensors in it have one element."""
+    """Return True if the first argument that a call writes to is plain, and all DTensors of the call have one element."""
     if not operator.mutated or operator.outs:
         return False
     first = next(bound.get(name) for name in operator.names if name in operator.mutated)
@@ -131,9 +131,9 @@ def _writes_plain_tensors(operator: OperatorSchema, bound: dict[str, Any]) -> bo
 
 
 def _run_on_plain_tensors(operator: OperatorSchema, bound: dict[str, Any]) -> Any:
-    """Run the call with the values of its DTensors. A rank outside the mesh, which has no value, writes nothing."""
+    """Run the call with plain numbers in place of its DTensors. A rank outside the mesh, which has no number, writes nothing."""
     ranked = any(isinstance(value, PerRank) for value in iter_tree_leaves(bound))
-    plain = map_leaves(lambda value: _plain_value(value, operator.name, ranked), bound)
+    plain = map_leaves(lambda value: _to_plain_value(value, operator.name, ranked), bound)
     if not all(communicator_of(mesh).held for mesh in meshes_of(bound.values())):
         return bound[operator.returns[0]] if len(operator.returns) == 1 and operator.returns[0] else None
     result = operator.call(plain)
@@ -144,12 +144,12 @@ def _run_on_plain_tensors(operator: OperatorSchema, bound: dict[str, Any]) -> An
     return result
 
 
-def _plain_value(value: Any, name: str, ranked: bool) -> Any:
-    """Return the local value of a DTensor, one for all ranks unless ``ranked``; other values unchanged."""
+def _to_plain_value(value: Any, name: str, ranked: bool) -> Any:
+    """Return the reduced value of a DTensor as a plain tensor, a ``PerRank`` if ``ranked``; other values unchanged."""
     layout = _layout_of(value)
     if layout is None:
         return value
-    local = _reduce_value(value, name)
+    local = _replicate_on_own_mesh(value, name)
     if not isinstance(local, PerRank) or ranked:
         return local
     first = local.shards[0]
@@ -170,16 +170,16 @@ def _choose_home_mesh(operator: OperatorSchema, bound: dict[str, Any]) -> Device
         if layouts:
             mesh: DeviceMesh = max(layouts, key=lambda layout: (_count_elements(layout), layout.mesh.size())).mesh
             return mesh
-    raise AssertionError("no operand lives on a mesh")
+    raise AssertionError("no operand is on a mesh")
 
 
 def _count_elements(layout: Layout) -> int:
-    """Return the number of different elements: an expanded number is one."""
+    """Return the number of different elements of a tensor with this layout; an expanded number counts as one."""
     return layout.numel if any(layout.stride) else 1
 
 
-def _check_operands(name: str, values: Sequence[Any], home: DeviceMesh) -> None:
-    """Raise if an operand on another mesh than ``home`` cannot be copied to it."""
+def _check_copyable_operands(name: str, values: Sequence[Any], home: DeviceMesh) -> None:
+    """Raise unless each operand of another mesh is 0-d, or this is backward, and its mesh has the ranks of ``home``."""
     backward = graph_task() != -1
     for value in iter_tree_leaves(values):
         layout = _layout_of(value)
@@ -198,7 +198,7 @@ def make_mesh_error(name: str, meshes: Iterable[DeviceMesh]) -> MeshError:
 
 
 def _same_ranks(a: DeviceMesh, b: DeviceMesh) -> bool:
-    """Return True if two meshes have the same ranks; a submesh counts with all its copies."""
+    """Return True if two meshes have the same ranks and device type; a submesh counts with all its copies."""
     return sorted(a.ranks) == sorted(b.ranks) and (a.kind, a.device_type) == (b.kind, b.device_type)
 
 
@@ -217,32 +217,32 @@ def _copy_to_mesh(values: Sequence[Any], home: DeviceMesh, name: str) -> dict[in
     for layout, group in by_layout.items():
         first, *others = group.values()
         stacked = torch.ops.aten.stack.default([first, *others]) if others else first
-        local = _reduce_value(stacked, name)
+        local = _replicate_on_own_mesh(stacked, name)
         if layout.mesh.ranks != home.ranks:  # in process, shards are in the order of the members
             local = reordered(local, [layout.mesh.ranks.index(rank) for rank in home.ranks])
-        local = _agree_between_copies(local, layout.mesh, home, name)
+        local = _take_equal_copy(local, layout.mesh, home, name)
         target = Layout.replicated(home, layout.shape, layout.stride, layout.dtype)
         parts = local.unbind() if others else [local]
         copies.update((key, wrap_local(part, target)) for key, part in zip(group, parts, strict=True))
     return copies
 
 
-def _reduce_value(value: Any, name: str) -> Any:
-    """Return the local value of an operand on another mesh, replicated."""
+def _replicate_on_own_mesh(value: Any, name: str) -> Any:
+    """Return the local value of an operand, replicated on its own mesh first; raise under ``explicit()``."""
     layout = value._layout
     if layout.is_replicated:
         return value._local
     if MODES.explicit:
         raise ImplicitCommunicationError(
-            f"{name} would all-gather an operand of another mesh, {layout!r}, under explicit(); redistribute it before"
+            f"{name} would all-gather an operand of another mesh, {layout!r}, under explicit(); redistribute it before the call"
         )
     return execute(plan_redistribution(layout, layout.to_replicated()), value._local)
 
 
 # --- numbers of submeshes -----------------------------------------------------------------------------------------------
 @memoize(256)
-def _missing_dims(mesh: DeviceMesh, home: DeviceMesh) -> tuple[int, ...]:
-    """Return the dims of ``home`` along which ranks are in different groups of ``mesh``."""
+def _dims_across_submeshes(mesh: DeviceMesh, home: DeviceMesh) -> tuple[int, ...]:
+    """Return the dims of ``home`` along which ranks are in different copies of the submesh ``mesh``."""
     group_of: dict[int, tuple[int, ...]] = {}
     for member in mesh.members:
         group_of[mesh.ranks[member]] = mesh.members_of(range(mesh.ndim), member)
@@ -254,18 +254,19 @@ def _missing_dims(mesh: DeviceMesh, home: DeviceMesh) -> tuple[int, ...]:
     return tuple(dims)
 
 
-def _agree_between_copies(local: Any, mesh: DeviceMesh, home: DeviceMesh, name: str) -> Any:
-    """Return the value of the first copy of a submesh, on every rank of ``home``; see [Note: Numbers of submeshes].
+def _take_equal_copy(local: Any, mesh: DeviceMesh, home: DeviceMesh, name: str) -> Any:
+    """Gather the copies of all submeshes, check that they are equal, and return the first; see [Note: Numbers of submeshes].
 
     Raises:
         MeshError: the copies differ (on all ranks that share them).
     """
-    mesh_dims, comm = _missing_dims(mesh, home), communicator_of(home)
+    mesh_dims, comm = _dims_across_submeshes(mesh, home), communicator_of(home)
     if not mesh_dims or not comm.held:
         return local
     if MODES.explicit:
         raise ImplicitCommunicationError(
-            f"{name} would compare the values of a 0-d tensor on {mesh!r} under explicit(), which communicates"
+            f"{name} would compare the values of a 0-d tensor on {mesh!r} between its submeshes, which communicates, under "
+            "explicit(); use it with operands of that mesh only"
         )
     shape = tuple(local.shape)
     copies = comm.all_gather(local, mesh_dims, lambda member: shape).wait()

@@ -32,8 +32,8 @@ from ..rules.registry import lookup
 from ..state import wrap
 from ..state.wrap import wrap_local, wrap_view
 from ..watchdog.levels import CheckLevel
-from .announced_collectives import announced_call
-from .cache_key import KEYED_AS_IS, append_list_to_key, append_to_key, planned_value, specialize_sizes
+from .announced_collectives import find_announced_runner
+from .cache_key import KEYED_AS_IS, append_list_to_key, append_to_key, replace_symbolic_numbers, specialize_sizes
 from .cross_mesh import make_cross_mesh_runner
 from .op_fingerprint import PlanFingerprints, record_calls, record_error
 from .operand_layouts import plan_call
@@ -49,8 +49,8 @@ PLANS: PooledDicts[tuple[Any, ...], Any] = PooledDicts(
 register_cache("plans", PLANS.fullness)
 
 
-class Entry:
-    """The plan cache of one operator, and its ``__torch_dispatch__``.
+class OperatorDispatch:
+    """The dispatch of one operator: its plan cache, and the ``__torch_dispatch__`` that looks calls up in it.
 
     Attributes:
         func, operator: the overload, and its parsed schema.
@@ -65,6 +65,7 @@ class Entry:
     __slots__ = ("fingerprints", "func", "local_op", "misses", "operator", "plans", "run", "scalar_names", "scalar_positions")
 
     def __init__(self, func: Any) -> None:
+        """Read the schema and the rule of an overload, make its plan cache, and make the function that dispatches it."""
         self.func = func
         self.local_op = local_function(func)
         self.operator: OperatorSchema = operator_schema_of(func)
@@ -80,8 +81,8 @@ class Entry:
         self.run = _make_dispatch(self)
 
 
-_ENTRIES: dict[int, Entry] = {}
-_ENTRIES_LOCK = RLock()  # held to add or drop entries; a look-up only reads the dictionary
+_DISPATCHES: dict[int, OperatorDispatch] = {}
+_DISPATCHES_LOCK = RLock()  # held to add or drop operators; a look-up only reads the dictionary
 _make_view_runners: Any = lambda plan, operator: (None, None)  # noqa: E731  # replaced by tensor/views/lazy_view.py
 _in_inference_mode = torch.is_inference_mode_enabled
 _count_modes = count_dispatch_modes
@@ -100,10 +101,10 @@ def install_view_runners(make_view_runners: Callable[[CallPlan, OperatorSchema],
 
 
 def clear_plans() -> None:
-    """Drop all plans, as after registering a rule."""
+    """Drop the plan caches of all operators and their registration with torch, as after registering a rule."""
     global _LIBRARY
-    with _ENTRIES_LOCK:
-        _ENTRIES.clear()
+    with _DISPATCHES_LOCK:
+        _DISPATCHES.clear()
         PLANS.clear()
         if _LIBRARY is not None:
             _LIBRARY._destroy()
@@ -115,104 +116,105 @@ CheckLevel.changed.append(clear_plans)
 
 
 def plans_of_operators() -> dict[str, tuple[int, int]]:
-    """Return by operator how many plans are cached, and how many were made."""
-    return {str(entry.func): (len(entry.plans), entry.misses) for entry in list(_ENTRIES.values())}
+    """Return for each operator that was called (number of cached plans, number of plans made)."""
+    return {str(op_dispatch.func): (len(op_dispatch.plans), op_dispatch.misses) for op_dispatch in list(_DISPATCHES.values())}
 
 
 def dispatch(cls: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
     """Run an operator call: the ``__torch_dispatch__`` of a DTensor."""
-    entry = _ENTRIES.get(id(func))  # an overload's own hash is Python code; the entry keeps it alive
-    return (_get_or_make_entry(func) if entry is None else entry).run(cls, func, types, args, kwargs)
+    op_dispatch = _DISPATCHES.get(id(func))  # an overload's own hash is Python code; op_dispatch keeps it alive
+    return (_get_or_make_dispatch(func) if op_dispatch is None else op_dispatch).run(cls, func, types, args, kwargs)
 
 
-def _get_or_make_entry(func: Any) -> Entry:
-    """Return the entry of an operator, and register its ``run`` with torch, which calls it directly from now on."""
+def _get_or_make_dispatch(func: Any) -> OperatorDispatch:
+    """Return the dispatch of an operator. A new one is registered with torch, which calls its ``run`` directly from now on."""
     global _LIBRARY
-    with _ENTRIES_LOCK:
-        entry = _ENTRIES.get(id(func))
-        if entry is not None:  # another thread has made it
-            return entry
-        entry = Entry(func)
+    with _DISPATCHES_LOCK:
+        op_dispatch = _DISPATCHES.get(id(func))
+        if op_dispatch is not None:  # another thread has made it
+            return op_dispatch
+        op_dispatch = OperatorDispatch(func)
         if func.namespace == "aten" and not find_torch_dispatch_rule(func, wrap.TENSOR):
             if _LIBRARY is None:
                 _LIBRARY = torch.library.Library("aten", "FRAGMENT")
                 patch_applied("torch.library.register_torch_dispatch")
-            torch.library.register_torch_dispatch(func, wrap.TENSOR, entry.run, lib=_LIBRARY)
-        _ENTRIES[id(func)] = entry
-        return entry
+            torch.library.register_torch_dispatch(func, wrap.TENSOR, op_dispatch.run, lib=_LIBRARY)
+        _DISPATCHES[id(func)] = op_dispatch
+        return op_dispatch
 
 
-def _make_dispatch(entry: Entry) -> Callable[..., Any]:
-    """Make the function that each call of one operator runs."""
-    tensor, is_view, local_op = wrap.TENSOR, entry.operator.is_view, entry.local_op
-    find: Callable[..., Any] = entry.plans.get if entry.fingerprints is None else entry.fingerprints.find
-    run_general = _make_general_dispatch(entry, find)
-    keyed, listed = entry.operator.keyed, entry.operator.listed
+def _make_dispatch(op_dispatch: OperatorDispatch) -> Callable[..., Any]:
+    """Make the ``__torch_dispatch__`` of one operator; it looks up calls with few tensors in fewer steps than others."""
+    tensor, is_view, local_op = wrap.TENSOR, op_dispatch.operator.is_view, op_dispatch.local_op
+    find: Callable[..., Any] = op_dispatch.plans.get if op_dispatch.fingerprints is None else op_dispatch.fingerprints.find
+    run_general = _make_general_dispatch(op_dispatch, find)
+    keyed, listed = op_dispatch.operator.keyed, op_dispatch.operator.listed
 
-    def run(cls: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Run the operator on a call: look its program up by the layouts and values of the arguments."""
+    def dispatch_call(cls: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        """Look up the program of a call by layouts and static arguments, or make it, and run it."""
+        cache_key: tuple[Any, ...]
         try:
             if _count_modes() and tracing.add_graph_constants((args, kwargs)):
                 return func(*args, **(kwargs or {}))
             if is_view:
                 if _in_inference_mode() and not args[0].is_inference():
                     with torch.inference_mode(False):  # a view of a normal tensor shares its version counter
-                        return run(cls, func, types, args, kwargs)
+                        return dispatch_call(cls, func, types, args, kwargs)
                 if args[0]._storage_start:
                     return run_general(args, kwargs or {})
             if not kwargs:
                 kwargs = {}
-                if args and type(args[0]) is tensor:  # the most frequent signatures: the look-up in fewer steps
+                if args and type(args[0]) is tensor:  # the most frequent calls: the look-up in fewer steps
                     if len(args) == 2 and type(args[1]) is tensor:
-                        found = find(signature := (args[0]._layout, args[1]._layout))
-                        if type(found) is Layout:
-                            return wrap_local(local_op(args[0]._local, args[1]._local), found)
-                        if found is None:
-                            found = runner_of(_miss(entry, signature, args, kwargs), entry.operator)
-                        return found(args, kwargs, [args[0]._local, args[1]._local], {})
+                        program = find(cache_key := (args[0]._layout, args[1]._layout))
+                        if type(program) is Layout:
+                            return wrap_local(local_op(args[0]._local, args[1]._local), program)
+                        if program is None:
+                            program = runner_of(_make_program_on_miss(op_dispatch, cache_key, args, kwargs), op_dispatch.operator)
+                        return program(args, kwargs, [args[0]._local, args[1]._local], {})
                     if len(args) == 3 and type(args[1]) is tensor and type(args[2]) is tensor:
-                        three = (args[0]._layout, args[1]._layout, args[2]._layout)
-                        found = find(three)
-                        if found is None:
-                            found = _miss(entry, three, args, kwargs)
-                        if type(found) is Layout:
-                            return wrap_local(local_op(args[0]._local, args[1]._local, args[2]._local), found)
-                        return found(args, kwargs, [args[0]._local, args[1]._local, args[2]._local], {})
+                        cache_key = (args[0]._layout, args[1]._layout, args[2]._layout)
+                        program = find(cache_key)
+                        if program is None:
+                            program = _make_program_on_miss(op_dispatch, cache_key, args, kwargs)
+                        if type(program) is Layout:
+                            return wrap_local(local_op(args[0]._local, args[1]._local, args[2]._local), program)
+                        return program(args, kwargs, [args[0]._local, args[1]._local, args[2]._local], {})
                     if len(args) <= keyed:
                         try:
                             if listed and len(args) == 2:
-                                signature = (args[0]._layout, tuple(args[1]))
+                                cache_key = (args[0]._layout, tuple(args[1]))
                             elif listed:
-                                signature = (args[0]._layout, *[tuple(x) if type(x) is list else x for x in args[1:]])
+                                cache_key = (args[0]._layout, *[tuple(x) if type(x) is list else x for x in args[1:]])
                             else:
-                                signature = (args[0]._layout, *args[1:])
-                            found = find(signature)
+                                cache_key = (args[0]._layout, *args[1:])
+                            program = find(cache_key)
                         except TypeError:  # symbolic numbers
                             pass
                         else:
-                            if found is None:
-                                found = _miss(entry, signature, args, kwargs)
-                            if type(found) is Layout:
-                                return wrap_local(local_op(args[0]._local, *args[1:]), found)
-                            return found(args, kwargs, [args[0]._local, *args[1:]], {})
+                            if program is None:
+                                program = _make_program_on_miss(op_dispatch, cache_key, args, kwargs)
+                            if type(program) is Layout:
+                                return wrap_local(local_op(args[0]._local, *args[1:]), program)
+                            return program(args, kwargs, [args[0]._local, *args[1:]], {})
             return run_general(args, kwargs)
         except Exception as error:
-            record_error(entry.operator, error, args, kwargs or {})
-            if (explained := tracing.explain_data_dependence(error, entry.operator.name)) is not error:
+            record_error(op_dispatch.operator, error, args, kwargs or {})
+            if (explained := tracing.explain_data_dependence(error, op_dispatch.operator.name)) is not error:
                 raise explained from error
             raise
 
-    return record_calls(entry.operator, run) if CheckLevel.now == "strict" else run
+    return record_calls(op_dispatch.operator, dispatch_call) if CheckLevel.now == "strict" else dispatch_call
 
 
-def _make_general_dispatch(entry: Entry, find: Callable[..., Any]) -> Callable[..., Any]:
-    """Make the function that runs a call of one operator with any arguments."""
-    tensor, is_view, local_op = wrap.TENSOR, entry.operator.is_view, entry.local_op
-    by_type, names_by_type, records = entry.scalar_positions, entry.scalar_names, entry.fingerprints is not None
-    options = entry.operator.options
+def _make_general_dispatch(op_dispatch: OperatorDispatch, find: Callable[..., Any]) -> Callable[..., Any]:
+    """Make the function that dispatches calls of one operator with any arguments: it builds the complete cache key."""
+    tensor, is_view, local_op = wrap.TENSOR, op_dispatch.operator.is_view, op_dispatch.local_op
+    by_type, names_by_type, records = op_dispatch.scalar_positions, op_dispatch.scalar_names, op_dispatch.fingerprints is not None
+    options = op_dispatch.operator.options
 
-    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call of any form: lists, keywords, numbers that are part of the key by type."""
+    def dispatch_general_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Build the cache key of a call with lists, keywords or plain tensors, look up or make its program, and run it."""
         key: list[Any] = []
         numbers: list[Any] | None = [] if records else None
         local_args: list[Any] = []
@@ -237,42 +239,44 @@ def _make_general_dispatch(entry: Entry, find: Callable[..., Any]) -> Callable[.
                 local_kwargs[name] = append_to_key(value, key, name in names_by_type, numbers)
         if IMPLICIT_REPLICATION.held and MODES.implicit_replication:
             key.append(MODES)
-        signature = tuple(key)
-        found = find(signature, numbers)
-        if found is None:
-            found = _miss(entry, signature, args, kwargs)
-        if type(found) is not Layout:
-            return found(args, kwargs, local_args, local_kwargs)
+        cache_key = tuple(key)
+        program = find(cache_key, numbers)
+        if program is None:
+            program = _make_program_on_miss(op_dispatch, cache_key, args, kwargs)
+        if type(program) is not Layout:
+            return program(args, kwargs, local_args, local_kwargs)
         result = local_op(*local_args, **local_kwargs) if local_kwargs else local_op(*local_args)
-        return wrap_view(result, found, args[0]) if is_view else wrap_local(result, found)
+        return wrap_view(result, program, args[0]) if is_view else wrap_local(result, program)
 
-    return run
+    return dispatch_general_call
 
 
 def _broadcast_replicated(args: Any, kwargs: Any, local_args: Any, local_kwargs: Any) -> Any:
-    """Broadcast the local tensors of replicated DTensors, which changes no value; they are exposed to user code from now on."""
+    """Run ``c10d.broadcast_`` on the local tensors of replicated DTensors, which are exposed to user code from now on."""
     local = [x.to_local() if hasattr(x, "_layout") else x for x in args[0]]
     return torch.ops.c10d.broadcast_.default(local, *args[1:], **kwargs)
 
 
-def _miss(entry: Entry, signature: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Layout | Runner:
-    """Make the program of a call whose plan is not cached, and cache it under ``signature`` if that decides the program."""
-    if entry.func.namespace in _COLLECTIVES:
-        if args and (announced := announced_call(args[0])) is not None:
+def _make_program_on_miss(
+    op_dispatch: OperatorDispatch, cache_key: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Layout | Runner:
+    """Make the program of a call whose plan is not cached, and cache it unless it depends on more than ``cache_key``."""
+    if op_dispatch.func.namespace in _COLLECTIVES:
+        if args and (announced := find_announced_runner(args[0])) is not None:
             return announced
         wrapper = torch_ddp_hint(sys._getframe())
-        is_broadcast = entry.operator.name == "c10d::broadcast_" and not wrapper
+        is_broadcast = op_dispatch.operator.name == "c10d::broadcast_" and not wrapper
         if is_broadcast and all(x._layout.is_replicated for x in args[0] if hasattr(x, "_layout")):
             return _broadcast_replicated
         raise UnsupportedOperationError(
-            f"{entry.operator.name} got a DTensor, but collectives of torch.distributed take local tensors; "
+            f"{op_dispatch.operator.name} got a DTensor, but collectives of torch.distributed take local tensors; "
             f"use x.redistribute(placements=...), or pass the local tensor: x.to_local(){wrapper}"
         )
     if tracing.is_tracing():
-        args = tuple([planned_value(value, i in entry.scalar_positions) for i, value in enumerate(args)])
-        kwargs = {name: planned_value(value, name in entry.scalar_names) for name, value in kwargs.items()}
-    operator, bound = entry.operator, entry.operator.bind(args, kwargs)
-    if autograd_node() is not None and operator.lacks(bound):
+        args = tuple([replace_symbolic_numbers(value, i in op_dispatch.scalar_positions) for i, value in enumerate(args)])
+        kwargs = {name: replace_symbolic_numbers(value, name in op_dispatch.scalar_names) for name, value in kwargs.items()}
+    operator, bound = op_dispatch.operator, op_dispatch.operator.bind(args, kwargs)
+    if autograd_node() is not None and operator.lacks_first_tensor(bound):
         return lambda *call: None if len(operator.returns) == 1 else (None,) * len(operator.returns)
     tensors: list[Any] = tensor_leaves(list(bound.values()))
     layouts = [x._layout for x in tensors if hasattr(x, "_layout")]
@@ -282,7 +286,7 @@ def _miss(entry: Entry, signature: tuple[Any, ...], args: tuple[Any, ...], kwarg
     if is_mixed:  # plain tensors, or several meshes
         special = make_cross_mesh_runner(operator, bound) or make_plain_write_runner(operator, bound)
         if special is not None:
-            return _cache_program(entry, signature, special)
+            return _cache_program(op_dispatch, cache_key, special)
         if (constants := make_constants_runner(operator, bound)) is not None:
             return constants  # not cached: the key does not say which function calls
     plan, program = _plan_and_bind(operator, args, kwargs)
@@ -290,29 +294,29 @@ def _miss(entry: Entry, signature: tuple[Any, ...], args: tuple[Any, ...], kwarg
     program = with_variants(plan, program, operator, args, kwargs, partial(_plan_and_bind, operator))
     if was_compared and operator.mutated and plan.rule is not None and plan.rule.kind == "pointwise":
         return program  # not cached: a plain value that is written to a DTensor is compared in every call
-    return _cache_program(entry, signature, program)
+    return _cache_program(op_dispatch, cache_key, program)
 
 
 def _plan_and_bind(
     operator: OperatorSchema, args: tuple[Any, ...], kwargs: dict[str, Any], choose: StrategySelector = select_strategies
 ) -> tuple[CallPlan, Layout | Runner]:
-    """Plan a call and bind its program: for a cache miss, for a variant of a key, and for strategies that a caller selects."""
+    """Return the plan of a call and its bound program, neither of them cached yet."""
     with tracing.untraced():
         plan = plan_call(operator, operator.bind(args, kwargs), choose)
         whole, if_refused = _make_view_runners(plan, operator) if operator.is_view or operator.reshapes else (None, None)
         return plan, bind_program(plan, operator, args, kwargs, whole, if_refused)
 
 
-def _cache_program(entry: Entry, signature: tuple[Any, ...], program: Layout | Runner) -> Layout | Runner:
-    """Keep a new program under the signature of its call, with its fingerprint where ranks are compared, and return it."""
-    entry.misses += 1
-    cached = program if entry.fingerprints is None else entry.fingerprints.with_fingerprint(program, signature)
-    PLANS.keep(entry.plans, signature, cached)
+def _cache_program(op_dispatch: OperatorDispatch, cache_key: tuple[Any, ...], program: Layout | Runner) -> Layout | Runner:
+    """Cache a new program under the cache key of its call, count it as a miss, and return it."""
+    op_dispatch.misses += 1
+    cached = program if op_dispatch.fingerprints is None else op_dispatch.fingerprints.with_fingerprint(program, cache_key)
+    PLANS.keep(op_dispatch.plans, cache_key, cached)
     return program
 
 
 def run_with_strategies(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], choose: StrategySelector) -> Any:
-    """Return the results of one call with the strategies that ``choose`` selects. Its plan is not cached."""
+    """Return the results of one call, run with the strategies that ``choose`` selects. Its plan is not cached."""
     operator = operator_schema_of(func)
     _, program = _plan_and_bind(operator, args, kwargs, choose)
     local_args = [append_to_key(value, [], False) for value in args]

@@ -37,11 +37,11 @@ _REPR_TYPES = str | bool | int | float | complex | None | torch.dtype | torch.la
 
 
 def record_calls(operator: OperatorSchema, run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``run``, the dispatch of an operator, with each call recorded (``"strict"``)."""
+    """Wrap ``run``, the dispatch of an operator, to add each call to the log that ranks compare under ``"strict"``."""
     stores, unordered = operator.traits.stores or operator.is_view, operator.traits.accumulates
 
     def run_recorded(cls: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Run the rule, and add a fingerprint of the call and of its result layouts to the log of the ranks that compute it."""
+        """Log the fingerprints of the call and of its result layouts, if it is recorded, and run the call."""
         if stores and isinstance(autograd_node(), AccumulateGrad):
             return run(cls, func, types, args, kwargs)
         layouts = list(_layouts_of(args, kwargs or {}))
@@ -52,7 +52,7 @@ def record_calls(operator: OperatorSchema, run: Callable[..., Any]) -> Callable[
         add = log.add_unordered_event if unordered else log.add_event
         add(fingerprint(text), text, _mesh_text(layouts[0].mesh), source_location.line_of_frame(sys._getframe(1)))
         output = run(cls, func, types, args, kwargs)
-        for result in _tensors(as_sequence(output)):  # another rule may give it another layout with the same collectives
+        for result in _iter_dtensors(as_sequence(output)):  # another rule may give it another layout with the same collectives
             if unordered:
                 log.unordered += _layout_fingerprint(result._layout)
             else:
@@ -85,23 +85,24 @@ def _is_recording() -> bool:
 
 
 def _operation_log_of(layouts: list[Layout]) -> EventLog | None:
-    """Return the recorded operations of the ranks of the first tensor's mesh; None if ranks are not processes."""
+    """Return the operation log that the ranks of the first tensor's mesh compare; None if ranks are not processes."""
     return get_or_make_operation_log(layouts[0].mesh._root.world, ranks_along(layouts[0].mesh)) if layouts else None
 
 
 def _layouts_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Layout]:
-    return (value._layout for value in _tensors((*args, *kwargs.values())))
+    return (value._layout for value in _iter_dtensors((*args, *kwargs.values())))
 
 
 class PlanFingerprints:
     """The plans of one operator under ``check_ranks="watch"``, each cached with the fingerprint and text of its calls.
 
     Attributes:
-        find: ``find(signature, numbers)`` returns the program, None if there is none, and records the look-up: with the numbers
+        find: ``find(cache_key, numbers)`` returns the program, None if there is none, and records the look-up: with the numbers
             that are in the key by their type; not in other threads, which have no common order, nor while tracing.
     """
 
     def __init__(self, operator: OperatorSchema, plans: dict[Any, Any]) -> None:
+        """Make ``find``, the look-up of plans that records calls, with all that it reads as local variables."""
         self._operator, stores, unordered, many = (
             operator,
             operator.traits.stores,
@@ -111,10 +112,10 @@ class PlanFingerprints:
         special = stores or unordered
         get, thread, main, modes = plans.get, threading.get_ident, threading.main_thread().ident, count_dispatch_modes
 
-        def find(signature: tuple[Any, ...], numbers: list[Any] | None = None) -> Any:
-            """Return the program of a signature, and add the call to the hash of operations that ranks compare."""
-            cached = get(signature)
-            program, op_hash, step, text = (None, *self._fingerprint_of(signature)) if cached is None else cached
+        def find(cache_key: tuple[Any, ...], numbers: list[Any] | None = None) -> Any:
+            """Return the cached program of a cache key, None on a miss, and add the call to the hash that ranks compare."""
+            cached = get(cache_key)
+            program, op_hash, step, text = (None, *self._fingerprint_of(cache_key)) if cached is None else cached
             if op_hash is None or thread() != main or (modes() and is_tracing()):
                 return program
             if not special:
@@ -134,32 +135,32 @@ class PlanFingerprints:
 
         self.find = find
 
-    def with_fingerprint(self, program: Any, signature: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the cache entry of a program."""
-        return program, *self._fingerprint_of(signature)
+    def with_fingerprint(self, program: Any, cache_key: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the plan-cache entry of a program: with the hash that its calls enter, their fingerprint and their text."""
+        return program, *self._fingerprint_of(cache_key)
 
-    def _fingerprint_of(self, signature: tuple[Any, ...]) -> tuple[OperationHash | None, int, str]:
+    def _fingerprint_of(self, cache_key: tuple[Any, ...]) -> tuple[OperationHash | None, int, str]:
         """Return the hash that calls with this cache key enter (None: they are not recorded), with their fingerprint and text."""
         op_hash = None
         if not self._operator.is_view and self._operator.traits.touches != "nothing":
-            op_hash = operation_hash_of(list(_layouts(signature)))
+            op_hash = operation_hash_of(list(_iter_layouts(cache_key)))
         if op_hash is None:
             return None, 0, ""
-        text = f"{self._operator.name}({', '.join(map(_key_text, signature))})"
+        text = f"{self._operator.name}({', '.join(map(_key_text, cache_key))})"
         return op_hash, fingerprint(text), text
 
 
-def _layouts(signature: Iterable[Any]) -> Iterator[Layout]:
-    """Yield the layouts of a signature, at any depth."""
-    for part in signature:
+def _iter_layouts(cache_key: Iterable[Any]) -> Iterator[Layout]:
+    """Yield the layouts in a plan-cache key, at any depth."""
+    for part in cache_key:
         if isinstance(part, Layout):
             yield part
         elif isinstance(part, tuple):
-            yield from _layouts(part)
+            yield from _iter_layouts(part)
 
 
 def _key_text(part: Any) -> str:
-    """Return a part of a cache key as text."""
+    """Return a part of a plan-cache key as text that is the same on all ranks."""
     if isinstance(part, tuple):
         values = [_key_text(value) for value in part if not isinstance(value, type)]  # without the types of numbers
         return values[0] if len(values) == 1 else f"[{', '.join(values)}]"
@@ -178,17 +179,17 @@ def _mesh_text(mesh: DeviceMesh) -> str:
     return repr(mesh.named(range(mesh.ndim)))
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[Any]:
+def _iter_dtensors(values: Iterable[Any]) -> Iterator[Any]:
     """Yield the DTensors among values, at any depth of lists."""
     for value in values:
         if type(value) is wrap.TENSOR:
             yield value
         elif isinstance(value, list | tuple):
-            yield from _tensors(value)
+            yield from _iter_dtensors(value)
 
 
 def _static_arguments(operator: OperatorSchema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[str]:
-    """Yield the arguments that are no DTensors as text that is the same on all ranks."""
+    """Yield the arguments of a call that are no DTensors, each as text that is the same on all ranks."""
     for name, value in (*zip(operator.names, args, strict=False), *kwargs.items()):
         if type(value) is not wrap.TENSOR:
             yield f"{name}={_value_text(value)}"

@@ -27,7 +27,7 @@ from .programs.facts import facts_of_call
 
 
 def plan_call(operator: OperatorSchema, bound: dict[str, Any], choose: StrategySelector = select_strategies) -> CallPlan:
-    """Plan a call with these arguments by name; nothing runs.
+    """Return the dispatch plan of a call with these arguments by name; nothing runs.
 
     Args:
         choose: selects the strategies.
@@ -68,7 +68,7 @@ def layouts_of_arguments(
 
 
 def _replace_tensors(value: Any, slot: ArgumentSlot, operator: OperatorSchema, mesh: DeviceMesh, plain: set[ArgumentSlot]) -> Any:
-    """Return the argument with layouts in place of tensors; a plain tensor counts as replicated."""
+    """Return an argument with layouts in place of tensors; plain tensors are checked, and their slots added to ``plain``."""
     if isinstance(value, (list, tuple)):
         return [_replace_tensors(item, (slot[0], i), operator, mesh, plain) for i, item in enumerate(value)]
     if not isinstance(value, torch.Tensor):

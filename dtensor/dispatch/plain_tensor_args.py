@@ -76,14 +76,16 @@ CONSTANT_MAKERS: dict[tuple[str, str], bool] = {
 
 
 # --- plain tensors that are read ----------------------------------------------------------------------------------------
-def made_by_torch() -> bool:
-    """Return True if torch makes the plain tensors of this thread: autograd, backward or forward, or a batching rule of vmap."""
+def torch_makes_constants() -> bool:
+    """Return True while torch's own code makes plain tensors: autograd in either mode, or a batching rule of vmap."""
     return graph_task() != -1 or forward_ad._current_level >= 0 or implicit_replication_allowed()
 
 
 def keep_gradient_plain(value: torch.Tensor) -> None:
-    """Make the gradient of a plain operand a plain tensor, for a loss of one rank's part of the batch to which a penalty of
-    distributed parameters is added. The gradient of a leaf arrives as a DTensor.
+    """Register a hook that turns the gradient of a plain operand, which arrives as a DTensor, into a plain tensor.
+
+    A loss of one rank's part of the batch may be added to a penalty of distributed parameters. The gradient of a leaf stays a
+    DTensor.
     """
     if value.grad_fn is not None and torch.is_grad_enabled():
         value.register_hook(_to_plain_gradient)
@@ -104,7 +106,7 @@ def is_number(value: torch.Tensor) -> bool:
 
 def counts_as_replicated(value: torch.Tensor) -> bool:
     """Return True if a plain tensor next to DTensors counts as the same on all ranks without a declaration."""
-    return is_number(value) or ((MODES.implicit_replication or made_by_torch()) and not isinstance(value, PerRank))
+    return is_number(value) or ((MODES.implicit_replication or torch_makes_constants()) and not isinstance(value, PerRank))
 
 
 def plain_arguments_of(operator: OperatorSchema) -> tuple[str, ...]:
@@ -114,7 +116,7 @@ def plain_arguments_of(operator: OperatorSchema) -> tuple[str, ...]:
 
 
 def check_plain_argument(value: torch.Tensor, name: str, position: int | None, operator: OperatorSchema) -> None:
-    """Check a plain tensor next to DTensors against [Note: Plain tensors next to DTensors].
+    """Raise unless a plain tensor next to DTensors counts as replicated: [Note: Plain tensors next to DTensors].
 
     Args:
         name: the argument that it is.
@@ -123,7 +125,7 @@ def check_plain_argument(value: torch.Tensor, name: str, position: int | None, o
     Raises:
         MixedTensorError: the plain tensor is not allowed.
     """
-    allows_all = MODES.implicit_replication or made_by_torch()
+    allows_all = MODES.implicit_replication or torch_makes_constants()
     # step counts of optimizers are equal on all ranks; so is what a list operator writes next to its lists (``found_inf``)
     is_count = operator.traits.per_element and (value.ndim == 0 or (position is None and value.numel() == 1))
     # under the mode, out= tensors take the full value
@@ -150,7 +152,7 @@ def compare_plain_arguments(operator: OperatorSchema, bound: dict[str, Any], pla
         MixedTensorError: the ranks have different values (on all ranks).
     """
     names, was_compared = plain_arguments_of(operator), False
-    for name in names if names and not (MODES.implicit_replication or made_by_torch()) else ():
+    for name in names if names and not (MODES.implicit_replication or torch_makes_constants()) else ():
         for item in as_sequence(bound.get(name)):
             if isinstance(item, torch.Tensor) and not hasattr(item, "_layout") and not is_number(item):
                 read = torch.tensor(item.shape, device=item.device) if plan.how == "answer" else item
@@ -160,7 +162,7 @@ def compare_plain_arguments(operator: OperatorSchema, bound: dict[str, Any], pla
 
 
 def replicate_plain(value: torch.Tensor, mesh: DeviceMesh) -> Any:
-    """Return a replicated DTensor with a copy of ``value``."""
+    """Return a replicated DTensor with a detached copy of ``value``, which must be equal on all ranks (not checked here)."""
     local = communicator_of(mesh).map(lambda member, x: x.clone(), check_strided(value, "a replicated copy").detach())
     return wrap_local(local, Layout.replicated(mesh, local.shape, local.stride(), local.dtype))
 
@@ -182,12 +184,12 @@ def distribute_like(value: torch.Tensor, x: Any) -> Any:
 
 # --- plain tensors that are written to ----------------------------------------------------------------------------------
 def make_plain_write_runner(operator: OperatorSchema, bound: dict[str, Any]) -> Runner | None:
-    """Return the runner of a call that may write to plain tensors; None if it writes to none, or may not.
+    """Return the runner of a call that writes to plain tensors; None if it writes to none, or is not allowed to.
 
     The call runs on replicated copies of them, from which every rank takes the full values. ``out=`` arguments are handled by the
     steps of a program.
     """
-    if not operator.mutated or not (MODES.implicit_replication or made_by_torch()):
+    if not operator.mutated or not (MODES.implicit_replication or torch_makes_constants()):
         return None
     written = (name for name in operator.names if name in operator.mutated and name not in operator.outs)
     names = tuple(name for name in written if any(_needs_copy(operator, item) for item in as_sequence(bound.get(name))))
@@ -195,7 +197,7 @@ def make_plain_write_runner(operator: OperatorSchema, bound: dict[str, Any]) -> 
 
 
 def _needs_copy(operator: OperatorSchema, value: Any) -> bool:
-    """Return True for a plain tensor, but for the step counts of optimizers."""
+    """Return True for a plain tensor that a call writes to, except the step count of an optimizer."""
     is_plain = isinstance(value, torch.Tensor) and not hasattr(value, "_layout")
     return is_plain and not (operator.traits.per_element and value.ndim == 0)
 
@@ -203,7 +205,7 @@ def _needs_copy(operator: OperatorSchema, value: Any) -> bool:
 def _run_on_copies(
     operator: OperatorSchema, names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any], *_: Any
 ) -> Any:
-    """Run the operator on DTensor copies of plain tensors, and write the copies back."""
+    """Run the operator on replicated DTensor copies of the plain tensors that it writes to, and copy the results into them."""
     bound = operator.bind(args, kwargs)
     arguments = {name: bound[name] for name in names}
     (mesh,) = meshes_of(bound.values())
@@ -228,8 +230,7 @@ def _run_on_copies(
 
 # --- constants of torch -------------------------------------------------------------------------------------------------
 def make_constants_runner(operator: OperatorSchema, bound: dict[str, Any]) -> Runner | None:
-    """Return the runner of a call that a function of :data:`CONSTANT_MAKERS` makes with constants; see [Note: Constants of
-    torch].
+    """Return the runner of a call in which torch's own code combines constants with DTensors: see [Note: Constants of torch].
 
     Args:
         bound: the arguments of the call by name.
@@ -249,7 +250,7 @@ def make_constants_runner(operator: OperatorSchema, bound: dict[str, Any]) -> Ru
 def _run_with_constants(
     operator: OperatorSchema, names: tuple[str, ...], drawn_by: str, args: tuple[Any, ...], kwargs: dict[str, Any], *_: Any
 ) -> Any:
-    """Run the operator with plain arguments replicated; random ones must be the same on all ranks."""
+    """Run the operator with plain constants of torch as replicated DTensors; raise if random ones differ between ranks."""
     bound = operator.bind(args, kwargs)
     (mesh,) = meshes_of(bound.values())
 
@@ -274,7 +275,7 @@ def _function_key(frame: FrameType) -> tuple[str, str]:
 
 
 def _was_given_plain(frame: FrameType) -> bool:
-    """Return True if an argument of the call, as it is now, is a plain tensor or a module with one."""
+    """Return True if an argument of the Python call ``frame``, as it is now, is a plain tensor or a module with one."""
     names, _, _, values = inspect.getargvalues(frame)
     for value in iter_tree_leaves([values.get(name) for name in names]):
         held = (*value.parameters(), *value.buffers()) if isinstance(value, torch.nn.Module) else (value,)

@@ -24,7 +24,9 @@ from ..tensor.modules.materialize import materialize
 def from_pretrained(
     path: str | Path, distribute: Callable[[nn.Module], nn.Module], *, model_class: type[nn.Module] | None = None
 ) -> nn.Module:
-    """Return the model in the folder ``path`` (``config.json`` and safetensors), distributed by ``distribute``.
+    """Build the model in the folder ``path`` on meta, distribute it by ``distribute``, and read each rank's shards.
+
+    The folder has ``config.json`` and safetensors.
 
     The model is built on the meta device, distributed, and given memory. Then each rank reads the bytes of its own local
     tensors. The model is in evaluation mode, with the generation settings of the folder, as in ``transformers``. The network is
@@ -59,15 +61,15 @@ def from_pretrained(
         model = kind(config)
     if isinstance(config.dtype, torch.dtype):
         model = model.to(config.dtype)
-    model = materialize(distribute(model), init=_buffer_initializer(model))
-    load(model, path, arrange=_weight_conversion(model))
+    model = materialize(distribute(model), init=_make_buffer_initializer(model))
+    load(model, path, arrange=_make_weight_conversion(model))
     if (Path(path) / "generation_config.json").exists():
         model.generation_config = transformers.GenerationConfig.from_pretrained(path)
     return model.eval()
 
 
 def _find_model_class(config: Any, path: str | Path) -> Any:
-    """Return the class of transformers that config.json names; raise if there is none."""
+    """Return the class of ``transformers`` that config.json names under 'architectures'; raise if there is none."""
     names = config.architectures or ["<none>"]
     kind = getattr(import_module("transformers"), names[0], None)
     if kind is None:
@@ -115,7 +117,7 @@ def save_pretrained(model: Any, path: str | Path, *, max_shard_size: int = 5_000
     save_safetensors(state, path, max_shard_size=max_shard_size, process_group=process_group)
 
     def write_settings() -> None:
-        """Write ``config.json`` and the generation settings."""
+        """Write ``config.json`` and the generation settings, on one rank."""
         config = copy.deepcopy(model.config)
         config.dtype = str(model.dtype).removeprefix("torch.")
         config.architectures = [_own_class(model).__name__]
@@ -132,8 +134,8 @@ def _own_class(model: nn.Module) -> type:
     return next(kind for kind in type(model).__mro__ if not any(base.__module__.startswith(ours) for base in kind.__mro__))
 
 
-def _weight_conversion(model: Any) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] | None:
-    """Return a function that converts the tensors of a checkpoint as ``transformers`` does; None before its version 5.
+def _make_weight_conversion(model: Any) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] | None:
+    """Return a function that converts stored tensors as ``transformers`` does; None before its version 5.
 
     The conversions stack experts that files store one by one, and replace names of older versions.
     """
@@ -166,8 +168,8 @@ def _weight_conversion(model: Any) -> Callable[[dict[str, torch.Tensor]], dict[s
     return convert_tensors
 
 
-def _buffer_initializer(model: Any) -> Callable[[nn.Module], None]:
-    """Return a function that sets the non-persistent buffers of a module as the model sets them. All others are read."""
+def _make_buffer_initializer(model: Any) -> Callable[[nn.Module], None]:
+    """Return a function that fills a module's non-persistent buffers, which are not read, as the model computes them."""
 
     def compute_buffers(module: nn.Module) -> None:
         """Compute the non-persistent buffers of a module; raise if ``_init_weights`` does not compute them."""
@@ -190,14 +192,14 @@ def _buffer_initializer(model: Any) -> Callable[[nn.Module], None]:
 
 
 def _sentinel_value(dtype: torch.dtype) -> Any:
-    """Return a fill value of ``dtype`` by which a buffer that nothing computed is recognized."""
+    """Return the value that marks elements of a buffer of ``dtype`` which nothing has computed."""
     if dtype is torch.bool:
         return True
     return float("nan") if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).max
 
 
 def _is_still_sentinel(table: torch.Tensor) -> bool:
-    """Return True if ``_init_weights`` left a buffer at the value of :func:`_sentinel_value`; never for a bool buffer."""
+    """Return True if ``_init_weights`` left all of a buffer at :func:`_sentinel_value`; never for a bool buffer."""
     full = table.full_tensor() if isinstance(table, DTensor) else table
     if full.dtype is torch.bool:
         return False

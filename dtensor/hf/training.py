@@ -12,7 +12,7 @@ _ACCELERATE_DIMS = ("dp_replicate", "dp_shard", "cp", "tp")  # names of accelera
 
 
 def prepared(trainer: Any, mesh: Any) -> Any:
-    """Make ``trainer`` keep its model, which is distributed already, unwrapped, and give each rank its rows of a batch.
+    """Make ``trainer`` leave its distributed model unwrapped, and give each rank its rows of a batch; return it.
 
     ``trainer`` is a ``Trainer`` of ``transformers``, or an object with an ``accelerator``.
 
@@ -51,7 +51,9 @@ _SHARDED_FACTOR = {"colwise": "lora_B", "rowwise": "lora_A"}  # the factor with 
 
 
 def adapted_plan(model: Any) -> dict[str, str]:
-    """Return the plan for a model with low-rank adapters: for ``model.get_base_model()`` if ``model`` is one of ``peft``.
+    """Return the tensor-parallel plan of a model with low-rank adapters, from the model's own plan.
+
+    Use it for ``model.get_base_model()`` if ``model`` is one of ``peft``.
 
     It follows the model's own plan (``_tp_plan``), name by name. An adapted matrix is sharded as without adapter, and so is the
     factor with the sharded features: the second factor of a column-wise matrix, the first of a row-wise one. The other factor

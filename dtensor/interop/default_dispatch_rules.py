@@ -31,7 +31,7 @@ _DEFAULT_RULES: dict[type, _DefaultRule] = {}
 
 
 def set_default_rule(dispatch_class: type, rule: Callable[..., Any]) -> None:
-    """Make torch call ``rule(class or mode, func, types, args, kwargs)`` for operators without a rule of their own."""
+    """Make torch call ``rule(class, func, types, args, kwargs)`` for operators of a class or mode that have no rule for it."""
     _DEFAULT_RULES[dispatch_class] = _DefaultRule(rule)
 
 

@@ -18,7 +18,7 @@ from ..tensor.dtensor import DTensor
 
 
 def install_dlpack() -> None:
-    """Patch ``to_dlpack``: for a DTensor it exports a copy of the global value, as ``x.__dlpack__()`` does."""
+    """Patch torch's ``to_dlpack`` so that for a DTensor it exports a copy of the global value."""
     for where, module in (("torch.utils.dlpack.to_dlpack", torch.utils.dlpack), ("torch.to_dlpack", torch)):
         if hasattr(module, "to_dlpack"):
             patch_applied(where)

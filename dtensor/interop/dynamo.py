@@ -1,4 +1,4 @@
-"""Dynamo settings: keep ``torch.compile`` from compiling functions of this library. A graph breaks at a call of one of them.
+"""Dynamo settings: keep ``torch.compile`` from compiling functions of this library, so that a graph breaks at a call of one.
 
 If the compiler traced these functions, it would trace how local tensors are handled (for each rank, in one process) instead of
 the program. It lost gradients then, or failed. Functions that they call are not compiled either. Frames of the user are compiled.
@@ -50,7 +50,7 @@ def skip_library_frames() -> None:
 
 
 def _skip_files(module: Any) -> None:
-    """Add the files of this package to Dynamo's skip list, and mark loaded functions."""
+    """Add this package's files to Dynamo's skip list, and mark its loaded functions as not compiled."""
     package = Path(__file__).parents[1]
     for file in sorted(package.rglob("*.py")):
         if file.relative_to(package).with_suffix("").as_posix() not in INLINED_MODULES:
@@ -61,7 +61,7 @@ def _skip_files(module: Any) -> None:
 
 
 def define_inplace_operators(kind: type) -> None:
-    """Define the in-place operators of ``kind`` (``x += y``) in Python, so that a compiled graph breaks at them.
+    """Define the in-place operators of a class (``x += y``) in Python, so that a compiled graph breaks at them.
 
     Dynamo of torch 2.13 does not terminate when it looks up those written in C.
     """
@@ -70,7 +70,7 @@ def define_inplace_operators(kind: type) -> None:
 
 
 def _make_forwarder(method: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Wrap a method in a Python function, which Dynamo can trace."""
+    """Wrap a method that is written in C in a Python function, which Dynamo can trace."""
 
     def in_place(self: Any, other: Any) -> Any:
         return method(self, other)

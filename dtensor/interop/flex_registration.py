@@ -23,13 +23,13 @@ from .import_hooks import on_import
 
 
 def install_flex_attention() -> None:
-    """Register the implementation for DTensors when ``torch.nn.attention.flex_attention`` is imported."""
-    on_import("torch.nn.attention.flex_attention", _install)
+    """Patch ``flex_attention`` and Dynamo for DTensors, when torch's modules are imported."""
+    on_import("torch.nn.attention.flex_attention", _install_kernel)
     on_import("torch._dynamo.variables.higher_order_ops", _allow_captured_tensors)
 
 
-def _install(module: Any) -> None:
-    """Register the kernel of flex_attention for DTensors, and keep torch from compiling their calls."""
+def _install_kernel(module: Any) -> None:
+    """Register the implementation of flex_attention for DTensors, and keep torch from compiling calls with DTensors."""
     operator = torch.ops.higher_order.flex_attention
     operator.py_impl(DispatchKey.PythonTLSSnapshot)(_compute)
     patch_applied("torch.ops.higher_order.flex_attention")
@@ -58,7 +58,7 @@ def _without_compiler(environment: Any) -> Iterator[Any]:
 
 
 def _allow_captured_tensors(module: Any) -> None:
-    """While Dynamo traces ``score_mod`` and ``mask_mod``, plain tensors that they capture count as replicated.
+    """Patch Dynamo so that plain tensors captured by ``score_mod`` or ``mask_mod`` count as replicated while it traces.
 
     Dynamo makes their arguments with ``query.new_empty``, so these are DTensors.
     """
@@ -66,7 +66,7 @@ def _allow_captured_tensors(module: Any) -> None:
     trace_function = kind.create_wrapped_node
 
     def create_wrapped_node(*args: Any, **kwargs: Any) -> Any:
-        """Trace the function while plain tensors count as replicated."""
+        """Trace the function of the user while plain tensors count as replicated."""
         with implicit_replication():
             return trace_function(*args, **kwargs)
 

@@ -22,16 +22,13 @@ def on_import(name: str, action: Callable[[ModuleType], None]) -> None:
 
 
 class _PostImportFinder(MetaPathFinder):
-    """A finder that finds nothing itself.
-
-    It wraps the loader of one module, so that an action runs after the module was executed.
-    """
+    """Import finder that wraps the loader of one module, so that an action runs after the module was executed."""
 
     def __init__(self, name: str, action: Callable[[ModuleType], None]) -> None:
         self.name, self.action = name, action
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        """Return the spec of the awaited module, with a loader that calls the action after the import."""
+        """Return the spec of the awaited module, with a loader that runs the action after the import; None for others."""
         if name != self.name:
             return None
         sys.meta_path.remove(self)

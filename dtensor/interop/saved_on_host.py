@@ -20,11 +20,11 @@ _torch_init: Any = save_on_cpu.__init__
 def install_save_on_cpu() -> None:
     """Patch ``save_on_cpu`` to move the local tensors of a DTensor to host memory."""
     patch_applied("torch.autograd.graph.save_on_cpu.__init__")
-    save_on_cpu.__init__ = _init_hooks  # type: ignore[method-assign]
+    save_on_cpu.__init__ = _init_save_on_cpu  # type: ignore[method-assign]
 
 
-def _init_hooks(self: Any, pin_memory: bool = False, device_type: str = "cuda") -> None:
-    """Initialize ``save_on_cpu`` with a pack hook that accepts DTensors."""
+def _init_save_on_cpu(self: Any, pin_memory: bool = False, device_type: str = "cuda") -> None:
+    """Initialize ``save_on_cpu`` with a pack hook that accepts DTensors, in place of torch's ``__init__``."""
     _torch_init(self, pin_memory, device_type)
     pack = self.pack_hook
     pins = pin_memory and getattr(torch, device_type, torch.cuda).is_available()

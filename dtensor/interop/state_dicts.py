@@ -29,14 +29,14 @@ from .import_hooks import on_import
 
 
 def install_state_dicts() -> None:
-    """Patch torch's state-dict tools, now or when they are imported."""
+    """Patch torch's state-dict tools for DTensors, now or when they are imported."""
     on_import("torch.distributed._state_dict_utils", _patch_utils)
     on_import("torch.distributed.checkpoint.state_dict", _patch_for_ranks_in_process)
     on_import("torch.distributed.checkpoint._state_dict_stager", _patch_stager)
 
 
 def _patch_utils(module: Any) -> None:
-    """Patch torch's state-dict utilities so that they accept DTensors of this library."""
+    """Patch torch's state-dict utilities so that they gather, broadcast and shard DTensors of this library."""
     iterate, broadcast, distribute, theirs = (
         getattr(module, name, None) for name in ("_iterate_state_dict", "_broadcast_tensors", "distribute_tensor", "DTensor")
     )
@@ -69,13 +69,13 @@ def _patch_utils(module: Any) -> None:
 
 
 def _patch_for_ranks_in_process(module: Any) -> None:
-    """With all ranks in this process, do not broadcast from the first one, and load full state dicts onto meta models."""
+    """Patch torch's state-dict functions for all ranks in one process: no broadcast, and full states onto meta models."""
     verify, load = (getattr(module, name, None) for name in ("_verify_options", "_load_model_state_dict"))
     if verify is None or load is None:
         return
 
     def verify_options(model: Any, *args: Any, **options: Any) -> Any:
-        """Verify the options; turn off the broadcast from the first rank if all ranks are in this process."""
+        """Verify the options as torch does, and turn off the broadcast from the first rank if all ranks are here."""
         info = verify(model, *args, **options)
         if info.broadcast_from_rank0 and _has_all_ranks(model):
             info.broadcast_from_rank0 = False  # this process has the values of the first rank, and all ranks
@@ -90,7 +90,7 @@ def _patch_for_ranks_in_process(module: Any) -> None:
 
 
 def _patch_stager(module: Any) -> None:
-    """Patch torch's state-dict stager to copy the local tensors of DTensors."""
+    """Patch torch's state-dict stager (``async_save``) to copy the local tensors of DTensors."""
     stager_class = getattr(module, "StateDictStager", None)
     offload = getattr(stager_class, "_offload_tensor", None)
     if stager_class is None or offload is None:
@@ -119,7 +119,7 @@ def _tensors_of(model: nn.Module) -> list[Tensor]:
 
 
 def _load_onto_meta(model: nn.Module, state: dict[str, Any], strict: bool) -> Any:
-    """Load a full state dict into a model on the meta device, where torch would ask the process group for a device."""
+    """Load a full state dict into a model on the meta device, sharded; torch would ask the process group for a device."""
     own_state = model.state_dict()
     distributed = {key: x for key, x in own_state.items() if isinstance(x, DTensor) and isinstance(state.get(key), Tensor)}
     sharded = {key: _shard_full(state[key].to(x.dtype), x.device_mesh, x.placements) for key, x in distributed.items()}
@@ -131,7 +131,7 @@ def _has_all_ranks(model: nn.Module) -> bool:
 
 
 def _adapt_function(dtensor: Any, plain: Any) -> Any:
-    """Return the function that torch applies to its DTensors, for a DTensor of this package."""
+    """Return what replaces torch's function for its DTensors (gather, or copy to the host) for those of this package."""
     name = getattr(dtensor, "__qualname__", "").split(".")[0]
     if name == "_gather_state_dict":
         return _to_full_tensor
@@ -141,7 +141,7 @@ def _adapt_function(dtensor: Any, plain: Any) -> Any:
 
 
 def _to_full_tensor(x: DTensor, *_: Any) -> Tensor:
-    """Return the global value as one plain tensor. In one process it is a PerRank tensor if copies on a submesh differ."""
+    """Return the global value as one plain tensor; in process a PerRank tensor if copies on a submesh differ."""
     with torch.no_grad():
         full = x.full_tensor()
     first, *others = shards_of(full)
@@ -149,13 +149,13 @@ def _to_full_tensor(x: DTensor, *_: Any) -> Tensor:
 
 
 def _shard_full(value: Tensor, mesh: Any, placements: Any) -> DTensor:
-    """Return the DTensor of a full tensor that every rank has."""
+    """Return a full tensor that every rank has as a DTensor; nothing is sent."""
     with torch.no_grad():
         return distribute_tensor(value, mesh, placements, src_data_rank=None)
 
 
 def _set_value(x: DTensor, value: Tensor) -> DTensor:
-    """Write the full tensor ``value`` into the DTensor ``x``; return a new DTensor if ``x`` is on the meta device."""
+    """Write a full tensor into the DTensor ``x`` and return it; a new DTensor if ``x`` is on the meta device."""
     distributed = _shard_full(value.to(x.dtype), x.device_mesh, x.placements)
     if x.is_meta:
         return distributed

@@ -42,7 +42,7 @@ except AttributeError:  # torch before 2.14
 
 
 def register_constants(*kinds: type) -> None:
-    """Register classes, such as layouts and meshes, with torch.compile, so that their objects are constants of a graph.
+    """Register classes, such as layouts and meshes, so that their objects are constants of compiled graphs.
 
     Torch 2.11 takes only its own classes: there the graph breaks at them.
     """
@@ -58,7 +58,7 @@ def register_constants(*kinds: type) -> None:
 
 
 def _traceable_methods(kind: type) -> set[str]:
-    """Return the names of the methods of ``kind`` that traced code may call, without properties that compute.
+    """Return the names of the methods of a class that traced code may call, without properties that compute.
 
     Torch reads all of them from an object, so properties that compute are not included.
     """
@@ -97,12 +97,12 @@ def _graph_break(msg: str) -> None:
 
 
 def install_substitutes() -> None:
-    """Install substitutes for functions that Dynamo cannot trace, when Dynamo is imported."""
-    on_import("torch._dynamo", _install)
+    """Register substitutes for functions that Dynamo cannot trace, when Dynamo is imported."""
+    on_import("torch._dynamo", _install_in_dynamo)
 
 
-def _install(module: Any) -> None:
-    """Register the library's functions with Dynamo, and patch the tangents of AOTAutograd."""
+def _install_in_dynamo(module: Any) -> None:
+    """Register substitutes and functions that stay in graphs with Dynamo, and patch the tangents of AOTAutograd."""
     global _graph_break
     _graph_break = torch_internals.graph_break
     for function in _ALLOWED_IN_GRAPH:
@@ -115,14 +115,14 @@ def _install(module: Any) -> None:
     patch_applied("torch.Tensor.__coerce_same_metadata_as_tangent__")
 
 
-def _pass_through(x: Any) -> Any:
-    """Replace ``torch.func`` unwrapping in traced code: return ``x``; a PerRank tensor breaks the graph."""
+def _traced_unwrap(x: Any) -> Any:
+    """Replace functorch unwrapping and ``split_ranks`` in traced code: return ``x``; a PerRank tensor breaks the graph."""
     if isinstance(x, PerRank):
         _graph_break(msg=ALL_RANKS)
     return x
 
 
-def _as_tuple(x: Any) -> Any:
+def _traced_shards_of(x: Any) -> Any:
     """Replace ``shards_of`` in traced code: return ``(x,)``; a PerRank tensor breaks the graph."""
     if isinstance(x, PerRank):
         _graph_break(msg=ALL_RANKS)
@@ -132,7 +132,7 @@ def _as_tuple(x: Any) -> Any:
 def _from_local_in_graph(
     local: torch.Tensor, mesh: DeviceMesh, placements: Any, shape: Any, stride: Any, grad_placements: Any
 ) -> Any:
-    """Return ``DTensor.from_local`` of the arguments as an operation of a graph, with the check across ranks first."""
+    """Return ``DTensor.from_local`` of the arguments as an operation of a graph, after a check that ranks agree."""
     if shape is None and not is_traced(local) and exchanges_sizes(mesh, placements):  # the graph assumes equal shapes
         EqualLocalsCheck(mesh, local.dtype, str(placements))((*local.shape, *local.stride()))
     return DTensor.from_local(local, mesh, placements, shape=shape, stride=stride, grad_placements=grad_placements)
@@ -148,7 +148,7 @@ def _traced_from_local(
     stride: Sequence[int] | None = None,
     grad_placements: Placements | None = None,
 ) -> DTensor:
-    """Replace ``DTensor.from_local`` in traced code. Checks between ranks run at every call, outside of the graph."""
+    """Replace ``DTensor.from_local`` in traced code; checks between ranks run at every call, outside of the graph."""
     device_mesh, placements = split_mesh_and_placements(device_mesh, placements)
     if not _is_on_processes(device_mesh):
         _graph_break(msg=ALL_RANKS)
@@ -162,20 +162,20 @@ def _traced_from_local(
 
 
 def _make_factory_pair(function: Any) -> tuple[Any, Any]:
-    """Return a factory of DTensors as an operation of a graph, and its substitute in traced code."""
+    """Return a factory such as ``zeros`` as an operation of a graph, and the function that replaces it in traced code."""
 
     def factory(*size: Any, **options: Any) -> Any:
         return function(*size, **options)
 
-    def substitute(*size: Any, **options: Any) -> Any:
-        """Break the graph unless the call names a mesh on processes; else call the factory."""
+    def traced_factory(*size: Any, **options: Any) -> Any:
+        """Break the graph unless the call names a mesh on processes; else call the factory in the graph."""
         if not _is_on_processes(options.get("device_mesh")):
             _graph_break(msg=ALL_RANKS)
         if options.get("device_mesh") is None:
             _graph_break(msg="a DTensor made without device_mesh= is on the mesh of the `with mesh:` block; pass device_mesh=")
         return factory(*size, **options)
 
-    return factory, substitute
+    return factory, traced_factory
 
 
 def _traced_distribute_tensor(
@@ -185,7 +185,7 @@ def _traced_distribute_tensor(
     *,
     src_data_rank: int | None = 0,
 ) -> DTensor:
-    """Replace ``distribute_tensor`` in traced code."""
+    """Replace ``distribute_tensor`` in traced code; break the graph where it would need more than a graph has."""
     device_mesh, placements = split_mesh_and_placements(device_mesh, placements)
     if not _is_on_processes(device_mesh):
         _graph_break(msg=ALL_RANKS)
@@ -199,16 +199,16 @@ def _traced_distribute_tensor(
         return _distribute_in_graph(tensor, device_mesh, placements, src_data_rank)
 
 
-def _traced_distribute_module(*given: Any, **options: Any) -> None:
+def _traced_distribute_module(*args: Any, **options: Any) -> None:
     _graph_break(msg="distribute_module makes parameters, which are inputs of graphs; call it before the compiled function")
 
 
-def _refuse_mode(*given: Any, **options: Any) -> None:
+def _refuse_mode(*args: Any, **options: Any) -> None:
     _graph_break(msg="modes are guards of a graph; enter the mode around the call of the compiled function")
 
 
 def _traced_as_mesh(mesh: Any = None) -> DeviceMesh:
-    """Replace ``as_mesh`` in traced code."""
+    """Replace ``as_mesh`` in traced code: return ``mesh``; break the graph for other values than meshes of this package."""
     if not isinstance(mesh, DeviceMesh):
         _graph_break(msg="a missing mesh, or a mesh of torch, is looked up; pass a mesh of this package")
     return mesh
@@ -247,7 +247,7 @@ _ALLOWED_IN_GRAPH: tuple[Any, ...] = (
     _distribute_in_graph,
     redistribute_if_needed,
     to_local_tensor,
-    *[made for made, _ in _FACTORY_PAIRS.values()],
+    *[factory for factory, _ in _FACTORY_PAIRS.values()],
 )
 _SUBSTITUTES: dict[Any, Any] = {
     **{function: seen_as for function, (_, seen_as) in _FACTORY_PAIRS.items()},
@@ -257,9 +257,9 @@ _SUBSTITUTES: dict[Any, Any] = {
     distribute_module: _traced_distribute_module,
     DTensor.from_local: _traced_from_local,
     **dict.fromkeys((explicit, implicit_replication, remember), _refuse_mode),
-    unwrap_functorch: _pass_through,
+    unwrap_functorch: _traced_unwrap,
     mesh_and_placements_of: lambda x: x._placed,
     layout_of: lambda x: x._layout,
-    split_ranks: _pass_through,
-    shards_of: _as_tuple,
+    split_ranks: _traced_unwrap,
+    shards_of: _traced_shards_of,
 }

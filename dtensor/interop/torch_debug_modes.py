@@ -1,4 +1,4 @@
-"""Debug modes of torch that record operators: ``DebugMode``, ``CommDebugMode`` and ``MemTracker`` observe DTensors.
+"""Torch debug modes: ``DebugMode``, ``CommDebugMode`` and ``MemTracker`` observe the local operators of DTensors.
 
 For torch's own DTensors such a mode returns ``NotImplemented``. The operator of the DTensor then runs with the mode enabled,
 which observes its local operators. For a class that it does not know, the mode calls the operator with itself disabled, and
@@ -27,12 +27,12 @@ from .import_hooks import on_import
 
 
 def install_debug_modes() -> None:
-    """Patch the modes, or make their imports patch them."""
+    """Patch torch's recording modes for DTensors, now or when they are imported."""
     on_import("torch.utils._debug_mode", _patch_debug_mode)
-    teach = partial(
-        _register_mode, where="torch.distributed.tensor.debug.CommDebugMode", record=_record_nothing, shows_ranges=False
+    patch_comm_mode = partial(
+        _make_mode_defer, where="torch.distributed.tensor.debug.CommDebugMode", record=_record_nothing, shows_ranges=False
     )
-    on_import("torch.distributed.tensor.debug._comm_mode", teach)
+    on_import("torch.distributed.tensor.debug._comm_mode", patch_comm_mode)
     on_import("torch.distributed._tools.mem_tracker", _patch_memory_tracker)
 
 
@@ -43,7 +43,7 @@ def _patch_debug_mode(module: ModuleType) -> None:
     def record(mode: Any, func: Any, args: Any, kwargs: Any) -> None:
         mode._record_call(call_record(func, args, kwargs, mode.call_depth, stack=mode.record_stack_trace))
 
-    _register_mode(module, "torch.utils._debug_mode.DebugMode", _record_nothing if call_record is None else record, True)
+    _make_mode_defer(module, "torch.utils._debug_mode.DebugMode", _record_nothing if call_record is None else record, True)
 
 
 def _patch_memory_tracker(module: ModuleType) -> None:
@@ -69,13 +69,13 @@ def _patch_memory_tracker(module: ModuleType) -> None:
     hooks.register_multi_grad_hook = register_joint_multi_grad_hook
     patch_applied("torch.distributed._tools.mem_tracker.get_untyped_storages")
     patch_applied("torch.distributed._tools.mod_tracker.register_multi_grad_hook")
-    _register_mode(module, "torch.distributed._tools.mem_tracker.MemTracker", _record_nothing, shows_ranges=False)
+    _make_mode_defer(module, "torch.distributed._tools.mem_tracker.MemTracker", _record_nothing, shows_ranges=False)
 
 
 def _record_nothing(mode: Any, func: Any, args: Any, kwargs: Any) -> None: ...
 
 
-def _register_mode(module: ModuleType, where: str, record: Callable[..., None], shows_ranges: bool) -> None:
+def _make_mode_defer(module: ModuleType, where: str, record: Callable[..., None], shows_ranges: bool) -> None:
     """Make the mode class ``where`` return ``NotImplemented`` for aten operators of DTensors, after it called ``record``.
 
     ``shows_ranges``: the mode observes profiler ranges.

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from ..comm.events import Event
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
-from ..propagation.flops import Work, work_of
+from ..propagation.flops import OperatorWork, work_of
 from ..propagation.select_strategy import bound_strategies_of, select_strategies
 from ..propagation.strategy_table import BoundStrategy, StrategySelection
 from ..redistribute import Step
@@ -65,7 +65,7 @@ class RuleQuery:
         return bound_strategies_of(self.rule, self.factors, self.call).strategies
 
     @cached_property
-    def work(self) -> Work:
+    def work(self) -> OperatorWork:
         """The floating-point operations and bytes of the call on global tensors."""
         return work_of(self.rule, self.factors, self.call)
 

@@ -16,7 +16,7 @@ from ..dispatch.dispatcher import run_with_strategies
 from ..errors import DTensorError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh, init_device_mesh
-from ..propagation.flops import largest_fraction
+from ..propagation.flops import largest_chunk_fraction
 from ..propagation.select_strategy import realize_selection
 from ..propagation.strategy_cost import LOCAL_STEP
 from ..propagation.strategy_cost import kernel_seconds as kernel_seconds_of
@@ -66,7 +66,7 @@ def node_local_seconds(
     flops = work.flops
     for strategy, ranks in zip(strategies, mesh.shape, strict=True):
         if strategy.factor is not None and strategy.factor in work.sizes:
-            flops *= largest_fraction(work.sizes[strategy.factor], ranks)
+            flops *= largest_chunk_fraction(work.sizes[strategy.factor], ranks)
     nbytes = sum([x.max_local_nbytes for x in (*operands, *results) if x is not None])
     return get_device(mesh).seconds(flops, nbytes, work.dtype)
 

@@ -165,7 +165,7 @@ def _call_options(own: NodeClass, present: Option, mesh_dim: int, layouts: Value
     assert query is not None
     for operands in _operand_variants(query.call, own, present, mesh_dim, layouts):
         for line in list_strategies(query, operands):
-            if not line.on(mesh_dim) or not _is_reachable(line, own, mesh_dim, layouts):
+            if not line.applies_to(mesh_dim) or not _is_reachable(line, own, mesh_dim, layouts):
                 continue
             strategies = (*present.strategies[:mesh_dim], line.strategy_for(query.factors), *present.strategies[mesh_dim + 1 :])
             sources = tuple(

@@ -30,7 +30,7 @@ def compose_splits(names: tuple[str, ...], splits: Mapping[str, Split], sizes: M
     sharded = [name for name in names if name in splits]
     if not sharded:
         return None
-    names = factors_of_reading(names, sharded[0])
+    names = factors_of_same_reading(names, sharded[0])
     if not set(sharded) <= set(names):
         raise NotBlocks(sharded)  # two readings of one dim do not combine
     mesh_dims: tuple[int, ...] = ()
@@ -54,10 +54,10 @@ def split_of_factor(
     sizes: Mapping[str, int],
     mesh_shape: tuple[int, ...],
 ) -> Split | None:
-    """Return how the wanted mesh dims split ``factor`` in a dim with split ``current``, or None if they split no factor of it."""
+    """Return the split of ``factor`` by exactly ``mesh_dims_wanted`` in a dim with split ``current``; None if there is none."""
     if len(names) == 1 and len(current.mesh_dims) == len(mesh_dims_wanted):
         return current if mesh_dims_wanted.issuperset(current.mesh_dims) else None
-    names = factors_of_reading(names, factor)
+    names = factors_of_same_reading(names, factor)
     at = names.index(factor)
     inner = _product_of_sizes(names[at + 1 :], sizes)
     count = len(mesh_dims_wanted)
@@ -79,10 +79,10 @@ def _product_of_sizes(names: tuple[str, ...], sizes: Mapping[str, int]) -> int:
     return math.prod(sizes[name] for name in names)
 
 
-def factors_of_reading(names: tuple[str, ...], factor: str) -> tuple[str, ...]:
-    """Return the factors of the reading that has ``factor``. "@0" and its inner part "@0/2" are one reading, "@1" is another.
+def factors_of_same_reading(names: tuple[str, ...], factor: str) -> tuple[str, ...]:
+    """Return the factors that express a dim together with ``factor``: "@0" and "@0/2" do, "@1" expresses the dim anew.
 
-    >>> factors_of_reading(("@0", "@0/2", "@1"), "@0"), factors_of_reading(("a", "b"), "b")
+    >>> factors_of_same_reading(("@0", "@0/2", "@1"), "@0"), factors_of_same_reading(("a", "b"), "b")
     (('@0', '@0/2'), ('a', 'b'))
     """
     if factor[0] != "@":

@@ -21,8 +21,8 @@ from ..rules.rule import Along, Factors, Rule, Spec, Strategy
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """The work of an operator, before it is divided among ranks.
+class OperatorWork:
+    """FLOPs of an operator and bytes of its tensors, before they are divided among ranks.
 
     Attributes:
         flops: FLOPs of its products, 0 if it is no contraction.
@@ -41,12 +41,12 @@ class Work:
 
     @property
     def nbytes(self) -> float:
-        """Bytes read and written."""
+        """Return the bytes read and written."""
         return sum(self.operands) + sum(self.results)
 
 
-def work_of(rule: Rule | None, factors: Factors | None, call: Call) -> Work:
-    """Return the work of a whole call, whatever its operands' layouts. Without a rule or factors it follows from the shapes.
+def work_of(rule: Rule | None, factors: Factors | None, call: Call) -> OperatorWork:
+    """Return the FLOPs and bytes of a complete call, before it is divided among ranks; layouts do not matter.
 
     >>> import dtensor as dt
     >>> from dtensor.layout.layout import Layout
@@ -65,17 +65,17 @@ def work_of(rule: Rule | None, factors: Factors | None, call: Call) -> Work:
     results = tuple(call.result_bytes())
     dtype = call.operands[0].dtype if call.operands else torch.float32
     if returns_view(call.func) or torch.Tag.inplace_view in call.func.tags:
-        return Work(0, operands, results, dtype, {}, free=True)
+        return OperatorWork(0, operands, results, dtype, {}, free=True)
     if factors is None:
-        return Work(0 if rule is None or rule.flops is None else rule.flops(call), operands, results, dtype, {})
+        return OperatorWork(0 if rule is None or rule.flops is None else rule.flops(call), operands, results, dtype, {})
     if rule is not None and rule.flops is not None:
-        return Work(rule.flops(call), operands, results, dtype, factors.sizes)
+        return OperatorWork(rule.flops(call), operands, results, dtype, factors.sizes)
     sizes = _contraction_factors(factors) or {}
-    return Work(2 * math.prod(sizes.values()) if sizes else 0, operands, results, dtype, sizes)
+    return OperatorWork(2 * math.prod(sizes.values()) if sizes else 0, operands, results, dtype, sizes)
 
 
 def _contraction_factors(factors: Factors) -> dict[str, int] | None:
-    """Return the factors of the products of a contraction with their sizes, or None if it is none."""
+    """Return the factors of a contraction's products with their sizes, or None if the operator is no contraction."""
     if not factors.reduced or len(factors.operands) < 2:
         return None
     operand_counts: dict[str, int] = {}  # factor -> the number of multiplied operands that have it
@@ -91,13 +91,13 @@ def _contraction_factors(factors: Factors) -> dict[str, int] | None:
 
 
 # --- work on one mesh dim -------------------------------------------------------------------------------------------------
-def largest_fraction(size: int, ranks: int) -> float:
-    """Return the largest fraction of a factor on one of ``ranks`` ranks: of 8 heads on 512 ranks an eighth, not a 512th."""
+def largest_chunk_fraction(size: int, ranks: int) -> float:
+    """Return the largest fraction of a factor that one of ``ranks`` ranks has: of 8 heads on 512 ranks an eighth."""
     return -(-size // ranks) / size if size else 1.0
 
 
-def divide_by_other_mesh_dims(work: Work, call: Call, mesh_dim: int) -> Work:
-    """Return the work that the other mesh dims leave to this one, estimated from the operands' layouts.
+def divide_by_other_mesh_dims(work: OperatorWork, call: Call, mesh_dim: int) -> OperatorWork:
+    """Return the work that remains for ``mesh_dim`` after the other mesh dims divide it, estimated from operand layouts.
 
     A mesh dim that shards some operand divides all of the work.
     """
@@ -111,10 +111,10 @@ def divide_by_other_mesh_dims(work: Work, call: Call, mesh_dim: int) -> Work:
     return replace(work, flops=work.flops * fraction, operands=tuple(operands), results=tuple(results))
 
 
-def strategy_seconds(
-    device: Device, work: Work, row: Strategy, ranks: int, sizes: Mapping[str, int], min_fraction: float = 0.0
+def strategy_compute_seconds(
+    device: Device, work: OperatorWork, strategy: Strategy, ranks: int, sizes: Mapping[str, int], min_fraction: float = 0.0
 ) -> float:
-    """Return the seconds of one rank's part of ``work`` on a mesh dim of ``ranks`` ranks with this strategy.
+    """Return the seconds that one rank computes if ``strategy`` divides ``work`` among the ranks of a mesh dim.
 
     A strategy that shards a factor divides the FLOPs if the products have the factor, and the bytes of tensors that have it. A
     strategy for partial or replicated operands divides nothing: each rank does all of the work.
@@ -126,13 +126,15 @@ def strategy_seconds(
     """
     if work.free:
         return 0.0
-    name = row.factor
+    name = strategy.factor
     if name is None:
         return device.seconds(work.flops, work.nbytes, work.dtype)
     fraction = max(
-        min_fraction, largest_fraction(sizes[name], ranks) if name in sizes else 1 / ranks
+        min_fraction, largest_chunk_fraction(sizes[name], ranks) if name in sizes else 1 / ranks
     )  # a factor of a user's table has no size
-    nbytes = _bytes_per_rank(work.operands, row.operands, fraction) + _bytes_per_rank(work.results, row.results, fraction)
+    nbytes = _bytes_per_rank(work.operands, strategy.operands, fraction) + _bytes_per_rank(
+        work.results, strategy.results, fraction
+    )
     return device.seconds(work.flops * fraction if name in work.sizes else work.flops, nbytes, work.dtype)
 
 

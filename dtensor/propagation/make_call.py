@@ -23,7 +23,10 @@ def make_call(
     plain: Collection[ArgumentSlot] = (),
     facts: Mapping[ArgumentSlot, OperandFacts] = NO_FACTS,
 ) -> tuple[Call, tuple[ArgumentSlot, ...]]:
-    """Return the call, and the slot of each operand. Operands are flattened in schema order; ``out=`` arguments are results."""
+    """Return the call that rules read, with operands flattened in schema order, and the slot of each operand.
+
+    ``out=`` arguments are results. Numbers that rules see as operands are replicated layouts.
+    """
     operands: list[Layout] = []
     slots: list[ArgumentSlot] = []
     plain_positions: set[int] = set()

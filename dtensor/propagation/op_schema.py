@@ -60,22 +60,22 @@ class OperatorSchema:
     traits: OperatorTraits
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return the argument values by name, with defaults filled in."""
+        """Return the argument values of a call by name, with defaults filled in."""
         bound = dict(self.defaults)
         bound.update(zip(self.names, args, strict=False))
         bound.update(kwargs)
         return bound
 
-    def lacks(self, bound: dict[str, Any]) -> bool:
-        """Return True if the first argument must be a tensor and is None.
+    def lacks_first_tensor(self, bound: dict[str, Any]) -> bool:
+        """Return True if the first argument must be a tensor and is None, as the gradient of a result that has none.
 
         A backward pass passes None as the gradient of a result that has none. Other tensors that are None are optional.
         """
         first = self.func._schema.arguments[0] if self.names else None
         return first is not None and bound[first.name] is None and str(first.type) == "Tensor"
 
-    def in_order(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        """Return the same arguments, with as many of them as possible passed by position."""
+    def move_to_positions(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        """Return the arguments of a call with as many of them as possible passed by position."""
         named = list(self.names[len(args) : self.positional])
         while named and named[-1] not in kwargs:
             named.pop()
@@ -84,7 +84,7 @@ class OperatorSchema:
 
     @property
     def out_of_place(self) -> Any:
-        """The overload that returns what this in-place overload writes into its first argument."""
+        """Return the overload that returns what this in-place overload writes into its first argument; raise if there is none."""
         packet = getattr(torch.ops.aten, self.func._schema.name.removeprefix("aten::").removesuffix("_"))
         for overload in packet.overloads():
             overload_function = getattr(packet, overload)
@@ -107,8 +107,9 @@ ArgumentPosition = int | str  # how an argument was passed: a position or a name
 
 @dataclass(frozen=True, slots=True)
 class CallSignature:
-    """The signature of a call: the first ``count`` arguments are passed by position, those in ``named`` by name. Calls with one
-    plan share it.
+    """Which arguments of a call are passed by position (the first ``count``) and which by name (those in ``named``).
+
+    Calls with one plan share it.
 
     ``reordered``: the call passed arguments by name that may be passed by position. This is the signature after they are put in
     order.
@@ -121,10 +122,10 @@ class CallSignature:
 
     @classmethod
     def of(cls, operator: OperatorSchema, args: Sequence[Any], kwargs: dict[str, Any]) -> CallSignature:
-        """Return the signature of a call after its arguments are put in order."""
+        """Return the signature of a call; arguments by keyword count as positional where they have a position."""
         if not any(name in kwargs for name in operator.names[len(args) : operator.positional]):
             return cls(operator, len(args), frozenset(kwargs))
-        ordered, named = operator.in_order(args, kwargs)
+        ordered, named = operator.move_to_positions(args, kwargs)
         return cls(operator, len(ordered), frozenset(named), True)
 
     def given(self, name: str) -> ArgumentPosition | None:
@@ -141,13 +142,13 @@ class CallSignature:
 
     @property
     def omitted_positional(self) -> tuple[Any, ...]:
-        """The defaults of the omitted arguments that may be passed by position."""
+        """Return the defaults of the omitted arguments that may be passed by position."""
         operator = self.operator
         return tuple([operator.defaults[name] for name in operator.names[self.count : operator.positional]])
 
     @property
     def omitted_by_name(self) -> dict[str, Any]:
-        """The defaults of the omitted arguments that can only be passed by name."""
+        """Return the defaults of the omitted arguments that can only be passed by name."""
         operator = self.operator
         names = operator.names[operator.positional :]
         return {name: operator.defaults[name] for name in names if name in operator.defaults and name not in self.named}
@@ -155,7 +156,7 @@ class CallSignature:
 
 @memoize(8192)
 def operator_schema_of(func: Any) -> OperatorSchema:
-    """Return the schema of an overload (cached)."""
+    """Return the parsed schema of an overload, made at the first request."""
     schema = func._schema
     arguments = schema.arguments
     types = {argument.name: str(argument.type) for argument in arguments}
@@ -209,7 +210,7 @@ _NUMBER_TYPES = frozenset(("number", "Optional[number]", "float", "Optional[floa
 
 
 def _number_operands(func: Any, types: dict[str, str]) -> frozenset[str]:
-    """Return the names of number arguments that are tensors in another overload."""
+    """Return the names of number arguments that rules see as operands, since another overload takes tensors there."""
     packet = getattr(func, "overloadpacket", None)
     tensor_arguments = {"scalar", "scalars"}
     for overload in packet.overloads() if packet is not None else ():
@@ -219,7 +220,7 @@ def _number_operands(func: Any, types: dict[str, str]) -> frozenset[str]:
 
 
 def arguments_without_out(overload: Any) -> list[Any]:
-    """Return the arguments of the schema without ``out=`` arguments."""
+    """Return the schema's arguments of an overload without ``out=`` arguments."""
     outs = operator_schema_of(overload).outs
     return [argument for argument in overload._schema.arguments if argument.name not in outs]
 

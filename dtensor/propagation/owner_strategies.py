@@ -34,8 +34,8 @@ from .strategy_table import BoundStrategy, StrategySelection, bind_spec
 SUM = Partial("sum")
 
 
-def disjoint_strategies(rule: Rule, factors: Factors, call: Call, count: int) -> Iterator[BoundStrategy]:
-    """Yield the strategies for disjoint partial operands of the call, numbered from ``count``."""
+def iter_disjoint_strategies(rule: Rule, factors: Factors, call: Call, count: int) -> Iterator[BoundStrategy]:
+    """Yield the strategies that a call has because operands have disjoint rows; their numbers start at ``count``."""
     distinct = {fact.owner_number: fact for fact in call.disjoint_splits if fact is not None}
     by_factor = strategies_of_factors(factors, ())
     for fact in distinct.values():
@@ -56,8 +56,7 @@ def disjoint_strategies(rule: Rule, factors: Factors, call: Call, count: int) ->
 
 
 def is_elementwise_on_floats(rule: Rule, call: Call) -> bool:
-    """Return True if the operator computes floating numbers (or bools from them) element by element, cannot raise, and writes at
-    most to its first operand."""
+    """Return True if the operator is elementwise on floats (results may be bools), cannot raise, and writes to operand 0 only."""
     if torch.Tag.pointwise not in call.func.tags or not writes_at_most_first_operand(call) or rule.run is not None:
         return False
     if torch.Tag.nondeterministic_seeded in call.func.tags:
@@ -75,7 +74,7 @@ def writes_at_most_first_operand(call: Call) -> bool:
 
 
 def _strategy_by_position(strategy: Strategy, factors: Factors, call: Call, fact: DisjointSplit) -> Strategy | None:
-    """Return the strategy that runs on the owners of rows along the factor of ``strategy``, or None."""
+    """Return the strategy in which the owners of rows compute the positions of ``strategy``'s factor, or None."""
     name = strategy.factor
     if name is None or strategy.kernel is not None or any(spec != Along(name) for spec in strategy.results):
         return None
@@ -86,7 +85,7 @@ def _strategy_by_position(strategy: Strategy, factors: Factors, call: Call, fact
 
 
 def _strategy_by_group(strategy: Strategy, factors: Factors, call: Call, fact: DisjointSplit) -> Strategy | None:
-    """Return a strategy that shards the groups, for operands with rows that are disjoint by the same groups, or None."""
+    """Return ``strategy``, which shards groups, for partial operands with rows disjoint by these groups; None without them."""
     operands, changed = list(strategy.operands), False
     for name, (groups, source) in factors.groups.items():
         if strategy.factor != groups or source != fact.source:
@@ -98,7 +97,7 @@ def _strategy_by_group(strategy: Strategy, factors: Factors, call: Call, fact: D
 
 
 def is_disjoint_along(factors: Factors, call: Call, i: int, fact: DisjointSplit, name: str) -> bool:
-    """Return True if operand ``i`` has the disjoint rows of ``fact`` along a dim that is the factor."""
+    """Return True if operand ``i`` has the disjoint rows of ``fact`` along the dim that is the factor ``name``."""
     disjoint_rows = call.disjoint_splits[i]
     return (
         disjoint_rows is not None
@@ -108,15 +107,14 @@ def is_disjoint_along(factors: Factors, call: Call, i: int, fact: DisjointSplit,
 
 
 # --- selected strategies: consistency and disjoint results ------------------------------------------------------------------
-def are_consistent(
+def disjoint_strategies_fit(
     strategies: Sequence[Strategy],
     call: Call,
     operands: Sequence[Layout],
     splits: Mapping[str, Split],
     disjoint_results: Sequence[DisjointResult],
 ) -> bool:
-    """Return True if the strategies for disjoint operands fit together: they cover all mesh dims of the rows, and these operands
-    do not move."""
+    """Return True if strategies for disjoint operands cover all mesh dims of the rows, and these operands do not move."""
     for strategy in strategies:
         fact = strategy.disjoint_split
         if fact is None:
@@ -172,7 +170,7 @@ def find_disjoint_results(
 def _iter_results_of_owners(
     factors: Factors, call: Call, strategies: Sequence[Strategy], operands: Sequence[Layout], results: Sequence[Layout]
 ) -> Iterator[DisjointResult]:
-    """Yield the results that are disjoint sums as an operand is: each row is computed by the rank that has the operand's row."""
+    """Yield the results that have the disjoint rows of an operand: the rank with the operand's row computes the result's."""
     for i, fact in enumerate(call.disjoint_splits):
         if fact is None:
             continue
@@ -215,7 +213,7 @@ def _is_partial_sum(layout: Layout, mesh_dims: set[int]) -> bool:
 
 # --- single owner: one rank has several operands completely ------------------------------------------------------------------
 def select_single_owner(rule: Rule, factors: Factors, call: Call) -> StrategySelection | None:
-    """Return the choice in which the owner alone computes, or None.
+    """Return the selection in which the rank that has most operands completely computes alone, or None.
 
     It applies if one rank has two or more operands completely, and they are at least half of the bytes of all operands.
     """
@@ -252,7 +250,7 @@ def _move_to_owner(layout: Layout, owner: tuple[int, int]) -> Layout | None:
 
 
 def find_single_owner(layout: Layout) -> tuple[int, int] | None:
-    """Return (mesh dim, rank) if one rank along a mesh dim has the whole tensor, or None."""
+    """Return (mesh dim, rank) if one rank along a mesh dim has the complete tensor, or None."""
     splits = [split for split in layout.splits if split is not None]
     if len(splits) != 1 or len(splits[0].mesh_dims) != 1 or splits[0].sizes.count(0) != len(splits[0].sizes) - 1:
         return None
@@ -261,7 +259,7 @@ def find_single_owner(layout: Layout) -> tuple[int, int] | None:
 
 
 def _result_on_owner(mesh_dim: int, rank: int, meta: Meta, owned_operands: Sequence[Layout]) -> Layout:
-    """Return the layout of a result that the owner has completely.
+    """Return the layout of a result that one rank of ``mesh_dim`` has completely, and the others have no elements of.
 
     It is sharded along the dim of an operand with the same shape, or along the first dim with several positions.
     """
@@ -280,8 +278,7 @@ def _layout_on_rank(owned: Layout, meta: Meta | Layout, dim: int, mesh_dim: int,
 
 
 def _is_pure_tensor_function(rule: Rule, call: Call) -> bool:
-    """Return True if the operator only computes tensors from tensors: no views, no writes, no random numbers, no dependence on
-    the rank."""
+    """Return True if the operator only computes tensors from tensors: no view, write, random number or rank."""
     schema, traits = call.func._schema, traits_of(call.func)
     if schema.is_mutable or returns_view(call.func) or traits.flat or traits.per_element or traits.touches != "all":
         return False

@@ -8,7 +8,7 @@ gather fallback. Pure: nothing depends on the rank, so all ranks make the same p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Literal
@@ -78,13 +78,13 @@ def propagate_sharding(
     choose: StrategySelector = select_strategies,
     known: Mapping[ArgumentSlot, OperandFacts] = NO_FACTS,
 ) -> CallPlan:
-    """Return the plan of one operator call.
+    """Return the plan of one operator call: by its rule, a decomposition, or the gather fallback.
 
     Args:
         bound: arguments by name, with layouts instead of tensors.
         plain: slots of plain tensors and numbers, which are equal on all ranks and never redistributed.
         choose: the function that selects strategies.
-        known: facts of operands beside their layouts, by slot.
+        known: facts of operands in addition to their layouts, by slot.
     """
     for check in operator.traits.refuses:
         check(operator.name, bound)
@@ -128,7 +128,7 @@ def propagate_sharding(
 
 
 def is_composite(operator: OperatorSchema) -> bool:
-    """Return True if torch implements the operator by other operators, which autograd records instead."""
+    """Return True if torch implements the operator by other operators, which autograd records in its place."""
     return bool(has_kernel(operator.func.name(), "CompositeImplicitAutograd"))
 
 
@@ -178,7 +178,10 @@ def _plan_by_rule(
 
 
 def _find_inplace_results(operator: OperatorSchema, call: Call, slots: tuple[ArgumentSlot, ...]) -> dict[int, int]:
-    """Return a map from each flat result to the operand that it is written into. ``out=`` arguments are no operands."""
+    """Return a map from the flat index of each result to the index of the operand that it is written into.
+
+    ``out=`` arguments are no operands.
+    """
     inplace_results = {}
     for flat, owner in enumerate(operator.returns):
         if owner is not None and (owner, None) in slots:
@@ -189,7 +192,7 @@ def _find_inplace_results(operator: OperatorSchema, call: Call, slots: tuple[Arg
 def _plan_write_back(
     operator: OperatorSchema, call: Call, results: tuple[Any, ...], redistributed: Collection[str] = (), reshapes: bool = False
 ) -> tuple[tuple[ArgumentSlot, RedistributionPlan], ...]:
-    """Return redistributions from the written results to the layouts of the arguments that they are written into.
+    """Return, by slot, the redistributions of written results to the layouts of the arguments that they are written into.
 
     ``redistributed``: arguments that the plan redistributes first. ``reshapes``: the operator changes the view of its argument,
     so the argument takes the layout of the result.
@@ -216,8 +219,10 @@ def _plan_write_back(
 def _plan_write_back_of_unreturned(
     operator: OperatorSchema, rule: Rule, call: Call, slots: tuple[ArgumentSlot, ...], operands: tuple[Layout, ...]
 ) -> tuple[tuple[ArgumentSlot, RedistributionPlan], ...]:
-    """Return redistributions of arguments that are written but not returned (running statistics), if they were redistributed
-    first."""
+    """Return the redistributions, back to their layouts, of arguments that are written but not returned.
+
+    These are running statistics, if they were redistributed first.
+    """
     unreturned = _mutated_arguments(operator, rule, call).difference(operator.returns)
     if not unreturned:
         return ()
@@ -233,7 +238,7 @@ def _plan_write_back_of_unreturned(
 def _plan_redistributions(
     slots: Sequence[ArgumentSlot], sources: Sequence[Layout], targets: Sequence[Layout]
 ) -> tuple[tuple[ArgumentSlot, RedistributionPlan], ...]:
-    """Return the redistributions, by slot, of the operands with another layout than needed."""
+    """Return the redistributions, by slot, from ``sources`` to ``targets`` where their blocks differ."""
     return tuple(
         [
             (slot, plan_redistribution(x, y))
@@ -244,7 +249,7 @@ def _plan_redistributions(
 
 
 def _mutated_arguments(operator: OperatorSchema, rule: Rule | None, call: Call) -> frozenset[str]:
-    """Return the arguments that a call writes to, including those that the schema does not declare."""
+    """Return the names of the arguments that a call writes to, including those that the schema does not declare."""
     return operator.mutated if rule is None or rule.writes is None else operator.mutated.union(rule.writes(call))
 
 
@@ -256,7 +261,7 @@ def _plan_per_element(
     metas: tuple[Any, ...],
     choose: StrategySelector,
 ) -> CallPlan | None:
-    """Return the plan of a list operator, or None: each element of the lists follows the rule, and one local call computes all.
+    """Return the plan of a list operator, in which each element follows the rule and one local call computes all; else None.
 
     A tensor that all elements share (a step size) is replicated. An element for which only a kernel would do is replicated too.
     """
@@ -319,7 +324,7 @@ def _element_of(meta: Any, i: int) -> Meta | None:
 
 
 def _element_argument(operator: OperatorSchema, name: str, value: Any, i: int) -> Any:
-    """Return the argument for element ``i`` of a list operator."""
+    """Return the value of an argument for the call on element ``i`` of a list operator."""
     if isinstance(value, Layout):
         return (
             value.to_replicated() if not value.shape else None
@@ -332,13 +337,15 @@ def _element_argument(operator: OperatorSchema, name: str, value: Any, i: int) -
 def make_gather_plan(
     operator: OperatorSchema, call: Call, slots: tuple[ArgumentSlot, ...], metas: tuple[Any, ...] | None
 ) -> CallPlan:
-    """Return the gather fallback, which is always right: operands and results replicated, written values redistributed to their
-    layouts."""
+    """Return the gather fallback, which is right for every call: operands and results are replicated.
+
+    Written values are redistributed to their layouts.
+    """
     operands = tuple(layout if i in call.plain else layout.to_replicated() for i, layout in enumerate(call.operands))
     redistributions = _plan_redistributions(slots, call.operands, operands)
     results: tuple[Any, ...] = ()
     if metas is not None:
-        results = tuple(_map_metas(lambda m: Layout.replicated(call.mesh, m.shape, m.stride, m.dtype), meta) for meta in metas)
+        results = tuple(_replicated_layouts(call.mesh, meta) for meta in metas)
     write_back = _plan_write_back(operator, call, results) if metas is not None else ()
     returned = {owner for owner in operator.returns if owner is not None}
     mutated = _mutated_arguments(operator, lookup(operator.func), call)
@@ -365,20 +372,20 @@ def make_gather_plan(
 
 
 def _view_offsets(operator: OperatorSchema, call: Call) -> tuple[int, ...]:
-    """Return of each view the bytes from the beginning of the first operand to its own. Empty if the operator makes no view."""
+    """Return for each view the bytes from the beginning of the first operand to its own; () if the operator makes no view."""
     if not operator.is_view or operator.reshapes:
         return ()
     return tuple([meta.start for meta in call.results if meta is not None])
 
 
-def _map_metas(fn: Callable[[Meta], Layout], value: Any) -> Any:
-    """Apply ``fn`` to the metadata of a result, or to each of a list; None stays."""
-    if isinstance(value, list):
-        return [fn(item) if item is not None else None for item in value]
-    return fn(value) if value is not None else None
+def _replicated_layouts(mesh: DeviceMesh, meta: Any) -> Any:
+    """Return the replicated layout of a result with this metadata: a list of layouts for a list, None for None."""
+    if isinstance(meta, list):
+        return [_replicated_layouts(mesh, item) for item in meta]
+    return None if meta is None else Layout.replicated(mesh, meta.shape, meta.stride, meta.dtype)
 
 
 def _unflatten_results(metas: tuple[Any, ...], flat: tuple[Layout | None, ...]) -> tuple[Any, ...]:
-    """Return the flat layouts, nested as ``metas`` is."""
+    """Return the flat layouts of results, nested in lists as ``metas`` is."""
     items = iter(flat)
     return tuple([next(items) for _ in meta] if isinstance(meta, list) else next(items) for meta in metas)

@@ -21,7 +21,7 @@ from ..rules.op_traits import traits_of
 from ..rules.rule import Along, Dims, Factors, R, Rule, Spec, Strategy, StrategyChoice, find_dim
 from .factored_dims import NotBlocks, compose_splits, split_of_factor
 from .flops import work_of
-from .owner_strategies import are_consistent, disjoint_strategies, find_disjoint_results, select_single_owner
+from .owner_strategies import disjoint_strategies_fit, find_disjoint_results, iter_disjoint_strategies, select_single_owner
 from .strategy_cost import rank_strategies, select_free_strategies
 from .strategy_table import StrategySelection, StrategyTable, get_or_build_table, spec_to_placement
 
@@ -33,7 +33,7 @@ StrategySelector = Callable[[Rule, Factors, Call, Mapping[int, int]], StrategySe
 
 
 def select_strategies(rule: Rule, factors: Factors, call: Call, inplace_results: Mapping[int, int]) -> StrategySelection | None:
-    """Return the cheapest valid selection, or None if the rule allows none.
+    """Return the cheapest valid strategy for each mesh dim with the layouts that follow, or None if the rule allows none.
 
     Args:
         inplace_results: result -> operand that the result is written into. Its placements must be those of the operand.
@@ -48,8 +48,7 @@ def select_strategies(rule: Rule, factors: Factors, call: Call, inplace_results:
 
 
 def _depends_on_number_kinds(call: Call, selection: StrategySelection) -> bool:
-    """Return True if other kinds of numbers may select other strategies. They do not if nothing is partial and numbers are usual
-    ones."""
+    """Return True if Python numbers of other kinds may select other strategies: a value is partial, or a kind is ``ANY``."""
     partial = any(
         op is not None for layout in (*call.operands, *selection.results) if layout is not None for op in layout.partials
     )
@@ -59,8 +58,10 @@ def _depends_on_number_kinds(call: Call, selection: StrategySelection) -> bool:
 def _select_cheapest(
     rule: Rule, table: StrategyTable, factors: Factors, call: Call, inplace_results: Mapping[int, int]
 ) -> StrategySelection | None:
-    """Return the free selection; the single owner's if that is missing or leaves partial results; else the cheapest
-    combination."""
+    """Return the selection without communication, else the single owner's, else the cheapest combination over mesh dims.
+
+    The single owner's is also preferred to one that leaves partial results.
+    """
     misaligned, selection = _select_free(rule, table, factors, call, inplace_results)
     if selection is None or any(result is not None and result.is_partial for result in selection.results):
         selection = select_single_owner(rule, factors, call) or selection
@@ -95,7 +96,7 @@ def rank_all_strategies(
 def _select_free(
     rule: Rule, table: StrategyTable, factors: Factors, call: Call, inplace_results: Mapping[int, int]
 ) -> tuple[bool, StrategySelection | None]:
-    """Return whether free strategies exist on all mesh dims, and the selection if they also find the blocks that they need."""
+    """Return whether all mesh dims have strategies without communication, and their selection if no operand moves."""
     free = select_free_strategies(table, factors, call, inplace_results)
     selection = None if free is None else realize_selection(rule, free, factors, call, inplace_results)
     return free is not None, None if selection is None or _count_redistributed(call, selection) else selection
@@ -104,7 +105,7 @@ def _select_free(
 def _rank_on_all_mesh_dims(
     rule: Rule, table: StrategyTable, factors: Factors, call: Call, inplace_results: Mapping[int, int], misaligned: bool
 ) -> list[list[tuple[Any, Strategy]]]:
-    """Return for each mesh dim the strategies and their costs, in order."""
+    """Return for each mesh dim all strategies with their costs, the cheapest first."""
     work = work_of(rule, factors, call)
     return [
         rank_strategies(table, factors, call, inplace_results, mesh_dim, work, misaligned) for mesh_dim in range(call.mesh.ndim)
@@ -112,19 +113,18 @@ def _rank_on_all_mesh_dims(
 
 
 def bound_strategies_of(rule: Rule, factors: Factors, call: Call) -> StrategyTable:
-    """Return all strategies that the rule has for this call."""
+    """Return the table of the strategies that the rule has for this call, with those for disjoint partial operands."""
     partials = tuple(rule.partials(call) if callable(rule.partials) else rule.partials)
     table = get_or_build_table(factors, partials, call)
     if not call.disjoint_splits:
         return table
-    return replace(table, strategies=(*table.strategies, *disjoint_strategies(rule, factors, call, len(table.strategies))))
+    return replace(table, strategies=(*table.strategies, *iter_disjoint_strategies(rule, factors, call, len(table.strategies))))
 
 
 def realize_selection(
     rule: Rule, strategies: tuple[Strategy, ...], factors: Factors, call: Call, inplace_results: Mapping[int, int]
 ) -> StrategySelection | None:
-    """Return the selection of one strategy for each mesh dim, or None if they contradict each other or the rule does not allow
-    them.
+    """Return the layouts that follow from one strategy for each mesh dim, or None if strategies conflict or the rule refuses.
 
     If the rule does not allow the blocks (one is empty, or they are uneven), even blocks are tried.
     """
@@ -149,13 +149,13 @@ def realize_selection(
     if not (call.disjoint_splits or factors.groups):
         return selection
     disjoint_results = find_disjoint_results(factors, call, strategies, selection.operands, selection.results)
-    if not are_consistent(strategies, call, selection.operands, selection.choice.splits, disjoint_results):
+    if not disjoint_strategies_fit(strategies, call, selection.operands, selection.choice.splits, disjoint_results):
         return None
     return replace(selection, disjoint_results=disjoint_results) if disjoint_results else selection
 
 
 def _count_redistributed(call: Call, selection: StrategySelection) -> int:
-    """Return how many operands are redistributed."""
+    """Return how many operands the selection redistributes."""
     return sum(
         [
             current is not required and not current.has_same_blocks(required)
@@ -195,7 +195,7 @@ def _sum_costs(ranked: list[list[tuple[Any, Strategy]]], indices: tuple[int, ...
 def _derive_layouts(
     strategies: tuple[Strategy, ...], factors: Factors, call: Call, inplace_results: Mapping[int, int], evenly: bool = False
 ) -> StrategySelection | None:
-    """Return the layouts that follow from one strategy for each mesh dim, or None if the strategies contradict each other."""
+    """Return the selection of one strategy for each mesh dim with its layouts, or None if strategies contradict each other."""
     active = [(mesh_dim, strategy) for mesh_dim, strategy in enumerate(strategies) if call.mesh.shape[mesh_dim] > 1]
     kernels = {strategy.factor: strategy.kernel for _, strategy in active if strategy.kernel is not None}
     if any(kernels.get(strategy.factor, strategy.kernel) is not strategy.kernel for _, strategy in active):
@@ -275,7 +275,7 @@ def _sharded_factors(strategy: Strategy) -> Iterable[str]:
 def _choose_split(
     name: str, mesh_dims: list[int], factors: Factors, call: Call, inplace_results: Mapping[int, int], evenly: bool = False
 ) -> Split:
-    """Return how ``mesh_dims`` shard the factor: as an operand is sharded already, or in even blocks.
+    """Return how ``mesh_dims`` shard the factor ``name``: as an operand is sharded already, or in even blocks.
 
     Written operands come first, then the largest. ``evenly`` forces even blocks over the same ranks. If operands are sharded
     differently some move anyhow, so even blocks are taken if the fullest rank then has fewer positions. Written operands keep
@@ -328,7 +328,7 @@ def _choose_split(
 
 
 def _local_factor_sizes(factors: Factors, side: str, i: int, dims: Dims) -> Mapping[str, int]:
-    """Return the size of each factor as this tensor has it: of composite dims the sizes of windows."""
+    """Return the size of each factor as operand or result ``i`` has it: of composite dims the sizes of windows."""
     composite = {(side, i, name) for names in dims if len(names) > 1 for name in names} if factors.windows else set()
     window_sizes = {key[2]: len(factors.windows[key]) for key in composite & factors.windows.keys()}
     return {**factors.sizes, **window_sizes} if window_sizes else factors.sizes

@@ -43,16 +43,18 @@ CachedResults = tuple[
     tuple[torch.dtype, tuple[int, ...]] | None, ...
 ]  # dtype and memory order of each result, None for one that is absent
 _INFERENCE_CACHE: BoundedDict[Any, CachedResults | None] = BoundedDict(
-    4096, "infer.answers"
+    4096, "shape_inference.results"
 )  # None: the results do not have the shapes that the rule states
 
 
 def infer_results(operator: OperatorSchema, rule: Rule | None, call: Call) -> tuple[Any, ...]:
-    """Return the metadata of the results as :func:`infer_from_operator` does, but use the shape function of the rule where it has
-    one.
+    """Return shape, strides and dtype of each result of a call, by the cheapest inference that applies.
+
+    The rule's shape function and cached dtypes come first, then a CPU kernel on few elements, then
+    :func:`infer_from_operator`.
 
     Raises:
-        NotInferable: the shape of a result depends on data, or the operator has no meta kernel.
+        ShapeInferenceError: the shape of a result depends on data, or the operator has no meta kernel.
     """
     shapes: Any = None if rule is None or rule.shapes is None else _shapes_by_rule(operator, rule, call)
     key = None if shapes is None else _size_independent_key(operator, call)
@@ -73,7 +75,7 @@ def infer_results(operator: OperatorSchema, rule: Rule | None, call: Call) -> tu
 
 
 def _infer_from_samples(operator: OperatorSchema, call: Call, shapes: Sequence[tuple[int, ...]]) -> CachedResults | None:
-    """Return dtype and memory order of each result of the CPU kernel on small tensors of ones.
+    """Run the CPU kernel on small tensors of ones, and return dtype and memory order of each result.
 
     Equal sizes are equal in the samples, and no size is larger. Return None if the results do not have the shapes that the rule
     states, or if the kernel refuses the samples or must not run.
@@ -91,7 +93,7 @@ def _infer_from_samples(operator: OperatorSchema, call: Call, shapes: Sequence[t
 
 
 def _infer_from_kernel(operator: OperatorSchema, call: Call) -> tuple[Any, ...] | None:
-    """Return the metadata of the results of the CPU kernel on tensors of these shapes with few elements.
+    """Run the CPU kernel on tensors of these shapes, if they have few elements, and return the metadata of its results.
 
     Return None if they have more elements, or if the kernel refuses the trial values or must not run.
     """
@@ -120,7 +122,7 @@ def _may_run_kernel(operator: OperatorSchema, call: Call) -> bool:
 
 
 def _run_cpu_kernel(operator: OperatorSchema, call: Call, to_value: Callable[[str, Any], Any]) -> tuple[Any, ...] | None:
-    """Return the metadata of the results of the CPU kernel on ``to_value(name, argument)`` for each argument.
+    """Run the CPU kernel on ``to_value(name, argument)`` for each argument, and return the metadata of its results.
 
     Return None if the kernel refuses these values. No dispatch mode sees it, because a recorder would record it.
     """
@@ -133,7 +135,7 @@ def _run_cpu_kernel(operator: OperatorSchema, call: Call, to_value: Callable[[st
 
 
 def _to_sample(name: str, value: Any, small: dict[int, int]) -> Any:
-    """Return an argument with sizes replaced: a tensor of ones for a layout.
+    """Return an argument of a call with small sizes in place of its own: a tensor of ones for a layout.
 
     Raises:
         KeyError: a list has a size that no operand has.
@@ -178,7 +180,7 @@ def _shapes_by_rule(operator: OperatorSchema, rule: Rule, call: Call) -> Any:
 
 
 def _size_independent_key(operator: OperatorSchema, call: Call) -> Any:
-    """Return a key of all arguments without the sizes of tensors, or None if some argument cannot be part of a key."""
+    """Return the inference-cache key of a call, without the sizes of tensors; None if an argument cannot be part of a key."""
     key: list[Any] = [operator.name, torch.get_default_dtype()]
     for value in call.arguments.values():
         kind = type(value)
@@ -206,12 +208,14 @@ _PLAIN_TYPES = frozenset((bool, int, str, torch.dtype, torch.device, torch.layou
 
 
 def infer_from_operator(operator: OperatorSchema, arguments: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the :class:`Meta` of each return value: a list for a list, None for a value that is no tensor.
+    """Run an operator on tensors without data, and return the :class:`Meta` of each return value.
+
+    For a list it is a list, for a value that is no tensor None.
 
     Errors that plain torch raises for wrong arguments pass through.
 
     Raises:
-        NotInferable: the shape of a result depends on data, or the operator has no meta kernel.
+        ShapeInferenceError: the shape of a result depends on data, or the operator has no meta kernel.
     """
     fake_mode = symbolic_fake_mode(arguments.values())
     if operator.traits.per_element and not operator.returns:
@@ -269,7 +273,7 @@ _MAX_TRIAL_ELEMENTS = 1 << 16  # limits results that are made from empty operand
 
 
 def infer_mismatched_outs(operator: OperatorSchema, arguments: dict[str, Any]) -> tuple[Any, ...] | None:
-    """Run the operator on a few small values if its ``out=`` tensors do not have the shape or dtype of its results.
+    """Return the results' metadata of a call with ``out=`` tensors of another shape or dtype, from a run on a few small values.
 
     Meta functions differ from kernels in what they refuse, how they lay out what they resize, and whether they warn. Return None
     if the tensors fit, if there is more than a little to compute, or if the operator refuses the trial values.
@@ -302,7 +306,9 @@ def infer_mismatched_outs(operator: OperatorSchema, arguments: dict[str, Any]) -
 
 
 def infer_by_trial_run(operator: OperatorSchema, arguments: dict[str, Any]) -> tuple[Any, ...] | None:
-    """Run the operator itself on a few values if its meta function refuses them. What the operator raises, all ranks raise.
+    """Return the results' metadata of a call that the meta function refuses, from a run of the operator on a few values.
+
+    What the operator raises, all ranks raise.
 
     Return None if it cannot run like this, or if the shapes of its results depend on data.
     """
@@ -346,7 +352,7 @@ def _collect_layouts(arguments: dict[str, Any]) -> list[Layout]:
 
 
 def _make_trial_value(value: Any, device: torch.device) -> Any:
-    """Replace layouts by tensors of ones, of unit matrices, or of integer zeros: values that most operators accept."""
+    """Return an argument with tensors of ones, unit matrices or integer zeros for layouts: values that most operators accept."""
     if type(value) in (list, tuple):
         return [_make_trial_value(item, device) for item in value]
     if not isinstance(value, Layout):
@@ -364,7 +370,7 @@ class _FakeModes(threading.local):
 
     @cached_property
     def fake(self) -> FakeTensorMode:
-        """The mode of this thread. It is made at first use, because making it imports torch's compiler."""
+        """Return the mode of this thread. It is made at first use, because making it imports torch's compiler."""
         return FakeTensorMode()
 
 
@@ -372,7 +378,7 @@ _FAKE_MODES = _FakeModes()
 
 
 def _run_inference(operator: OperatorSchema, bound: dict[str, Any], arguments: dict[str, Any]) -> tuple[Any, ...]:
-    """Infer the results of an operator on meta tensors, with the strides and exceptions of the kernels."""
+    """Run an operator on ``bound``, tensors without data, and return metadata and errors as the kernels would give them."""
     outs = [name for name in operator.outs if isinstance(bound.get(name), torch.Tensor)] if operator.outs else ()
     out_shapes = {name: bound[name].shape for name in outs} if outs else None
     try:
@@ -416,7 +422,7 @@ def _use_strides_of_new_results(
 
 
 def _apply_stride_function(operator: OperatorSchema, metas: tuple[Any, ...], arguments: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the metas with the strides that the kernel gives to new results."""
+    """Return the metas with the strides that the operator's traits state for new results."""
     stride_function = operator.traits.strides
     if stride_function is None:
         return metas
@@ -430,7 +436,7 @@ def _apply_stride_function(operator: OperatorSchema, metas: tuple[Any, ...], arg
 
 
 def _call_inference_function(operator: OperatorSchema, bound: dict[str, Any], arguments: dict[str, Any]) -> Any:
-    """Call the operator on meta tensors, or the function that its traits declare for inference."""
+    """Call the operator on tensors without data, or the function that its traits declare for inference."""
     infer = operator.traits.infer
     try:
         if infer is None:
@@ -445,10 +451,9 @@ def _call_inference_function(operator: OperatorSchema, bound: dict[str, Any], ar
 
 
 def _to_meta_tensors(value: Any, device: torch.device | None = META) -> Any:
-    """Replace layouts by tensors without data on ``device``, or on the device of their mesh if it is None."""
+    """Return an argument with tensors without data, on ``device`` (None: on the device of their mesh), for layouts."""
     if isinstance(value, Layout):
-        target = device or torch.device("cpu" if value.mesh.device_type == "meta" else value.mesh.device_type)
-        return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=target)
+        return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=device or _trial_device(value))
     if type(value) in (list, tuple):
         return [_to_meta_tensors(item, device) for item in value]
     return value

@@ -32,7 +32,7 @@ from ..layout.layout import Layout
 from ..placement import Partial, Replicate, Shard
 from ..rules.call import Call
 from ..rules.rule import Factors, Kernel, Strategy
-from .flops import Work, divide_by_other_mesh_dims, strategy_seconds
+from .flops import OperatorWork, divide_by_other_mesh_dims, strategy_compute_seconds
 from .strategy_table import BoundStrategy, DimPlacement, StrategyTable
 
 LOCAL_STEP = 1e-7  # seconds of a local slice, or of making zeros
@@ -76,10 +76,10 @@ def rank_strategies(
     call: Call,
     inplace_results: InplaceResults,
     mesh_dim: int,
-    work: Work,
+    work: OperatorWork,
     misaligned: bool,
 ) -> list[tuple[Any, Strategy]]:
-    """Return all strategies of one mesh dim, the cheapest first, each with its cost.
+    """Return all strategies of one mesh dim with their costs, the cheapest first.
 
     A cost is a tuple. It has the seconds of communication (now and deferred) and of products, whether unsharded values become
     sharded, how many operands change, the bytes of results per rank, and the order of declaration.
@@ -97,7 +97,7 @@ def rank_strategies(
     seconds_of: dict[tuple[int, DimPlacement, float], float] = {}
     ranked = []
     for bound in table.strategies:
-        if not bound.on(mesh_dim):
+        if not bound.applies_to(mesh_dim):
             continue
         strategy = bound.strategy_for(factors)
         seconds, changed_operands, introduces_sharding = 0.0, 0, strategy.factor is not None
@@ -122,7 +122,7 @@ def rank_strategies(
             if r not in inplace_results and not isinstance(placement, Replicate):
                 seconds += _deferred_seconds(placement, deferred[r], is_resharded, has_owners)
         if is_compute_bound:
-            seconds += strategy_seconds(device, work, strategy, ranks, factors.sizes, fraction)
+            seconds += strategy_compute_seconds(device, work, strategy, ranks, factors.sizes, fraction)
         if strategy.kernel is not None:
             seconds += kernel_seconds(strategy, call, mesh_dim)
         result_bytes = _result_bytes_per_rank(bound, nbytes, fraction)
@@ -133,7 +133,7 @@ def rank_strategies(
 
 
 def _operand_seconds(call: Call, i: int, source: DimPlacement, target: DimPlacement, mesh_dim: int, fraction: float) -> float:
-    """Return the seconds to redistribute one operand to the placement that a strategy needs.
+    """Return the seconds to redistribute operand ``i`` to the placement that a strategy needs.
 
     If later operators prefer the present placement, moving back counts too. If an earlier operator deferred the reduction, this
     use pays half.
@@ -150,7 +150,7 @@ def _operand_seconds(call: Call, i: int, source: DimPlacement, target: DimPlacem
 
 
 def _operands_sharing_result_dims(factors: Factors, current: Sequence[DimPlacement]) -> set[int]:
-    """Return the operands that are sharded along a dim that some result has."""
+    """Return the indices of the operands that are sharded along a dim that some result has."""
     result_factors = {name for dims in factors.results for names in dims for name in names}
     return {
         i for i, dim in enumerate(current) if isinstance(dim, int) and not result_factors.isdisjoint(factors.operands[i][dim])
@@ -158,7 +158,7 @@ def _operands_sharing_result_dims(factors: Factors, current: Sequence[DimPlaceme
 
 
 def kernel_seconds(strategy: Strategy, call: Call, mesh_dim: int) -> float:
-    """Return the seconds of the collectives of a strategy's kernel."""
+    """Return the estimated seconds of the collectives that a strategy's kernel issues on a mesh dim."""
     ranks = call.mesh.shape[mesh_dim]
     if strategy.kernel is None or ranks == 1:
         return 0.0
@@ -169,8 +169,7 @@ def kernel_seconds(strategy: Strategy, call: Call, mesh_dim: int) -> float:
 def _deferred_costs(
     table: StrategyTable, factors: Factors, call: Call, nbytes: list[int], mesh_dim: int, misaligned: bool
 ) -> list[tuple[float, float]]:
-    """Return for each result two deferred costs in seconds: to reduce it if it is partial, and to reshard it if its sharding is
-    new.
+    """Return for each result the seconds that later operators pay: to reduce it if partial, to reshard it if newly sharded.
 
     Both are 0 if a strategy needs no communication, and no operand is partial. This does not hold if all such strategies leave
     partial results that are larger than what is sharded, make a replicated operand partial, or find other blocks. Then a partial
@@ -215,7 +214,7 @@ def _deferred_costs(
 
 
 def _deferred_seconds(placement: DimPlacement, costs: tuple[float, float], is_resharded: bool, has_owners: bool) -> float:
-    """Return the deferred cost of one result that is not replicated. A disjoint partial result defers like a sharded one."""
+    """Return the deferred cost of one result that is not replicated; a disjoint partial result counts like a sharded one."""
     reduction, resharding = costs
     if isinstance(placement, Partial) and not has_owners:
         return reduction
@@ -252,7 +251,7 @@ def _current_placements(call: Call, mesh_dim: int) -> tuple[DimPlacement | None,
 
 
 def _is_free_for(current: DimPlacement | None, target: DimPlacement | None) -> bool:
-    """Return True if the operand has the wanted placement, or is replicated and becomes partial (its value on one rank)."""
+    """Return True if an operand is placed as needed, or is replicated and becomes partial (its value on one rank)."""
     return current == target or (isinstance(current, Replicate) and isinstance(target, Partial))
 
 
@@ -273,8 +272,7 @@ def _leaves_partial(bound: BoundStrategy) -> bool:
 
 
 def _grows_results(factors: Factors, call: Call, mesh_dim: int, nbytes: list[int]) -> bool:
-    """Return True if results are more than twice as large as all sharded operands, or if an added replicated operand is as large
-    as the results."""
+    """Return True if results are more than twice as large as all sharded operands, or no larger than an added replicated one."""
     if any(
         call.operands[i].nbytes >= sum(nbytes) and isinstance(call.operands[i].placement_along(mesh_dim), Replicate)
         for i in factors.additive
@@ -301,8 +299,7 @@ def _result_bytes_per_rank(bound: BoundStrategy, nbytes: list[int], fraction: fl
 
 
 def _largest_shard_fraction(bound: BoundStrategy, call: Call, current: Sequence[DimPlacement], mesh_dim: int) -> float:
-    """Return the largest fraction of the sharded factor on one rank: that of the operands that stay, if they agree, else 1 /
-    ranks."""
+    """Return the largest fraction of the sharded factor on one rank: that of operands that stay, if they agree."""
     fractions = {
         _shard_fraction(layout, current_placement, mesh_dim)
         for current_placement, target, layout in zip(current, bound.operands, call.operands, strict=True)
@@ -320,8 +317,10 @@ def _shard_fraction(layout: Layout, dim: int, mesh_dim: int) -> float:
 
 
 def _from_reduced_copy_seconds(sharded_dim: int | None, target: DimPlacement, layout: Layout, mesh_dim: int) -> float:
-    """Return the seconds to make ``target`` from the cached reduction of a partial operand, which is sharded along a dim or
-    replicated (None)."""
+    """Return the seconds to make ``target`` from the cached reduced copy of a partial operand.
+
+    The copy is sharded along ``sharded_dim``, or replicated (None).
+    """
     if sharded_dim is None or sharded_dim == target:
         return LOCAL_STEP
     ranks, link = layout.mesh.shape[mesh_dim], get_link(layout.mesh, (mesh_dim,))

@@ -51,7 +51,7 @@ class BoundStrategy:
         return f"{','.join(operands)} -> {','.join(map(format_placement, self.results))}{owners}"
 
     def strategy_for(self, factors: Factors) -> Strategy:
-        """Return the strategy with the kernel that the call's factors have for it."""
+        """Return the strategy, with the kernel of the call's factors filled in if it runs one."""
         strategy = self.strategy
         return replace(strategy, kernel=factors.kernels[strategy.factor]) if self.kernel and strategy.factor else strategy
 
@@ -61,9 +61,8 @@ class BoundStrategy:
         is_sharded = [any(isinstance(where, int) for where in places) for places in (self.operands, self.results)]
         return is_sharded == [False, True]
 
-    def on(self, mesh_dim: int) -> bool:
-        """Return True if the strategy applies to the mesh dim. A strategy for disjoint partial operands applies to the mesh dims
-        of their rows."""
+    def applies_to(self, mesh_dim: int) -> bool:
+        """Return True if the strategy applies to the mesh dim; one for disjoint operands needs a mesh dim of their rows."""
         return self.strategy.disjoint_split is None or mesh_dim in self.strategy.disjoint_split.split.mesh_dims
 
 
@@ -98,39 +97,41 @@ class StrategySelection:
 
     @property
     def kernel_splits(self) -> dict[str, Split]:
-        """The splits of the kernel's factors."""
-        names = {row.factor for row in self.choice.strategies if row.kernel is not None}
+        """Return how the factors of the running kernel are split, by factor."""
+        names = {strategy.factor for strategy in self.choice.strategies if strategy.kernel is not None}
         return {name: split for name, split in self.choice.splits.items() if name in names}
 
 
-def strategies_by_text(lines: Sequence[BoundStrategy]) -> dict[str, BoundStrategy]:
-    """Return the strategies by their text. Equal texts are numbered."""
+def strategies_by_text(bound_strategies: Sequence[BoundStrategy]) -> dict[str, BoundStrategy]:
+    """Return bound strategies by their text; equal texts get a number."""
     by_name: dict[str, BoundStrategy] = {}
-    for line in lines:
-        name, count = str(line), 1
+    for bound in bound_strategies:
+        name, count = str(bound), 1
         while name in by_name:
             count += 1
-            name = f"{line} #{count}"
-        by_name[name] = line
+            name = f"{bound} #{count}"
+        by_name[name] = bound
     return by_name
 
 
-def texts_of_strategies(strategies: Sequence[Strategy], lines: Sequence[BoundStrategy], factors: Factors) -> tuple[str, ...]:
-    """Return the text of each selected strategy among the bound ones."""
-    names = {line.strategy_for(factors): text for text, line in strategies_by_text(lines).items()}
+def texts_of_strategies(
+    strategies: Sequence[Strategy], bound_strategies: Sequence[BoundStrategy], factors: Factors
+) -> tuple[str, ...]:
+    """Return the text of each selected strategy, as :func:`strategies_by_text` has it for the bound ones."""
+    names = {bound.strategy_for(factors): text for text, bound in strategies_by_text(bound_strategies).items()}
     return tuple([names[strategy] for strategy in strategies])
 
 
 def format_placement(where: DimPlacement) -> str:
-    """Return ``S(0)``, ``sum`` or ``R``."""
+    """Return a placement along one mesh dim as text: ``S(0)``, ``sum`` or ``R``."""
     return str(where.reduce_op) if isinstance(where, Partial) else f"S({where})" if isinstance(where, int) else str(where)
 
 
-_TABLE_CACHE: BoundedDict[Any, StrategyTable] = BoundedDict(2048, "prices.tables")
+_TABLE_CACHE: BoundedDict[Any, StrategyTable] = BoundedDict(2048, "strategy_table.tables")
 
 
 def get_or_build_table(factors: Factors, partials: Partials, call: Call) -> StrategyTable:
-    """Return the strategies that are valid for these factors and dtypes (cached)."""
+    """Return the table of the strategies that are valid for these factors and dtypes, from a cache over all sizes."""
     monoids = tuple(dict.fromkeys(op for layout in call.operands for op in layout.partials if isinstance(op, Monoid)))
     fixed, dtypes = call.fixed_operands, tuple([meta.dtype for meta in call.results if meta is not None])
     key = (
@@ -158,8 +159,8 @@ def get_or_build_table(factors: Factors, partials: Partials, call: Call) -> Stra
 def _build_table(
     factors: Factors, partials: Partials, call: Call, fixed: frozenset[int], dtypes: tuple[torch.dtype, ...]
 ) -> StrategyTable:
-    """Bind the strategies of the rule that are valid for the call's dims and dtypes, and index those without communication."""
-    lines: list[BoundStrategy] = []
+    """Make the table of strategies that are valid for the call's dims and dtypes, and index those without communication."""
+    bound_strategies: list[BoundStrategy] = []
     by_numbers = False
     free: dict[tuple[DimPlacement | None, ...], list[BoundStrategy]] = {}
     for strategy in strategies_of_factors(factors, partials):
@@ -178,14 +179,14 @@ def _build_table(
             for i, (spec, dims) in enumerate(zip(strategy.operands, factors.operands, strict=True))
         )
         results = tuple(bind_spec(spec, dims) for spec, dims in zip(strategy.results, factors.results, strict=False))
-        lines.append(bound := BoundStrategy(len(lines), strategy, operands, results, uses_call_kernel))
+        bound_strategies.append(bound := BoundStrategy(len(bound_strategies), strategy, operands, results, uses_call_kernel))
         if not (uses_call_kernel or bound.introduces_sharding) and (strategy.kernel is None or strategy.kernel.collectives == 0):
             free.setdefault(operands, []).append(bound)
-    return StrategyTable(tuple(lines), {operands: tuple(group) for operands, group in free.items()}, by_numbers)
+    return StrategyTable(tuple(bound_strategies), {operands: tuple(group) for operands, group in free.items()}, by_numbers)
 
 
 def _monoid_strategies(factors: Factors, monoids: tuple[Monoid, ...], partials: Partials) -> Iterator[Strategy]:
-    """Yield strategies that pass partial values of a user's monoid: it acts on single elements and has no final step.
+    """Yield strategies that keep operands partial by a user's monoid, which acts on single elements and has no final step.
 
     They exist only where partial values of any built-in reduction pass.
     """
@@ -195,7 +196,7 @@ def _monoid_strategies(factors: Factors, monoids: tuple[Monoid, ...], partials: 
 
 
 def _keeps_dtype_algebra(strategy: Strategy, call: Call, results: tuple[torch.dtype, ...]) -> bool:
-    """Return True if a strategy for partial values is valid for the dtypes.
+    """Return True if a strategy for partial values stays correct in the dtypes of operands and results.
 
     Sums and products of integers wrap in their own dtype, and bools add by ``or``. So addends may not change dtype first, except
     to a floating dtype that holds all their values. Addends are larger than their sum, so rounding each of them differs from
@@ -246,7 +247,7 @@ def _leaves_partial_sum(strategy: Strategy) -> bool:
 
 
 def _represents_all_values(source: torch.dtype, target: torch.dtype) -> bool:
-    """Return True if the floating or complex dtype ``target`` has all values of ``source``, at least the real parts."""
+    """Return True if the floating or complex dtype ``target`` has all values of ``source``, at least their real parts."""
     if not all(dtype.is_floating_point or dtype.is_complex for dtype in (source, target)):
         return False
     old, new = torch.finfo(source), torch.finfo(target)
@@ -254,7 +255,7 @@ def _represents_all_values(source: torch.dtype, target: torch.dtype) -> bool:
 
 
 def _conversion_keeps_order(source: torch.dtype, target: torch.dtype) -> bool:
-    """Return True if the conversion is non-decreasing for all values, NaN included.
+    """Return True if converting dtype ``source`` to ``target`` is non-decreasing for all values, NaN included.
 
     This holds for conversions into floats, and into integers that hold all values.
     """
@@ -269,7 +270,7 @@ def _conversion_keeps_order(source: torch.dtype, target: torch.dtype) -> bool:
 
 
 def bind_spec(spec: Spec, dims: Dims) -> DimPlacement:
-    """Return the tensor dim along which the spec shards a tensor with these factors, or its placement."""
+    """Return the placement that a spec gives to a tensor with these factors: a tensor dim where it shards one."""
     if isinstance(spec, Along):
         dim = find_dim(dims, spec.factor)
         return Replicate() if dim is None else dim
@@ -277,6 +278,6 @@ def bind_spec(spec: Spec, dims: Dims) -> DimPlacement:
 
 
 def spec_to_placement(spec: Spec, dims: Dims) -> Placement:
-    """Return the placement that a spec gives to a tensor with these factors."""
+    """Return the placement that a spec gives to a tensor with these factors, as a ``Placement``."""
     where = bind_spec(spec, dims)
     return Shard(where) if isinstance(where, int) else where

@@ -73,7 +73,7 @@ _LIBRARIES: list[torch.library.Library] = []
 
 
 def collective_kind_of(operator: str) -> str:
-    """Return the kind of collective of a torch operator; "" if it does not communicate."""
+    """Return the kind of collective that a torch operator issues, by its name; "" if it does not communicate."""
     for kinds in _NAMESPACES.values():
         if operator in kinds:
             return kinds[operator].name
@@ -81,7 +81,7 @@ def collective_kind_of(operator: str) -> str:
 
 
 def received_bytes(kind: str, nbytes: int, size: int) -> int:
-    """Return the bytes that one rank receives in a group of ``size`` ranks.
+    """Return the bytes that one rank receives in a collective of a group of ``size`` ranks.
 
     Args:
         nbytes: bytes of the input of one rank. For ``"scatter"`` and ``"recv"``: bytes of the output.
@@ -96,7 +96,7 @@ def received_bytes(kind: str, nbytes: int, size: int) -> int:
 
 
 def _received_by_call(kind: CollectiveKind, arguments: dict[str, Any], group: Any) -> int:
-    """Return the number of bytes that this rank receives in a collective of ``torch.distributed``."""
+    """Return the bytes that this rank receives in the program's own call of a collective."""
     sizes = [math.prod(x.shape) * x.element_size() for x in tensor_leaves(arguments[kind.argument])]
     splits: Sequence[int] = arguments.get("output_split_sizes") or ()
     if kind.name == "all_to_all" and kind.argument == "output_tensors":
@@ -108,7 +108,7 @@ def _received_by_call(kind: CollectiveKind, arguments: dict[str, Any], group: An
 
 
 def _group_of_call(arguments: dict[str, Any]) -> Any:
-    """Return the process group of a call. Functional collectives pass its name, which only private torch functions resolve."""
+    """Return the process group of a collective's arguments. Functional collectives pass its name."""
     if "process_group" in arguments:
         return dist.ProcessGroup.unbox(arguments["process_group"])
     group, resolve = arguments["group_name"], cast("Any", resolve_process_group)
@@ -116,7 +116,7 @@ def _group_of_call(arguments: dict[str, Any]) -> Any:
 
 
 def _make_reporting_kernel(operator: Any, kind: CollectiveKind) -> Callable[..., Any]:
-    """Return a kernel that reports a collective of ``torch.distributed`` to listeners, then runs it."""
+    """Return a kernel that reports the program's own collective calls to listeners, then runs the collective."""
     names = [argument.name for argument in operator._schema.arguments]
 
     @events.mark_reported  # functional collectives call those of c10d
@@ -141,7 +141,7 @@ def _make_reporting_kernel(operator: Any, kind: CollectiveKind) -> Callable[...,
 
 @contextmanager
 def _reporting_kernels() -> Iterator[None]:
-    """Install the reporting kernels, and remove them at the end.
+    """Install the kernels that report the program's own collective calls, and remove them at the end of the block.
 
     Another thread may be entering a kernel, which must then not be destroyed. If other threads run at the end, the kernels stay
     installed and report nothing. They are removed at the next end without other threads.

@@ -50,7 +50,7 @@ class CollectiveCounts(defaultdict[Any, int]):
 
 
 def _kind_of_key(key: Any) -> Any:
-    """Return the kind that a torch operator represents; return any other key unchanged."""
+    """Return the kind of collective that a torch operator issues; any other key is returned unchanged."""
     packet = getattr(key, "overloadpacket", key)
     return c10d_calls.collective_kind_of(packet.__name__) if isinstance(packet, OpOverloadPacket) else key
 
@@ -82,6 +82,7 @@ class CommDebugMode:
         self._blocks: list[ModeBlock[events.Listener]] = []
 
     def __enter__(self) -> CommDebugMode:
+        """Clear the events, and start to listen for collectives, to track modules and to report c10d calls."""
         self.events.clear()
         self._world = dist.group.WORLD
         block = events.LISTENING.enter(self._handle_own_event)
@@ -96,7 +97,7 @@ class CommDebugMode:
         self._modules.stop_tracking()
 
     def _handle_own_event(self, event: Event) -> events.CollectiveWrapper | None:
-        """Handle an event, unless it is of another rank in a program with one thread per rank."""
+        """Handle a reported collective, unless it is of another rank in a program with one thread per rank."""
         if self._world is None:  # the process group was created inside the block
             self._world = dist.group.WORLD
         if event.mesh is not None and event.mesh.kind == "process_group" and event.mesh._root.world is not self._world:
@@ -104,7 +105,7 @@ class CommDebugMode:
         return self._handle_event(event)
 
     def _handle_event(self, event: Event) -> events.CollectiveWrapper | None:
-        """Store an event. Return a function that wraps the execution of the collective, or None."""
+        """Store a reported collective, and count it for the running module. A subclass returns what wraps its execution."""
         self.events.append(event)
         if event.kind != EXCHANGE_KIND:
             self._modules.record_collective(event)
@@ -124,7 +125,7 @@ class CommDebugMode:
 
     @property
     def comm_counts(self) -> dict[Any, int]:
-        """Counts by kind, as :meth:`get_comm_counts` returns them."""
+        """Return the number of collectives by kind, as :meth:`get_comm_counts` does."""
         return self.get_comm_counts()
 
     def get_comm_counts(self) -> dict[Any, int]:
@@ -157,7 +158,7 @@ class CommDebugMode:
 
     @property
     def comm_module_counts(self) -> dict[str, dict[str, dict[Any, int]]]:
-        """Number of collectives by module ("Global" for all), then by phase ("forward" or "backward"), then by kind.
+        """Return the collectives by module ("Global" for all), then by phase ("forward" or "backward"), then by kind.
 
         The name of a module is the type of the outermost module and the path inside it (``"MLP.layers.0"``). Counts include
         submodules. Backward passes run outside of modules and count under "Global" only.

@@ -84,13 +84,13 @@ class MemoryTracker:
 
     # --- allocations and frees -------------------------------------------------------------------------------------------
     def record_results(self, values: Iterable[Tensor], rank: int | None, origin: AllocationOrigin) -> None:
-        """Record the results of an operator. A storage that is not tracked yet is new."""
+        """Track the storages of an operator's results; a storage that is not tracked yet is new, from ``origin``."""
         for x in values:
             for own, local in local_tensors_by_rank(x):
                 self._track_storage(local, rank if own is None else own, own is not None, origin)
 
     def record_operand(self, x: Tensor) -> int | None:
-        """Record an operand. Return the one rank that holds it, or None if it is unknown or not one.
+        """Track the storage of an operand, and return the one rank that holds it, or None if it is unknown or not one.
 
         A storage that is not tracked yet is from before the run. A leaf that requires a gradient is a parameter. Backward passes
         are excluded from this, because tensors that autograd saved look like leaves.
@@ -107,23 +107,23 @@ class MemoryTracker:
         return tuple((entry[0].number, x.numel() * x.element_size()) for entry, x in entries if entry is not None)
 
     def set_kind(self, values: Iterable[Tensor], kind: str) -> None:
-        """Set the kind of the storages of these tensors, for their whole lifetime."""
+        """Set what the storages of these tensors are, such as parameters or gradients, for their whole lifetime."""
         for x in values:
             for store in self._storages_of(x):
                 store.kind = kind
 
     def mark_collective_result(self, result: Any) -> None:
-        """Count the storages of a collective's result as memory of the ranks."""
+        """Count the storages of a collective's result, which in process were made uncounted, as memory of the ranks."""
         for store in self._storages_of(result):
             store.counts = True
 
     def _storages_of(self, x: Any) -> list[TrackedStorage]:
-        """Return the storages of a tensor. A storage that is not tracked yet is from before the run."""
+        """Return the tracked storages of a tensor; one that is not tracked yet counts as from before the run."""
         storages = (self._track_storage(local, rank, rank is not None, None) for rank, local in local_tensors_by_rank(x))
         return [store for store in storages if store is not None]
 
     def mark_gradients(self) -> None:
-        """Mark the gradients that leaves have now."""
+        """Mark the storages of the gradients that leaves have now as gradients."""
         for key, leaf in list(self._leaves.items()):
             x = leaf()
             if x is None:
@@ -132,7 +132,7 @@ class MemoryTracker:
                 self.set_kind([x.grad], GRADIENTS)
 
     def check_resized(self) -> None:
-        """Record storages that were resized in place. With many storages, not every call checks them."""
+        """Log storages that were resized in place. With many storages, only some calls check them."""
         if self.log and len(self.log) % (1 + len(self._tracked) // _SIZE_CHECKS_PER_OPERATOR):
             return
         for store, storage in list(self._tracked.values()):
@@ -185,14 +185,14 @@ class MemoryTracker:
         return store
 
     def stop_tracking(self) -> None:
-        """Stop tracking. The log stays."""
+        """Mark the last gradients, and stop tracking. The log stays."""
         self.mark_gradients()
         self._tracked.clear()
         self._leaves.clear()
 
     # --- memory over time ----------------------------------------------------------------------------------------------------
     def current_ranks(self) -> tuple[int, ...]:
-        """Return the ranks with memory in this process: all ranks of in-process meshes, or the rank of this process."""
+        """Return the ranks with memory in this process: all ranks of in-process meshes, or this process's rank."""
         return tuple(sorted(self.ranks)) or (dist.get_rank() if dist.is_initialized() else 0,)
 
     def sizes_over_time(self, rank: int) -> Iterator[tuple[int, Counter[str]]]:
@@ -233,7 +233,7 @@ class MemoryTracker:
 
 
 def gather_from_processes(tracker: MemoryTracker, value: Any) -> list[Any]:
-    """Return the values of all processes, by rank. All processes call it.
+    """Return the values that all processes pass, by rank. Every process must call it.
 
     The exchange is not reported as a collective of the program. Return ``[value]`` if this process holds all ranks, or if there
     is no real process group.

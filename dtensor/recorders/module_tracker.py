@@ -59,7 +59,7 @@ class ModuleTracker:
         self._is_tracked_here = _is_never_tracked
 
     def start_tracking(self, is_tracked_here: Callable[[], bool]) -> None:
-        """Start tracking. Torch's hooks run in all threads; ``is_tracked_here`` returns True in those to track."""
+        """Clear the records, and track modules in the threads where ``is_tracked_here`` is True; torch's hooks run in all."""
         self.parameters.clear()
         self.collectives.clear()
         self._module_types.clear()
@@ -68,7 +68,7 @@ class ModuleTracker:
         self._hooks.append(register_module_forward_pre_hook(self._on_forward_start))
 
     def stop_tracking(self) -> None:
-        """Remove all hooks."""
+        """Remove the hooks on modules, and stop tracking; the records of modules and collectives stay."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -93,7 +93,7 @@ class ModuleTracker:
             self.parameters[name] = own
 
     def on_forward_end(self, module: nn.Module) -> None:
-        """Remove a module from the running ones."""
+        """Take a module off the running ones, and store which autograd nodes its forward created."""
         running = _RUNNING_MODULES.get()
         own = (self, self._names.get(module))
         last = max((place for place, entered in enumerate(running) if entered[:2] == own), default=None)
@@ -129,7 +129,7 @@ class ModuleTracker:
         return by_module
 
     def as_tree(self) -> dict[str, Any]:
-        """Return the modules that ran as nested JSON values; the children of a module are its submodules that ran."""
+        """Return the modules that ran as nested JSON values; children of a module are its submodules that ran."""
         nodes: dict[str, dict[str, Any]] = {}
         for name, phases in self.counts_by_module().items():
             nodes[name] = {
@@ -158,7 +158,7 @@ class ModuleTracker:
         }
 
     def text_table(self) -> str:
-        """Return the modules in order of first use, indented by depth, with placements of parameters and collectives."""
+        """Return the modules as text, in order of first use, with placements of parameters and collectives."""
         names = list(dict.fromkeys([*self.parameters, *(name for name, _ in self.collectives)]))
         lines = []
         for name in names:

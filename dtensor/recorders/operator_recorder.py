@@ -67,7 +67,7 @@ class RecordedLocalCall:
     writes: tuple[tuple[int, int], ...] = ()
 
     def seconds(self, device: Device) -> float:
-        """Return the seconds estimated on a device."""
+        """Return the seconds that the call takes on ``device``, estimated from its FLOP and bytes."""
         return device.seconds(self.flops / self.rate, self.bytes, self.dtype)
 
 
@@ -95,21 +95,21 @@ class RecordedOperation:
 
     @property
     def flops(self) -> int:
-        """FLOP of one rank: the maximum over ranks."""
+        """Return the FLOP of one rank: the maximum over ranks."""
         return max((sum(call.flops for call in calls) for calls in self.by_rank().values()), default=0)
 
     @property
     def measured(self) -> float:
-        """Seconds that the slowest rank took on the host, one operator after another."""
+        """Return the seconds that the slowest rank took on the host, one operator after another."""
         return max((sum(call.end - call.start for call in calls) for calls in self.by_rank().values()), default=0) / 1e9
 
     @property
     def seconds(self) -> float:
-        """Seconds estimated for the slowest rank, by the machine profile."""
+        """Return the seconds estimated for the slowest rank, by the machine profile."""
         return max((sum(map(self.estimated, calls)) for calls in self.by_rank().values()), default=0.0)
 
     def estimated(self, call: RecordedLocalCall) -> float:
-        """Return the estimated seconds of one of its local calls."""
+        """Return the seconds estimated for one of its local calls, by the machine profile."""
         return call.seconds(DEVICES[DEFAULT_DEVICE["cpu"]] if self.mesh is None else get_device(self.mesh))
 
 
@@ -145,7 +145,7 @@ class OperatorRecorder(CallListener):
 
     # --- operators ------------------------------------------------------------------------------------------------------
     def on_dtensor_call(self, call: OperatorCall) -> Any:
-        """Run a call on DTensors as a recorded operation, with its operands and results."""
+        """Run a call on DTensors as a recorded operation, with its operands, results and their memory."""
         if not all(issubclass(kind, (DTensor, PerRank)) for kind in call.types):
             return NotImplemented  # torch calls the other class; this mode sees the operators that it runs
         operands = tensor_leaves((call.args, call.kwargs))
@@ -192,7 +192,7 @@ class OperatorRecorder(CallListener):
 
     @contextmanager
     def _run_as_operation(self, func: Any, operands: Sequence[Tensor]) -> Iterator[RecordedOperation]:
-        """Make an operation, and make it the innermost running one inside the block."""
+        """Make a recorded operation that is the innermost running one inside the ``with`` block."""
         self._mark_gradients_after_backward()
         mesh = next((x._layout.mesh for x in operands if isinstance(x, DTensor)), None)
         operation = RecordedOperation(func._schema.name, tuple(map(describe_tensor, operands)), *self.origin(), mesh)
@@ -203,7 +203,7 @@ class OperatorRecorder(CallListener):
             self._running.remove(operation)
 
     def _finish_operation(self, operation: RecordedOperation, values: Sequence[Tensor], result: Any) -> Any:
-        """Set the results of an operation. Store it, or add its local calls to the operation around it. Return ``result``."""
+        """Set an operation's results, and store it, or add its local calls to the operation around it; return ``result``."""
         operation.results = tuple(map(describe_tensor, values))
         if operation.calls and not self._running:
             self.operations.append(operation)
@@ -212,7 +212,7 @@ class OperatorRecorder(CallListener):
         return result
 
     def _mark_gradients_after_backward(self) -> None:
-        """Mark the gradients of leaves once a backward pass has ended."""
+        """Mark the gradients of leaves at the first operation after a backward pass."""
         in_backward = graph_task() != -1
         if self._in_backward and not in_backward:
             self.tracker.mark_gradients()
@@ -220,14 +220,14 @@ class OperatorRecorder(CallListener):
 
     # --- memory ---------------------------------------------------------------------------------------------------------
     def _allocation_origin(self, operation: RecordedOperation | None = None) -> AllocationOrigin:
-        """Return the origin of memory that is allocated now."""
+        """Return the line, the operator and the kind of memory that is allocated now."""
         running = operation or (self._running[-1] if self._running else None)
         place, name = self.origin()[0] if running is None else running.place, "" if running is None else running.operator
         moving = self.collective_depth or any(not isinstance(cause, Cause) for cause in events.CAUSES.values())
         return AllocationOrigin(place, name, BUFFERS if moving else ACTIVATIONS, self.counts_memory)
 
     def _rank_of_operands(self, operands: Sequence[Tensor]) -> int | None:
-        """Record operands. Return their rank, or else the rank that a per-rank function runs for, or None."""
+        """Track the operands' memory, and return the rank that a per-rank function runs for, or the operands' rank, or None."""
         ranks = [self.tracker.record_operand(x) for x in operands]
         if RUNNING_RANK.at is not None and RUNNING_RANK.at[0].kind == "in_process":
             root, member = RUNNING_RANK.at
@@ -250,7 +250,9 @@ def _count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], resul
 
 
 def _with_expanded_heads(func: Any, args: tuple[Any, ...]) -> Sequence[Any]:
-    """Return arguments from which torch 2.11 counts attention correctly.
+    """Return attention's arguments with as many key and value heads as query heads, as torch 2.11 counts FLOP.
+
+    In grouped-query attention several query heads share one head of the key and value.
 
     It expects the same number of heads in query, key and value. In grouped-query attention several query heads share one head of
     the key and value.
@@ -265,7 +267,7 @@ def _with_expanded_heads(func: Any, args: tuple[Any, ...]) -> Sequence[Any]:
 
 
 def _relative_rate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-    """Return the rate of an operator's matrix products, relative to large matrix products.
+    """Return the rate of an operator's products relative to large matrix products: 0.5 for attention that is not causal.
 
     Fused attention reaches about half of that rate (FlashAttention-2 on an H100). FLOP of causal attention are counted as if
     every query saw every key, but the kernel skips about half of them, so its rate is 1.

@@ -49,7 +49,7 @@ _ENGINE_FUNCTION = "_engine_run_backward"  # of torch.autograd.graph; frames bel
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecordedCollective:
-    """Collective with the line, module and operator that issued it.
+    """Collective of a run, with the line, module and operator that issued it.
 
     Attributes:
         event: its kind, mesh dims, group and bytes, as ``CommDebugMode`` counts them.
@@ -73,22 +73,22 @@ class RecordedCollective:
 
     @property
     def measured(self) -> float:
-        """Seconds that this process spent in the collective."""
+        """Return the seconds that this process spent in the collective."""
         return sum(end - start for start, end in self.spans) / 1e9
 
     @property
     def implicit(self) -> bool:
-        """True if an operator needed the collective and the program did not request it."""
+        """Return True if an operator needed the collective and the program did not request it."""
         return self.cause is not None
 
     @property
     def bytes(self) -> int:
-        """Bytes that one rank receives."""
+        """Return the bytes that one rank receives."""
         return self.event.bytes
 
     @property
     def seconds(self) -> float:
-        """Seconds estimated by the machine profile; 0 for a direct call and for a group without a mesh."""
+        """Return the seconds estimated by the machine profile; 0 for a direct call and for a group without a mesh."""
         event = self.event
         if event.mesh is None or event.direct:
             return 0.0
@@ -96,12 +96,12 @@ class RecordedCollective:
 
     @property
     def origin_text(self) -> str:
-        """The phase, and the operator or function that issued the collective."""
+        """Return the phase, and the operator or function that issued the collective, as text."""
         return f"{self.phase} {self.operator}"
 
     @property
     def collective_text(self) -> str:
-        """The kind, mesh dims, group size and bytes of the collective."""
+        """Return the kind, mesh dims, group size and bytes of the collective as text."""
         over = "direct" if self.event.direct else f"over {self.event.dims_text}" if self.event.dims_text else "between meshes"
         return f"{self.event.kind} {over}, {self.event.group_size} ranks, {bytes_text(self.bytes)}"
 
@@ -128,6 +128,7 @@ class RunRecorder(CommDebugMode):
         self._hooks: list[Any] = []
 
     def __enter__(self) -> RunRecorder:
+        """Start to record collectives with stacks of autograd nodes, and operators and memory if asked for."""
         self.movements.clear()
         _NODE_STACKS.__enter__()
         super().__enter__()
@@ -136,8 +137,9 @@ class RunRecorder(CommDebugMode):
         return self
 
     def __exit__(self, *exception: Any) -> None:
+        """Stop all that :meth:`__enter__` started; the records stay."""
         if self._operator_recorder is not None:
-            _exit_mode(self._operator_recorder)
+            _exit_mode_anywhere(self._operator_recorder)
             self._operator_recorder = None
             self.tracker.stop_tracking()
             for hook in self._hooks:
@@ -147,7 +149,7 @@ class RunRecorder(CommDebugMode):
 
     @property
     def flops(self) -> int:
-        """FLOP of one rank: the maximum over ranks."""
+        """Return the FLOP of one rank: the maximum over ranks."""
         totals: Counter[int | None] = Counter()
         for operation in self.operations:
             for call in operation.calls:
@@ -176,21 +178,21 @@ class RunRecorder(CommDebugMode):
         self._operator_recorder.__enter__()
 
     def _handle_event(self, event: Event) -> CollectiveWrapper | None:
-        """Record a collective, and return the function that measures it."""
+        """Record a collective with its line and module, and return the function that measures its execution."""
         super()._handle_event(event)
         if event.kind == EXCHANGE_KIND:
             return None
         collective = self._record_of_event(event, sys._getframe(1))
         self.movements.append(collective)
-        return self._make_measuring(collective)
+        return self._make_measuring_wrapper(collective)
 
-    def _make_measuring(self, collective: RecordedCollective) -> CollectiveWrapper:
-        """Return a function that runs a collective and measures it. Operators inside the collective are not recorded."""
+    def _make_measuring_wrapper(self, collective: RecordedCollective) -> CollectiveWrapper:
+        """Return a function that runs a collective and measures it; operators inside it are not recorded."""
         operators, mesh = self._operator_recorder, collective.event.mesh
         in_process = mesh is not None and mesh.kind == "in_process"
 
-        def run(fn: Callable[[], Any], sent: Any) -> Any:
-            """Run a collective, and measure its time and memory."""
+        def run_measured(fn: Callable[[], Any], sent: Any) -> Any:
+            """Run a collective, store when it ran, and count the memory of what it sends and returns."""
             outer = (0, True) if operators is None else (operators.collective_depth, operators.counts_memory)
             if operators is not None:
                 operators.collective_depth, operators.counts_memory = outer[0] + 1, outer[1] and not in_process
@@ -207,7 +209,7 @@ class RunRecorder(CommDebugMode):
                 self.tracker.mark_collective_result(result.wait() if isinstance(result, Pending) and result.ended else result)
             return result
 
-        return run
+        return run_measured
 
     def _current_origin(self) -> tuple[SourceLine, str, str]:
         """Return the user's line, the phase and the module of the code that runs now."""
@@ -220,7 +222,7 @@ class RunRecorder(CommDebugMode):
         return "forward" if graph_task() == -1 else "backward", module
 
     def _record_of_event(self, event: Event, frame: FrameType) -> RecordedCollective:
-        """Return the record of a collective: its source line, phase, module, operator and cause."""
+        """Return the record of a reported collective: its source line, phase, module, operator and cause."""
         node = _current_node()
         calls = [cause for cause in events.CAUSES.values() if isinstance(cause, Cause)]
         place, caller = _line_and_caller(frame, node)
@@ -231,8 +233,8 @@ class RunRecorder(CommDebugMode):
         )
 
 
-def _exit_mode(mode: OperatorRecorder) -> None:
-    """Exit a dispatch mode at any position of the mode stack: asyncio tasks of one thread exit their modes in any order."""
+def _exit_mode_anywhere(mode: OperatorRecorder) -> None:
+    """Exit a dispatch mode at any position of the mode stack: asyncio tasks of one thread exit modes in any order."""
     above: list[Any] = []
     if mode in current_dispatch_modes():
         while current_dispatch_modes()[-1] is not mode:
@@ -247,12 +249,12 @@ def _current_node() -> Any:
 
     Gradients that are redistributed in one batch are attributed to the node of the first.
     """
-    departure = next((cause for cause in reversed(events.CAUSES.values()) if isinstance(cause, GradBatchCause)), None)
-    return departure.node if departure is not None else autograd_node() if graph_task() != -1 else None
+    batch = next((cause for cause in reversed(events.CAUSES.values()) if isinstance(cause, GradBatchCause)), None)
+    return batch.node if batch is not None else autograd_node() if graph_task() != -1 else None
 
 
 def _line_and_caller(frame: FrameType | None, node: Any) -> tuple[SourceLine, str]:
-    """Return the user's line and the name of the function or operator that the line calls.
+    """Return the user's line that causes the current work, and the name of the function or operator that it calls.
 
     Outside of the autograd engine the Python frames determine both. Inside, or if no user frame is on the stack, the stored stack
     of ``node`` determines the line.
@@ -281,7 +283,7 @@ def _root_names() -> frozenset[str]:
 
 
 def _line_of_node(node: Any) -> SourceLine:
-    """Return the user's line that created an autograd node.
+    """Return the source line of the user's program that created an autograd node.
 
     For a node that a backward pass created (double backward), return the line of its outermost parent node.
     """
@@ -296,7 +298,7 @@ def _line_of_node(node: Any) -> SourceLine:
 
 @contextmanager
 def _recorded_node_stacks() -> Iterator[None]:
-    """Turn on anomaly detection, so that torch stores the stack of each autograd node."""
+    """Turn on anomaly detection in the ``with`` block, so that torch stores the stack of each autograd node."""
     before = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
     set_detect_anomaly(True, check_nan=all(before))
     yield

@@ -47,7 +47,7 @@ class CrossMeshExchange:
         return tuple(sorted({*self.before.mesh.ranks, *self.after.mesh.ranks}))
 
     def route_of(self, position: int) -> SendRecvPlan:
-        """Return what the rank at ``position`` sends, receives and keeps."""
+        """Return what the rank at ``position`` of :attr:`ranks` sends, receives and keeps."""
         return self._routes[position]
 
     @cached_property
@@ -58,7 +58,7 @@ class CrossMeshExchange:
 
     @cached_property
     def sent(self) -> tuple[int, ...]:
-        """Return the bytes that each rank sends."""
+        """Return the bytes that each rank of both meshes sends."""
         size = self.before.dtype.itemsize
         return tuple(sum(box.numel for box in route.sends if box is not None) * size for route in self._routes)
 
@@ -72,7 +72,7 @@ class CrossMeshExchange:
 
     @cached_property
     def bound(self) -> BoundCollective:
-        """Return the transfer, bound for this process."""
+        """Return the exchange as a function that this process calls with its local value."""
         transfer = Transfer(
             self.route_of, self.before.dtype, description=f"{placements_text(self.before)} -> {placements_text(self.after)}"
         )
@@ -86,7 +86,7 @@ class CrossMeshExchange:
 
     @cached_property
     def _routes(self) -> list[SendRecvPlan]:
-        """Return what each rank of both meshes sends, receives and keeps."""
+        """Return what each rank of both meshes sends, receives and keeps, by position."""
         count = len(self.ranks)
         sends: list[list[Box | None]] = [[None] * count for _ in range(count)]
         receives: list[list[Box | None]] = [[None] * count for _ in range(count)]
@@ -101,7 +101,7 @@ class CrossMeshExchange:
         return [SendRecvPlan(*row) for row in rows]
 
     def _parts(self) -> Iterator[tuple[int, int, Box, Box]]:
-        """Yield every transferred part: sender, receiver, its box in the old block and its box in the new block."""
+        """Yield each part that a rank gets: positions of sender and receiver, its box in the old and in the new block."""
         (lo, size), (new_lo, new_size) = block_intervals(self.before), block_intervals(self.after)
         blocks, ranks = distinct_blocks(self.before), self.before.mesh.ranks
         members = np.asarray([holders[0] for holders in blocks.values()], dtype=np.int64)
@@ -139,7 +139,7 @@ class Transit:
 
     @property
     def cost(self) -> float:
-        """Return the estimated seconds."""
+        """Return the estimated seconds of all steps on both meshes."""
         return self.leaving.cost + self.crossing.seconds + self.entering.cost
 
     @property
@@ -158,7 +158,7 @@ class Transit:
 
 @memoize(4096)
 def plan_between(src: Layout, dst: Layout) -> Transit:
-    """Return the cached plan from ``src`` to ``dst``, layouts on different meshes.
+    """Return the plan between layouts on different meshes: reduce on the first, exchange, become partial on the second.
 
     Raises:
         MeshError: the ranks of only one mesh are processes, or the device types differ.
@@ -177,9 +177,7 @@ def plan_between(src: Layout, dst: Layout) -> Transit:
 
 
 def _shard_partial_dims(layout: Layout) -> Layout:
-    """Return ``layout`` with partial mesh dims reduced. They shard a free tensor dim if there is one: fewer bytes, and more
-    senders.
-    """
+    """Return ``layout`` reduced: its partial mesh dims shard a free tensor dim, which sends less, or are replicated."""
     free = [dim for dim, split in enumerate(layout.splits) if split is None and layout.shape[dim] > 1]
     has_monoid = any(isinstance(op, Monoid) for op in layout.partials)  # a monoid may need complete addends
     target = Replicate() if has_monoid or not free else Shard(max(free, key=lambda dim: layout.shape[dim]))
@@ -187,7 +185,7 @@ def _shard_partial_dims(layout: Layout) -> Layout:
 
 
 def move_between(local: LocalValue, src: Layout, dst: Layout) -> Pending[LocalValue]:
-    """Redistribute ``local``, a local value under ``src``, to ``dst`` on another mesh.
+    """Start to redistribute ``local``, a local value under ``src``, to ``dst`` on another mesh, and return the pending result.
 
     A rank outside of the mesh of ``src`` passes an empty tensor (any tensor, for a 0-d tensor). A rank outside of the mesh of
     ``dst`` gets an empty one (zero, for a 0-d tensor).
@@ -197,7 +195,7 @@ def move_between(local: LocalValue, src: Layout, dst: Layout) -> Pending[LocalVa
 
 
 def _finish_transit(transit: Transit, local: LocalValue) -> LocalValue:
-    """Finish a redistribution to another mesh; ranks outside of the target mesh get zeros of their empty local shape."""
+    """Make the received value of a redistribution to another mesh partial if needed; ranks outside get empty zeros."""
     if not communicator_of(transit.dst.mesh).held:
         return local.new_zeros(transit.dst.local_shape(None))
     return execute(transit.entering, local)

@@ -36,7 +36,7 @@ MergedStart = Callable[[list[LocalValue], list[LocalValue | None]], Merged]  # (
 def execute_many(
     plans: Sequence[Plan], locals_: Sequence[LocalValue], *, out: Sequence[LocalValue] | None = None, large_alone: bool = False
 ) -> Pending[list[LocalValue]]:
-    """Return the local values after ``plans``. Each is executed as by :func:`.executor.start`.
+    """Start several redistribution plans together, with merged collectives, and return their pending local values.
 
     Args:
         out: memory for the results, without autograd; gathered blocks are received into it.
@@ -63,7 +63,7 @@ class _Round(NamedTuple):
 
 @memoize(512)
 def _make_rounds(plans: tuple[Plan, ...], large_alone: bool) -> tuple[_Round, ...]:
-    """Return all rounds. The last round has only local steps."""
+    """Return the rounds in which plans advance together: local steps, then merged collectives. The last has only local steps."""
     remaining = [list(itertools.zip_longest(plan.steps, bound)) if (bound := get_or_bind_steps(plan)) else [] for plan in plans]
     rounds: list[_Round] = []
     while not rounds or rounds[-1].groups:
@@ -84,7 +84,7 @@ def _make_rounds(plans: tuple[Plan, ...], large_alone: bool) -> tuple[_Round, ..
 
 
 def _merge_start(steps: Sequence[tuple[Step, BoundStep]]) -> MergedStart:
-    """Return the function that starts one collective, or several merged into one."""
+    """Return the function that starts the collective of one step, or one collective merged from several steps."""
     if len(steps) > 1:
         kinds = tuple([step for step, _ in steps])
         return issue_for_cause(kinds, _bind_merged(kinds))
@@ -106,7 +106,7 @@ def _issue_round(round_: _Round, values: list[LocalValue], out: list[LocalValue 
 def _finish_rounds(
     plans: Sequence[Plan], rounds: Sequence[_Round], pending: list[Merged], values: list[LocalValue], out: list[LocalValue | None]
 ) -> list[LocalValue]:
-    """Wait for the collectives of each round, issue the next one, and copy results to the given memory."""
+    """Wait for the collectives of each round, issue those of the next, and copy results to the memory in ``out``."""
     for round_, next_round in itertools.pairwise(rounds):
         for (group, _, _), merged in zip(round_.groups, pending, strict=True):
             for i, value in zip(group, merged.wait(), strict=True):
@@ -120,13 +120,13 @@ def _finish_rounds(
 
 
 def _is_small(step: Step) -> bool:
-    """Return True if packing what the step sends and unpacking what it receives takes less time than one more collective."""
+    """Return True if packing and unpacking the data of a step takes less time than one more collective."""
     mesh, nbytes = step.before.mesh, step.before.max_local_nbytes + step.after.max_local_nbytes
     return isinstance(step, Exchange) or local_seconds(mesh, nbytes) < collective_seconds(mesh, step.mesh_dims, "exchange", 0)
 
 
-def kind_of(step: Step) -> Hashable:
-    """Return the key of steps that can share one collective, ignoring their divisors."""
+def merge_kind_of(step: Step) -> Hashable:
+    """Return the key of steps that :func:`merged_collective` can issue together; their divisors may differ."""
     return _merge_key(_without_divisor(step), -1)
 
 
@@ -135,19 +135,19 @@ def _without_divisor(step: Any) -> Any:
 
 
 def merged_collective(steps: Sequence[Step]) -> Callable[..., Merged]:
-    """Return a function that issues steps of one kind as one collective, given local values. Averages are not divided."""
+    """Return a function that issues steps of one kind as one collective, for recordings. It does not divide averages."""
     undivided = tuple(map(_without_divisor, steps))
     at_once = communicator_of(steps[0].before.mesh).has_other_processes and not isinstance(steps[0], AllReduce)
-    return _as_recorded_op(issue_for_cause(undivided, _bind_merged(undivided)), steps[0].verb, at_once)
+    return _wrap_as_recorded_op(issue_for_cause(undivided, _bind_merged(undivided)), steps[0].verb, at_once)
 
 
 def merged_all_reduce(comm: Communicator, mesh_dims: Sequence[int], op: Any, dtype: torch.dtype) -> Callable[..., Merged]:
-    """Return a function that issues several all-reduces over ``mesh_dims`` as one, given a local value for each."""
-    return _as_recorded_op(_bind_flat_all_reduce(comm, mesh_dims, op, dtype, 1), "all_reduce", False)
+    """Return a function that issues several all-reduces over ``mesh_dims`` as one, for recordings."""
+    return _wrap_as_recorded_op(_bind_flat_all_reduce(comm, mesh_dims, op, dtype, 1), "all_reduce", False)
 
 
-def _as_recorded_op(merged: MergedStart, name: str, at_once: bool) -> Callable[..., Merged]:
-    """Wrap ``merged`` for separate local values. Results share no memory, because a receiver may write to one.
+def _wrap_as_recorded_op(merged: MergedStart, name: str, at_once: bool) -> Callable[..., Merged]:
+    """Wrap ``merged`` as a named operation of a tape: it takes separate local values, and its results share no memory.
 
     Args:
         at_once: as in :class:`..comm.communicator.BoundReduction`.
@@ -167,7 +167,7 @@ def _in_own_storage(local: LocalValue) -> LocalValue:
 
 
 def _merge_key(step: Step, index: int) -> Hashable:
-    """Return the key of steps that can share one collective. A monoid may need complete addends, so each is alone."""
+    """Return the key that steps have in common if they can share one collective; a monoid's all-reduce has its own."""
     over = (step.before.mesh, step.mesh_dims)
     match step:
         case AllReduce(op=Monoid()):
@@ -180,7 +180,7 @@ def _merge_key(step: Step, index: int) -> Hashable:
 
 @memoize(512)
 def _bind_merged(steps: tuple[Any, ...]) -> MergedStart:
-    """Bind steps of one kind as one collective. Regions and groups are computed once."""
+    """Return the function that runs steps of one kind as one collective; regions and groups are computed once."""
     match steps[0]:
         case AllReduce():
             start = _bind_all_reduce(steps)
@@ -200,17 +200,17 @@ def _bind_all_reduce(steps: tuple[Any, ...]) -> MergedStart:
 
 
 def _bind_flat_all_reduce(comm: Communicator, mesh_dims: Sequence[int], op: Any, dtype: torch.dtype, divisor: int) -> MergedStart:
-    """Return the function that runs several all-reduces as one, of a row in which their operands are concatenated."""
+    """Return the function that runs several all-reduces as one, on a row of their concatenated operands."""
     reduction = comm.bind_all_reduce(mesh_dims, op, dtype)
     bound = reduction.run_donated or reduction.run
 
-    def unpack_rows(member: int, reduced: Tensor, *parts: Tensor) -> list[Tensor]:
+    def unpack_reduced(member: int, reduced: Tensor, *parts: Tensor) -> list[Tensor]:
         rows = (divide_in_place(reduced, divisor) if divisor > 1 else reduced).split([part.numel() for part in parts])
         return [row.view(part.shape) for row, part in zip(rows, parts, strict=True)]
 
     def start(values: list[LocalValue], out: list[LocalValue | None]) -> Merged:
         row = comm.map(lambda _, *parts: torch.cat([part.reshape(-1) for part in parts]), *values)
-        return bound(row).then(lambda reduced: comm.map(unpack_rows, reduced, *values))
+        return bound(row).then(lambda reduced: comm.map(unpack_reduced, reduced, *values))
 
     return start
 
@@ -219,20 +219,22 @@ def _bind_reduce_scatter(steps: tuple[Any, ...]) -> MergedStart:
     """Return the function that runs several reduce-scatters as one, of rows in which their operands are packed."""
     mesh, every, dtype, divisor = steps[0].before.mesh, range(len(steps)), steps[0].before.dtype, steps[0].divisor
     comm, rows = communicator_of(mesh), _flat_rows(steps)
-    bound = comm.bind_row_reduce_scatter(steps[0].mesh_dims, lambda member: rows[member].parts(every, 0), steps[0].op, dtype)
+    bound = comm.bind_row_reduce_scatter(
+        steps[0].mesh_dims, lambda member: rows[member].addend_counts(every, 0), steps[0].op, dtype
+    )
 
     def pack_addends(member: int, *parts: Tensor) -> Tensor:
         return rows[member].pack_addends(every, parts, dtype, parts[0].device)
 
-    def unpack_rows(member: int, reduced: Tensor) -> list[Tensor]:
-        return rows[member].split(every, divide_in_place(reduced, divisor) if divisor > 1 else reduced)[:-1]
+    def unpack_reduced(member: int, reduced: Tensor) -> list[Tensor]:
+        return rows[member].split_reduced(every, divide_in_place(reduced, divisor) if divisor > 1 else reduced)[:-1]
 
-    return lambda values, out: bound(comm.map(pack_addends, *values)).then(lambda reduced: comm.map(unpack_rows, reduced))
+    return lambda values, out: bound(comm.map(pack_addends, *values)).then(lambda reduced: comm.map(unpack_reduced, reduced))
 
 
 # --- transfers: all tensors in one flat row per rank, as bytes if dtypes differ -------------------------------------------
 def _bind_all_gather(steps: tuple[Any, ...]) -> MergedStart:
-    """Return the function that runs several all-gathers as one, of rows in which their operands are concatenated."""
+    """Return the function that runs several all-gathers as one, on rows of their concatenated operands."""
     comm, rows = communicator_of(steps[0].before.mesh), _flat_rows(steps)
     row_dtype = next(iter(rows.values())).row_dtype
     bound = comm.bind_row_all_gather(steps[0].mesh_dims, lambda member: rows[member].lengths, row_dtype)
@@ -240,44 +242,44 @@ def _bind_all_gather(steps: tuple[Any, ...]) -> MergedStart:
     def unpack_gathered(member: int, arrived: Tensor, *targets: Tensor | None) -> list[Tensor]:
         """Return the tensors of one rank from the gathered bytes, written into the targets where there are any."""
         own = rows[member]
-        made = [
+        results = [
             arrived.new_empty(shape, dtype=dtype) if target is None else target
             for target, shape, dtype in zip(targets, own.shapes, own.dtypes, strict=True)
         ]
-        own.unpack(arrived, (), own.targets([x.data for x in made]))
-        return made
+        own.copy_gathered(arrived, (), own.gathered_regions([x.data for x in results]))
+        return results
 
     def start(values: list[LocalValue], out: list[LocalValue | None]) -> Merged:
-        row = comm.map(lambda member, *parts: rows[member].pack(parts, concat_to_row), *values)
+        row = comm.map(lambda member, *parts: rows[member].pack_row(parts, concat_to_row), *values)
         return bound(row).then(lambda arrived: use_targets(comm.map(unpack_gathered, arrived, *out), out))
 
-    def use_targets(made: list[LocalValue], out: list[LocalValue | None]) -> list[LocalValue]:
-        return [x if target is None else target for x, target in zip(made, out, strict=True)]
+    def use_targets(results: list[LocalValue], out: list[LocalValue | None]) -> list[LocalValue]:
+        return [x if target is None else target for x, target in zip(results, out, strict=True)]
 
     return start
 
 
 def broadcast_many(comm: Communicator, values: Sequence[LocalValue], mesh_dims: Sequence[int]) -> list[LocalValue]:
-    """Broadcast the values of the first group position to all, into new memory: one broadcast of bytes, wider dtypes first."""
+    """Broadcast local values from the first rank of each group, all as bytes in one collective, and return new tensors."""
     order = sorted(range(len(values)), key=lambda i: -values[i].dtype.itemsize)
 
     def pack_bytes(member: int, *parts: Tensor) -> Tensor:
         return torch.cat([flatten_to_bytes(x) for x in parts])
 
-    def unpack_rows(member: int, row: Tensor, *parts: Tensor) -> list[Tensor]:
-        """Split a row of bytes into new tensors like ``parts``."""
-        pieces = row.split([x.numel() * x.itemsize for x in parts])
+    def unpack_bytes(member: int, row: Tensor, *parts: Tensor) -> list[Tensor]:
+        """Split a row of bytes into new tensors with the shapes and dtypes of ``parts``."""
+        chunks = row.split([x.numel() * x.itemsize for x in parts])
         return [
-            torch.empty_like(x).copy_(tensor_from_bytes(piece, x.shape, x.dtype)) for x, piece in zip(parts, pieces, strict=True)
+            torch.empty_like(x).copy_(tensor_from_bytes(chunk, x.shape, x.dtype)) for x, chunk in zip(parts, chunks, strict=True)
         ]
 
     sent = [values[i] for i in order]
-    arrived = comm.map(unpack_rows, comm.broadcast(comm.map(pack_bytes, *sent), mesh_dims).wait(), *sent)
+    arrived = comm.map(unpack_bytes, comm.broadcast(comm.map(pack_bytes, *sent), mesh_dims).wait(), *sent)
     return [arrived[order.index(i)] for i in range(len(values))]
 
 
 def _flat_rows(steps: tuple[Any, ...]) -> dict[int, FlatBuffer]:
-    """Return the flat rows of gather steps, or (mirrored) of reduction steps, for each member in this process."""
+    """Return the flat buffer of merged gather or reduce-scatter steps, for each member in this process."""
     gathers, mesh, mesh_dims = isinstance(steps[0], AllGather), steps[0].before.mesh, steps[0].mesh_dims
     pairs = [(step.before, step.after) if gathers else (step.after, step.before) for step in steps]
     dtypes, sharded = [step.before.dtype for step in steps], [True] * len(steps)
@@ -288,7 +290,7 @@ def _flat_rows(steps: tuple[Any, ...]) -> dict[int, FlatBuffer]:
 
 
 def _bind_exchange(steps: tuple[Any, ...]) -> MergedStart:
-    """Bind exchanges as one. Data is sent by position, then by tensor, and arrives in that order."""
+    """Return the function that runs several exchanges as one; data is ordered by receiver, then by tensor."""
     comm, sizes = communicator_of(steps[0].before.mesh), [step.before.dtype.itemsize for step in steps]
 
     @functools.cache
@@ -309,15 +311,15 @@ def _bind_exchange(steps: tuple[Any, ...]) -> MergedStart:
     def place_received(member: int, arrived: Tensor, *parts: Tensor) -> list[Tensor]:
         """Return the results of all steps of one member, filled from what it received and what it keeps."""
         results = []
-        pieces = iter(arrived.split([length for own in lengths_of(member, "receives") for length in own]))
+        chunks = iter(arrived.split([length for own in lengths_of(member, "receives") for length in own]))
         for part, own in zip(parts, (route_of_step(step, member) for step in steps), strict=True):
             results.append(part.new_empty(own.new))
             if own.kept is not None:
                 view_region(results[-1], own.kept[1]).copy_(view_region(part.detach(), own.kept[0]))
         for each in boxes_of(member, "receives"):
-            for result, box, piece in zip(results, each, pieces, strict=False):
+            for result, box, chunk in zip(results, each, chunks, strict=False):
                 if box is not None:
-                    view_region(result, box).copy_(align_bytes(piece, result.itemsize).view(result.dtype).view(box.size))
+                    view_region(result, box).copy_(align_bytes(chunk, result.itemsize).view(result.dtype).view(box.size))
         return results
 
     def row_lengths(side: str) -> Callable[[int], list[int]]:

@@ -46,7 +46,7 @@ LocalValue = Any  # local value: a torch.Tensor, or a PerRank of all ranks (docs
 
 
 def redistribute_local(local: LocalValue, src: Layout, dst: Layout) -> LocalValue:
-    """Redistribute ``local``, a local value under ``src``, to ``dst``.
+    """Return the local value that ``local``, one under layout ``src``, becomes under ``dst``; waits for collectives.
 
     >>> mesh = dt.DeviceMesh("cpu", 2)
     >>> src, dst = (Layout.of(mesh, [p], (2, 3)) for p in (dt.Shard(0), dt.Shard(1)))
@@ -57,7 +57,7 @@ def redistribute_local(local: LocalValue, src: Layout, dst: Layout) -> LocalValu
 
 
 def execute(plan: Plan, local: LocalValue) -> LocalValue:
-    """Return the local value after ``plan``; the source is never modified. A rank outside the mesh gets ``local`` back."""
+    """Run ``plan`` on a local value and return the new one. The source is never modified; ranks outside the mesh get it back."""
     return _run_steps(get_or_bind_steps(plan), local)
 
 
@@ -77,13 +77,13 @@ class BoundRedistribution(NamedTuple):
 
 
 def redistribution_between(src: Layout, dst: Layout) -> BoundRedistribution:
-    """Return the redistribution between two layouts, ready to run."""
+    """Return the redistribution between two layouts as a function to be timed, with its collectives and bytes."""
     found_plan = plan_of(src, dst)
     return BoundRedistribution(found_plan.collectives, found_plan.bytes, functools.partial(execute, found_plan))
 
 
 def start(plan: Plan, local: LocalValue) -> Pending[LocalValue]:
-    """Start ``plan``: run it up to its first collective, which is issued. The steps after it run in the first ``wait()``.
+    """Start ``plan``: issue its first collective, and run all later steps in the first ``wait()`` of the result.
 
     All ranks must wait in the same order.
     """
@@ -96,7 +96,7 @@ def start(plan: Plan, local: LocalValue) -> Pending[LocalValue]:
 
 
 class BoundStep(NamedTuple):
-    """Step that is bound for this process and needs only the local value. ``start`` is set if the step communicates."""
+    """A step that is bound for this process and needs only the local value. ``start`` is set if the step communicates."""
 
     run: Callable[[LocalValue], LocalValue]
     start: Callable[[LocalValue], Pending[LocalValue]] | None = None
@@ -111,18 +111,18 @@ def get_or_bind_steps(plan: Plan) -> tuple[BoundStep, ...]:
 
 
 def _bind_steps(plan: Plan) -> tuple[BoundStep, ...]:
-    """Return the functions of all steps of a plan; the last one restores the memory order of the target."""
+    """Return the bound steps of a plan, and one that restores the target's memory order; () on a rank outside the mesh."""
     comm = communicator_of(plan.src.mesh)
     if not plan.steps or not comm.held:
         return ()
     bound = tuple(_bind_step(comm, step) for step in plan.steps)
     if plan.dst.dense or not plan.communicates:
         return bound
-    return (*bound, BoundStep(lambda x: comm.map(in_memory_order, x, plan.dst)))
+    return (*bound, BoundStep(lambda x: comm.map(to_memory_order_of, x, plan.dst)))
 
 
 def _bind_step(comm: Communicator, step: Step) -> BoundStep:
-    """Return the function that runs one step of a redistribution plan on local values."""
+    """Return one step of a redistribution plan as functions of a local value, with regions of this process's ranks."""
     before, after, mesh_dims = step.before, step.after, step.mesh_dims
     match step:
         case Slice():
@@ -141,6 +141,7 @@ def _bind_step(comm: Communicator, step: Step) -> BoundStep:
         case ReduceScatter(op=op):
 
             def chunks_of(member: int) -> tuple[Box, ...]:
+                """Return the boxes of a member's block that each rank of its group gets."""
                 group = before.mesh.members_of(mesh_dims, member)
                 return tuple(box_inside(before, member, after, other) for other in group)
 
@@ -160,13 +161,14 @@ def _bind_step(comm: Communicator, step: Step) -> BoundStep:
 
 
 def _bind_transfer(comm: Communicator, step: AllGather | Exchange) -> BoundCollective:
-    """Return a transfer that is bound at its first use. If several plans advance together it is merged instead, and never
-    bound.
+    """Return the function that issues an all-gather or exchange and is bound at its first call.
+
+    If several plans advance together, the transfer is merged instead, and never bound.
     """
     bound: list[BoundCollective] = []
 
-    def issue(x: LocalValue) -> Pending[LocalValue]:
-        """Start the transfer, which is bound at the first call."""
+    def bind_and_issue(x: LocalValue) -> Pending[LocalValue]:
+        """Issue the all-gather or exchange on a local value; bind it first at the first call."""
         if not bound:
             kind, find = ("all_gather", gather_traffic) if isinstance(step, AllGather) else ("all_to_all", exchange_traffic)
             traffic_of = functools.partial(find, step.before, step.after, step.mesh_dims)
@@ -176,11 +178,11 @@ def _bind_transfer(comm: Communicator, step: AllGather | Exchange) -> BoundColle
             bound.append(_tag_step(step, comm.bind_transfer(step.mesh_dims, transfer)))
         return bound[0](x)
 
-    return issue
+    return bind_and_issue
 
 
 def _tag_step(step: Step, issue: BoundCollective) -> BoundCollective:
-    """Tag ``issue`` with its step, so that a recorder can identify it."""
+    """Set ``issue.step``, by which a recorder identifies the step that the function issues, and return ``issue``."""
     setattr(issue, "step", step)  # noqa: B010  no attribute of functions that types know
     return issue
 
@@ -190,22 +192,22 @@ def _step_text(step: Step) -> str:
 
 
 def route_of_step(step: AllGather | Exchange, member: int) -> SendRecvPlan:
-    """Return a member's part in a transfer step."""
+    """Return what a member sends, receives and keeps in an all-gather or exchange step."""
     find = gather_route if isinstance(step, AllGather) else exchange_route
     return find(step.before, step.after, step.mesh_dims, member)
 
 
 def _bind_collective(comm: Communicator, issue: BoundCollective, step: Step) -> BoundStep:
-    """Bind a collective step: ``issue``, then the operations on its result."""
+    """Return the bound step of a collective: ``issue``, then division or finalization of the result."""
     checked = count_as_operation([step.before], step.mesh_dims, _step_text(step), issue)
-    start, finish = issue_for_cause((step,), checked), _finisher_of(comm, step)
+    start, finish = issue_for_cause((step,), checked), _make_finisher(comm, step)
     if finish is None:
         return BoundStep(lambda x: start(x).wait(), start)
     return BoundStep(lambda x: finish(start(x).wait()), lambda x: start(x).then(finish))
 
 
-def _finisher_of(comm: Communicator, step: Step) -> Callable[[LocalValue], LocalValue] | None:
-    """Return the function that finalizes or divides the result of a reduction, or None."""
+def _make_finisher(comm: Communicator, step: Step) -> Callable[[LocalValue], LocalValue] | None:
+    """Return the function that finalizes or divides the result of a reduction, or None if neither is needed."""
     match step:
         case AllReduce(op=Monoid(finalize=finalize), finish=True) if finalize is not None:
             return lambda result: comm.map(lambda _, value: finalize(value), result)
@@ -216,8 +218,8 @@ def _finisher_of(comm: Communicator, step: Step) -> Callable[[LocalValue], Local
 
 
 # --- work of one member: coordinates and regions are integer arithmetic -----------------------------------------
-def in_memory_order(member: int, x: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """Return ``x`` with dims in the memory order of the global tensor, so that views of the global tensor are views of it too."""
+def to_memory_order_of(member: int, x: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Return ``x`` with dims in the memory order of ``layout``, copied if needed, so that views of both are the same."""
     major_first = sorted((d for d, step in enumerate(layout.stride) if step and x.shape[d] > 1), key=lambda d: -layout.stride[d])
     strides = [x.stride(d) for d in major_first]
     if strides == sorted(strides, reverse=True):
@@ -226,7 +228,7 @@ def in_memory_order(member: int, x: torch.Tensor, layout: Layout) -> torch.Tenso
 
 
 def _first_along(x: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
-    """Return ``x`` narrowed to one element along each of ``dims``."""
+    """Return a view of ``x`` with only the first element along each of ``dims``."""
     for d in dims:
         x = x.narrow(d, 0, 1)
     return x
@@ -234,14 +236,14 @@ def _first_along(x: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
 
 @memoize(8192)
 def box_inside(outer: Layout, holder: int, inner: Layout, member: int) -> Box:
-    """Return the box of the block of ``member`` under ``inner`` in the block of ``holder`` under ``outer``, which contains it."""
+    """Return the box that ``member``'s block under ``inner`` takes in ``holder``'s block under ``outer``."""
     coordinates = outer.mesh.coordinates
     origin, offset = outer.local_offset(coordinates[holder]), inner.local_offset(coordinates[member])
     return Box(tuple(a - o for a, o in zip(offset, origin, strict=True)), inner.local_shape(coordinates[member]))
 
 
 def _spread_local(member: int, x: torch.Tensor, step: Spread) -> torch.Tensor:
-    """Return one addend of a replicated or sharded value: the value on one rank, and the identity on the others."""
+    """Return a member's addend of a value that becomes partial: the value on one rank, the identity on the others."""
     before, after = step.before, step.after
     coordinate = before.mesh.coordinates[member]
     split = {i for one in before.splits if one is not None for i in one.mesh_dims}

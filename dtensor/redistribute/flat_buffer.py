@@ -1,6 +1,4 @@
-"""Flat buffer: positions of the blocks of many tensors in the buffer of one collective. Integer arithmetic done once, and
-copies.
-"""
+"""Flat buffer: positions of the blocks of many tensors in the buffer of one collective, computed once, and the copies."""
 
 from __future__ import annotations
 
@@ -28,8 +26,7 @@ Ranges = tuple[tuple[int, int, int], ...]  # (tensor dim, start, length) of each
 
 @dataclass(frozen=True, slots=True)
 class FlatBuffer:
-    """Flat rows that one member of a group sends and receives if blocks of many tensors are gathered, or full tensors
-    reduce-scattered.
+    """Flat rows that one member of a group sends and receives when many tensors are gathered or reduce-scattered together.
 
     There is a row for each group position, with the blocks of that position one after the other.
 
@@ -45,8 +42,8 @@ class FlatBuffer:
         strides: row-major strides of this member's blocks.
         row_dtype: dtype of the rows: the dtype of all sharded tensors if it is one, else bytes.
         lengths: length of each row, by position.
-        piece_lengths: lengths of all pieces of all rows in order: each sharded block, and the padding after the blocks of a row.
-        blocks: the pieces that are blocks: index, size and dtype.
+        part_lengths: lengths of all parts of all rows in order: each sharded block, and the padding after the blocks of a row.
+        blocks: the parts that are blocks: index, size and dtype.
         padding: length of the padding of this member's row.
         even_dims: if all positions have equal parts of each sharded tensor, in order: the sharded dim of each tensor, or None for
             a replicated one. One copy then serves all positions. None: parts differ and are copied one by one.
@@ -63,7 +60,7 @@ class FlatBuffer:
     strides: tuple[tuple[int, ...], ...]
     row_dtype: torch.dtype
     lengths: tuple[int, ...]
-    piece_lengths: tuple[int, ...]
+    part_lengths: tuple[int, ...]
     blocks: tuple[tuple[int, tuple[int, ...], torch.dtype], ...]
     padding: int
     even_dims: tuple[int | None, ...] | None
@@ -77,9 +74,9 @@ class FlatBuffer:
         group: Sequence[int],
         alignment: int = 1,
     ) -> FlatBuffer:
-        """Return the flat rows of tensors by their (sharded, gathered) layouts. Rows are padded to ``alignment`` bytes."""
-        shapes = tuple(whole.shape_of(member) for _, whole in pairs)
-        boxes = [[box_inside(whole, member, part, other) for part, whole in pairs] for other in group]
+        """Return the flat buffer of tensors from their (sharded, gathered) layouts; rows are padded to ``alignment`` bytes."""
+        shapes = tuple(full.shape_of(member) for _, full in pairs)
+        boxes = [[box_inside(full, member, part, other) for part, full in pairs] for other in group]
         return FlatBuffer.from_blocks(shapes, boxes, dtypes, sharded, list(group).index(member), alignment)
 
     @staticmethod
@@ -91,7 +88,7 @@ class FlatBuffer:
         position: int,
         alignment: int = 1,
     ) -> FlatBuffer:
-        """Return the flat rows of tensors by their gathered shapes and, by position and tensor, the box of each block."""
+        """Return the flat buffer of tensors from gathered shapes and, by position and tensor, the box of each block."""
         shapes = tuple(shapes)
         sizes = tuple(tuple(box.size for box in each) for each in boxes)
         numels = tuple(tuple(box.numel for box in each) for each in boxes)
@@ -99,20 +96,20 @@ class FlatBuffer:
         kinds = {dtype for dtype, is_sharded in zip(dtypes, sharded, strict=True) if is_sharded}
         row_dtype = kinds.pop() if len(kinds) == 1 else torch.uint8
         lengths: list[int] = []
-        piece_lengths: list[int] = []
+        part_lengths: list[int] = []
         blocks: list[tuple[int, tuple[int, ...], torch.dtype]] = []
         for each in sizes:
-            start = len(piece_lengths)
+            start = len(part_lengths)
             for size, dtype, is_sharded in zip(each, dtypes, sharded, strict=True):
                 if is_sharded:
-                    blocks.append((len(piece_lengths), size, dtype))
-                    piece_lengths.append(math.prod(size) * dtype.itemsize // row_dtype.itemsize)
-            unit, used = max(1, alignment // row_dtype.itemsize), sum(piece_lengths[start:])
+                    blocks.append((len(part_lengths), size, dtype))
+                    part_lengths.append(math.prod(size) * dtype.itemsize // row_dtype.itemsize)
+            unit, used = max(1, alignment // row_dtype.itemsize), sum(part_lengths[start:])
             lengths.append(-(-used // unit) * unit)
-            piece_lengths.append(lengths[-1] - used)
-        padding = piece_lengths[(position + 1) * (sum(sharded) + 1) - 1]
-        even_dims = _even_dims(ranges, sharded) if len(kinds) == 0 and len(boxes) > 1 else None
-        computed = (tuple(lengths), tuple(piece_lengths), tuple(blocks), padding, even_dims)
+            part_lengths.append(lengths[-1] - used)
+        padding = part_lengths[(position + 1) * (sum(sharded) + 1) - 1]
+        even_dims = _find_even_dims(ranges, sharded) if len(kinds) == 0 and len(boxes) > 1 else None
+        computed = (tuple(lengths), tuple(part_lengths), tuple(blocks), padding, even_dims)
         replicated = tuple(i for i, is_sharded in enumerate(sharded) if not is_sharded)
         strides = tuple(map(contiguous_stride, sizes[position]))
         return FlatBuffer(
@@ -120,29 +117,27 @@ class FlatBuffer:
         )
 
     # --- gather ------------------------------------------------------------------------------------------------------
-    def pack(self, locals_: Sequence[Tensor], join: Join = torch.cat) -> Tensor:
-        """Return this member's row, packed from its local tensors."""
-        return self.row(self.parts_of(locals_), locals_[0].device, join)
+    def pack_row(self, locals_: Sequence[Tensor], join: Join = torch.cat) -> Tensor:
+        """Return the row that this member sends in an all-gather, packed from its local tensors."""
+        return self.concat_row(self.flat_blocks_of(locals_), locals_[0].device, join)
 
-    def parts_of(self, locals_: Sequence[Tensor]) -> list[Tensor]:
-        """Return the flat blocks of this member's row, one for each sharded tensor. They are views if dtype and strides allow
-        it.
-        """
+    def flat_blocks_of(self, locals_: Sequence[Tensor]) -> list[Tensor]:
+        """Return the flat blocks of this member's row, one for each sharded tensor; views if dtype and strides allow it."""
         with _below_autograd():
             pairs = [(x, dtype) for x, is_sharded, dtype in zip(locals_, self.sharded, self.dtypes, strict=True) if is_sharded]
             blocks = [x if x.dtype is dtype else x.to(dtype) for x, dtype in pairs]
             return [x.reshape(-1) if x.dtype is self.row_dtype else flatten_to_row(x).view(self.row_dtype) for x in blocks]
 
-    def row(self, parts: Sequence[Tensor], device: str | torch.device, join: Join = torch.cat) -> Tensor:
-        """Concatenate parts into a row. ``join`` returns memory that is not written to later."""
+    def concat_row(self, parts: Sequence[Tensor], device: str | torch.device, join: Join = torch.cat) -> Tensor:
+        """Concatenate flat blocks, and the padding, into a row. ``join`` returns memory that is not written to later."""
         if not parts:
             return torch.zeros(0, dtype=self.row_dtype, device=device)
         with _below_autograd():
             padding = [torch.zeros(self.padding, dtype=self.row_dtype, device=parts[0].device)] if self.padding else []
             return join([*parts, *padding])
 
-    def buffer(self, device: str) -> list[Tensor]:
-        """Allocate a buffer of bytes. Return it, followed by each gathered tensor as a view of it."""
+    def allocate_gathered(self, device: str) -> list[Tensor]:
+        """Allocate memory for all gathered tensors. Return it as bytes, followed by each tensor as a view of it."""
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(self.shapes, self.dtypes, strict=True)]
         memory = torch.empty(max(1, sum(sizes)), dtype=torch.uint8, device=device)
         views, start = [], 0
@@ -151,10 +146,8 @@ class FlatBuffer:
             start += size
         return [memory, *views]
 
-    def targets(self, full: Sequence[Tensor]) -> list[Tensor]:
-        """Return the regions of gathered tensors that rows are copied to: by position those of sharded tensors, then the
-        replicated tensors.
-        """
+    def gathered_regions(self, full: Sequence[Tensor]) -> list[Tensor]:
+        """Return views of the gathered tensors that rows are copied to, in the order of the blocks, replicated tensors last."""
         if self.even_dims is not None:
             count = len(self.lengths)
             return [x if dim is None else _split_even(x, dim, count) for x, dim in self._replicated_last(full, self.even_dims)]
@@ -166,14 +159,14 @@ class FlatBuffer:
         ]
         return regions + [x for x, is_sharded in zip(full, self.sharded, strict=True) if not is_sharded]
 
-    def unpack(self, row: Tensor | None, locals_: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-        """Copy all rows (concatenated by position) to the regions. Replicated tensors are copied from ``locals_``."""
+    def copy_gathered(self, row: Tensor | None, locals_: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+        """Copy gathered rows, concatenated by position, to ``targets``, and replicated tensors from ``locals_``."""
         with _below_autograd():
             replicated = [locals_[i].detach() for i in self.replicated] if locals_ else []
             if self.even_dims is None or row is None:
                 torch._foreach_copy_(list(targets), [*self._block_sources(row), *replicated])
                 return
-            *blocks, padding = self.piece_lengths[: len(self.piece_lengths) // len(self.lengths)]
+            *blocks, padding = self.part_lengths[: len(self.part_lengths) // len(self.lengths)]
             rows, destinations = row.view(len(self.lengths), -1), list(targets[: len(blocks)])
             if all(x.ndim == 2 for x in destinations):
                 torch.split_with_sizes_copy(rows[:, :-padding] if padding else rows, blocks, 1, out=destinations)
@@ -187,26 +180,25 @@ class FlatBuffer:
         return sorted(zip(full, dims, strict=True), key=lambda pair: pair[1] is None)
 
     def _block_sources(self, row: Tensor | None) -> list[Tensor]:
-        """Return the blocks of a row as views with their shapes and dtypes."""
+        """Return the blocks of gathered rows as views with their shapes and dtypes."""
         sources: list[Tensor] = []
-        pieces = () if row is None else row.split(self.piece_lengths)
+        parts = () if row is None else row.split(self.part_lengths)
         for k, size, dtype in self.blocks:
-            piece = pieces[k]
-            sources.append((piece if dtype is self.row_dtype else align_bytes(piece, dtype.itemsize).view(dtype)).view(size))
+            part = parts[k]
+            sources.append((part if dtype is self.row_dtype else align_bytes(part, dtype.itemsize).view(dtype)).view(size))
         return sources
 
     # --- reduce-scatter ----------------------------------------------------------------------------------------------
     def pack_addends(
         self,
         chosen: Sequence[int],
-        wholes: Sequence[Tensor | None],
+        full_tensors: Sequence[Tensor | None],
         dtype: torch.dtype,
         device: torch.device,
         behind: Sequence[Tensor] = (),
         memory_of: Callable[[int], Tensor | None] = lambda numel: None,
     ) -> Tensor:
-        """Pack the input of a reduce-scatter: for each position its block of every chosen tensor (None: zeros), then the
-        tensors ``behind``.
+        """Return the input of a reduce-scatter: by position the blocks of chosen tensors (None: zeros), then ``behind``.
 
         Replicated tensors are packed for every position, so every rank gets their reduction.
 
@@ -215,14 +207,14 @@ class FlatBuffer:
         """
         with _below_autograd():
             if self.even_dims is not None:
-                return self._pack_even_addends(self.even_dims, chosen, wholes, dtype, device, behind, memory_of)
+                return self._pack_even_addends(self.even_dims, chosen, full_tensors, dtype, device, behind, memory_of)
             parts: list[Tensor] = []
             for numels, ranges in zip(self.numels, self.ranges, strict=True):
-                for i, whole in zip(chosen, wholes, strict=True):
-                    if whole is None:
+                for i, full in zip(chosen, full_tensors, strict=True):
+                    if full is None:
                         parts.append(torch.zeros(numels[i], dtype=dtype, device=device))
                     else:
-                        part = _narrow(whole, ranges[i]) if ranges[i] else whole
+                        part = _narrow(full, ranges[i]) if ranges[i] else full
                         parts.append((part if part.dtype is dtype else part.to(dtype)).reshape(-1))
                 parts += behind
             memory = memory_of(sum(part.numel() for part in parts))
@@ -232,21 +224,21 @@ class FlatBuffer:
         self,
         even_dims: Sequence[int | None],
         chosen: Sequence[int],
-        wholes: Sequence[Tensor | None],
+        full_tensors: Sequence[Tensor | None],
         dtype: torch.dtype,
         device: torch.device,
         behind: Sequence[Tensor],
         memory_of: Callable[[int], Tensor | None],
     ) -> Tensor:
-        """Pack evenly sharded addends into one buffer, a row for each member, with one concatenation."""
+        """Return the input of a reduce-scatter of evenly sharded tensors, packed with one concatenation."""
         count, numels, parts = len(self.lengths), self.numels[0], list[Tensor]()
-        for i, whole in zip(chosen, wholes, strict=True):
-            if whole is None:
+        for i, full in zip(chosen, full_tensors, strict=True):
+            if full is None:
                 parts.append(torch.zeros((), dtype=dtype, device=device).expand(count, numels[i]))
             elif (dim := even_dims[i]) is None:
-                parts.append(whole.reshape(-1).expand(count, -1))
+                parts.append(full.reshape(-1).expand(count, -1))
             else:
-                part = _split_even(whole, dim, count)
+                part = _split_even(full, dim, count)
                 parts.append(part if part.ndim == 2 else part.reshape(count, numels[i]))
         parts += [x.expand(count, -1) for x in behind]
         length = count * sum(part.shape[1] for part in parts)
@@ -255,50 +247,44 @@ class FlatBuffer:
         torch.cat(parts, 1, out=flat.view(count, -1))
         return flat
 
-    def parts(self, chosen: Sequence[int], behind: int) -> list[int]:
-        """Return the lengths of the parts of :meth:`pack_addends`, by position."""
+    def addend_counts(self, chosen: Sequence[int], behind: int) -> list[int]:
+        """Return by position the number of elements that :meth:`pack_addends` packs for it."""
         return [sum(numels[i] for i in chosen) + behind for numels in self.numels]
 
     def allocate_bucket(self, chosen: Sequence[int], dtype: torch.dtype, device: torch.device, behind: int) -> list[Tensor]:
-        """Allocate memory for this member's part. Return it, a view for each tensor, and a view of the ``behind`` elements."""
-        flat = torch.empty(self.parts(chosen, behind)[self.position], dtype=dtype, device=device)
-        return [flat, *self.split(chosen, flat)]
+        """Allocate this member's output of a reduce-scatter. Return it, a view for each tensor, and the ``behind`` elements."""
+        flat = torch.empty(self.addend_counts(chosen, behind)[self.position], dtype=dtype, device=device)
+        return [flat, *self.split_reduced(chosen, flat)]
 
-    def split(self, chosen: Sequence[int], flat: Tensor) -> list[Tensor]:
-        """Return this member's reduced part as blocks, and the elements behind them."""
+    def split_reduced(self, chosen: Sequence[int], flat: Tensor) -> list[Tensor]:
+        """Return this member's output of a reduce-scatter as one block for each chosen tensor, and the elements behind them."""
         sizes, numels = self.sizes[self.position], [self.numels[self.position][i] for i in chosen]
         starts = [*itertools.accumulate(numels, initial=int(flat.storage_offset()))]
         behind_numel = flat.numel() - sum(numels)
         with _below_autograd():
             if is_traced(flat) or not flat.is_contiguous():
-                *pieces, behind = flat.split([*numels, behind_numel])
-                return [*(piece.view(sizes[i]) for piece, i in zip(pieces, chosen, strict=True)), behind]
+                *parts, behind = flat.split([*numels, behind_numel])
+                return [*(part.view(sizes[i]) for part, i in zip(parts, chosen, strict=True)), behind]
             strides = self.strides  # as_strided makes one view for each block; split and view would make two
             blocks = [flat.as_strided(sizes[i], strides[i], start) for i, start in zip(chosen, starts, strict=False)]
             return [*blocks, flat.as_strided((behind_numel,), (1,), starts[-1])]
 
 
 def _below_autograd() -> AbstractContextManager[Any]:
-    """Return a context manager without autograd. Dispatch modes need the decomposition of composite operators, so with modes it
-    is ``no_grad``.
-    """
+    """Return a context without autograd: ``no_grad`` under dispatch modes, which need composite operators decomposed."""
     return torch.no_grad() if count_dispatch_modes() else BelowAutograd()
 
 
 def _narrow_ranges(box: Box, shape: Sequence[int]) -> Ranges:
-    """Return the (tensor dim, start, length) ranges of dims of which ``box`` is a part. The start of an empty box may be past
-    the end and is clamped.
-    """
+    """Return (tensor dim, start, length) for each dim of which ``box`` is a part; the start of an empty box is clamped."""
     dims = enumerate(zip(*box, shape, strict=True))
-    return tuple((dim, min(start, whole), size) for dim, (start, size, whole) in dims if size != whole)
+    return tuple((dim, min(start, full), size) for dim, (start, size, full) in dims if size != full)
 
 
-def _even_dims(
+def _find_even_dims(
     ranges: Sequence[Sequence[tuple[tuple[int, int, int], ...]]], sharded: Sequence[bool]
 ) -> tuple[int | None, ...] | None:
-    """Return for each tensor the dim of which positions have equal parts in order (None for a replicated tensor); None if any
-    parts differ.
-    """
+    """Return for each tensor the dim of which all positions have equal parts in order (None: replicated); else None."""
     dims: list[int | None] = []
     for i, is_sharded in enumerate(sharded):
         first, size = ranges[0][i][0][::2] if ranges[0][i] else (None, 0)
@@ -309,9 +295,7 @@ def _even_dims(
 
 
 def _split_even(x: Tensor, dim: int, count: int) -> Tensor:
-    """Return ``x`` split into ``count`` equal parts of ``dim``, with the parts along a new first dim; as rows if ``x`` is
-    contiguous.
-    """
+    """Return ``x`` in ``count`` equal parts of ``dim``, along a new first dim (as rows if ``dim`` is 0 and it is contiguous)."""
     return x.view(count, x.numel() // count) if dim == 0 and x.is_contiguous() else x.unflatten(dim, (count, -1)).movedim(dim, 0)
 
 
@@ -323,5 +307,5 @@ def _narrow(x: Tensor, narrowed: Sequence[tuple[int, int, int]]) -> Tensor:
 
 
 def align_bytes(row: Tensor, itemsize: int) -> Tensor:
-    """Return bytes at an address that is a multiple of ``itemsize``. Bytes of other dtypes may precede ``row`` in its storage."""
+    """Return ``row``, a view of bytes, copied if its address is no multiple of ``itemsize``, to be viewed as another dtype."""
     return row.clone() if row.storage_offset() % itemsize else row

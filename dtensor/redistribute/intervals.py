@@ -59,13 +59,13 @@ def missing_numels(before: Layout, after: Layout) -> Table:
 
 
 def table_max(table: Table) -> int:
-    """Return the greatest element, which may be a symbol."""
+    """Return the greatest element of a table as an int or a symbol."""
     greatest: int = table.max() if table.dtype == object else int(table.max())
     return greatest
 
 
 def _row_products(table: Table, rows: int) -> Table:
-    """Return the product of each row. Multiplying columns is ten times faster than a reduction along so short an axis."""
+    """Return the product of each row of a table, by columns: ten times faster than a reduction along so short an axis."""
     total: Table = np.ones(rows, dtype=table.dtype)
     for column in table.T:
         total *= column
@@ -100,14 +100,12 @@ def common_prefix(mesh: DeviceMesh, a: Split | None, b: Split | None) -> int:
 
 
 def split_depth(split: Split | None) -> int:
-    """Return the number of mesh dims that shard this tensor dim."""
+    """Return the number of mesh dims that ``split`` shards its tensor dim by, 0 for None."""
     return 0 if split is None else len(split.mesh_dims)
 
 
 def nested_split(mesh: DeviceMesh, split: Split | None, size: int, mesh_dims: Sequence[int], like: Split | None) -> Split:
-    """Return ``split`` of a tensor dim of ``size``, sharded further by ``mesh_dims``: as in ``like`` if that nests inside, else
-    evenly.
-    """
+    """Return ``split``, sharded further by ``mesh_dims``: as in ``like`` if that nests inside, else evenly."""
     outer = () if split is None else split.mesh_dims
     nest = (*outer, *mesh_dims)
     if like is not None and like.mesh_dims[: len(nest)] == nest and common_prefix(mesh, split, like) == len(outer):

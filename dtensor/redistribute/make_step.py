@@ -16,7 +16,7 @@ EXACT_PAIRS = 1 << 12  # with more pairs of ranks, sending is assumed to be as b
 
 @memoize(8192)
 def reduce_step(before: Layout, after: Layout, reduction: Reduction) -> Step:
-    """Return the all-reduce if blocks stay as they are, else the reduce-scatter."""
+    """Return the step that runs ``reduction``: an all-reduce if blocks stay as they are, else a reduce-scatter."""
     mesh, dims = before.mesh, reduction.mesh_dims
     if before.numel == 0:
         return Slice(before, after, (), 0, 0.0)
@@ -34,7 +34,7 @@ def reduce_step(before: Layout, after: Layout, reduction: Reduction) -> Step:
 
 
 def spread_step(before: Layout, after: Layout, mesh_dims: tuple[int, ...]) -> Step:
-    """Return the step after which ``mesh_dims`` are partial, all with one op."""
+    """Return the step in which a value becomes partial on ``mesh_dims``, all with one op."""
     op = after.partials[mesh_dims[0]]
     assert op is not None
     free = op in ("max", "min", "avg") and before.splits == after.splits
@@ -65,7 +65,7 @@ def move_step(before: Layout, after: Layout) -> Step:
 
 
 def _max_missing(before: Layout, after: Layout, gathers: bool) -> int:
-    """Return the greatest number of elements of a new block that its member does not have yet."""
+    """Return the most elements of a new block that its member does not have yet, over members."""
     if gathers and _is_even(before) and _is_even(after):
         return (after.max_local_nbytes - before.max_local_nbytes) // before.dtype.itemsize
     return table_max(missing_numels(before, after))
@@ -76,7 +76,7 @@ def _is_even(layout: Layout) -> bool:
 
 
 def _transfer_seconds(after: Layout, dims: tuple[int, ...], kind: str, nbytes: int) -> float:
-    """Return the estimated seconds of the transfer, and of assembling the new block."""
+    """Return the estimated seconds of a transfer collective, and of assembling the new block from what it receives."""
     return collective_seconds(after.mesh, dims, kind, nbytes) + local_seconds(after.mesh, after.max_local_nbytes)
 
 
@@ -94,9 +94,7 @@ def _changed_mesh_dims(before: Layout, after: Layout) -> tuple[int, ...]:
 
 
 def _with_replicas(before: Layout, after: Layout, dims: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the group extended by mesh dims that are replicated before and sharded after, so that several owners share the
-    sending.
-    """
+    """Return ``dims`` with mesh dims that are replicated before and sharded after, so that replicas share the sending."""
     splitting = {i for split in before.splits if split is not None for i in split.mesh_dims}
     extra = {i for split in after.splits if split is not None for i in split.mesh_dims} - splitting
     return tuple(sorted({*dims, *extra}))

@@ -26,7 +26,7 @@ IDEMPOTENT_OPS = frozenset({"max", "min", "avg"})  # the reduction of equal adde
 
 
 def may_commute(a: ReduceOp, b: ReduceOp) -> bool:
-    """Return True if nests of these two reductions may change places."""
+    """Return True if two nested reductions, over different mesh dims, may run in either order."""
     if isinstance(a, Monoid) or isinstance(b, Monoid):
         return False  # associative, but not known to be commutative
     return a == b or (a in LINEAR_OPS and b in LINEAR_OPS)
@@ -72,8 +72,8 @@ class Reduction:
     averaged: tuple[int, ...] = ()  # a sum merged with averages is divided by the number of ranks on these mesh dims
     finish: bool = False
 
-    def part(self, mesh_dims: tuple[int, ...]) -> Reduction:
-        """Return this reduction over some of its mesh dims."""
+    def over(self, mesh_dims: tuple[int, ...]) -> Reduction:
+        """Return this reduction over only some of its mesh dims."""
         averaged = tuple(i for i in mesh_dims if i in self.averaged)
         if averaged == mesh_dims:
             return Reduction("avg", mesh_dims)
@@ -88,7 +88,7 @@ class PartialChanges(NamedTuple):
 
 
 def partial_changes(src: Layout, dst: Layout) -> PartialChanges:
-    """Return the reductions from ``src`` to ``dst``, merged as far as the algebra allows.
+    """Return the reductions from ``src`` to ``dst``, merged as far as allowed, and the mesh dims that become partial after them.
 
     Raises:
         LayoutError: the dtype lacks a reduction, or a value would have to become partial under a monoid that cannot be undone.
@@ -105,30 +105,28 @@ def partial_changes(src: Layout, dst: Layout) -> PartialChanges:
 
 
 def _kept_mesh_dims(src: Layout, dst: Layout) -> set[int]:
-    """Return the mesh dims that stay partial: the op is equal on both sides, and no other reduction would have to pass it that
-    may not.
-    """
+    """Return the mesh dims that stay partial: their op is equal on both sides, and no other reduction has to pass them."""
     kept = {i for i, (a, b) in enumerate(zip(src.partials, dst.partials, strict=True)) if a is not None and a == b}
     while True:
         leaving = [(i, op) for i, op in enumerate(src.partials) if op is not None and i not in kept]
         entering = [(i, op) for i, op in enumerate(dst.partials) if op is not None and i not in kept]
-        blocked = {j for j in kept if _must_pass(leaving, entering, j, _op_of(src, j))}
+        blocked = {j for j in kept if _is_blocked(leaving, entering, j, _op_of(src, j))}
         if not blocked:
             return kept
         kept -= blocked
 
 
-def _must_pass(leaving: list[tuple[int, ReduceOp]], entering: list[tuple[int, ReduceOp]], mesh_dim: int, inner: ReduceOp) -> bool:
-    """Return True if a reduction further out would have to pass ``inner`` on ``mesh_dim`` and may not."""
+def _is_blocked(
+    leaving: list[tuple[int, ReduceOp]], entering: list[tuple[int, ReduceOp]], mesh_dim: int, inner: ReduceOp
+) -> bool:
+    """Return True if a reduction further out, leaving or entering, would have to pass ``inner`` on ``mesh_dim`` and may not."""
     return any(i < mesh_dim and not may_commute(op, inner) for i, op in leaving) or any(
         i < mesh_dim and not may_enter(op, inner) for i, op in entering
     )
 
 
 def _merge_reductions(src: Layout, dst: Layout, leaving: list[int]) -> list[Reduction]:
-    """Return the merged reductions, innermost first. A reduction joins an earlier one if it commutes with all that run in
-    between.
-    """
+    """Return the reductions, innermost first; one joins an earlier one if it commutes with all that run in between."""
     merged: list[list[int]] = []
     for i in reversed(leaving):
         for k in range(len(merged) - 1, -1, -1):
@@ -144,7 +142,7 @@ def _merge_reductions(src: Layout, dst: Layout, leaving: list[int]) -> list[Redu
 
 
 def _may_join(src: Layout, i: int, group: list[int]) -> bool:
-    """Return True if partial mesh dim ``i`` may be reduced together with the partial mesh dims of ``group``."""
+    """Return True if partial mesh dim ``i`` may be reduced in one collective with the partial mesh dims of ``group``."""
     op = _op_of(src, i)
     if isinstance(op, Monoid):
         return all(src.partials[j] in (None, op) for j in range(i, max(group) + 1))
@@ -159,7 +157,7 @@ def _op_of(layout: Layout, mesh_dim: int) -> ReduceOp:
 
 
 def _make_reduction(src: Layout, dst: Layout, mesh_dims: tuple[int, ...]) -> Reduction:
-    """Return the reduction of partial values over mesh dims, with the average or finalization that it needs."""
+    """Return the reduction over ``mesh_dims`` by one collective, with the average or finalization that it needs."""
     ops = {_op_of(src, i) for i in mesh_dims}
     op = "sum" if len(ops) > 1 else next(iter(ops))
     if isinstance(op, Monoid):
@@ -171,7 +169,7 @@ def _make_reduction(src: Layout, dst: Layout, mesh_dims: tuple[int, ...]) -> Red
 
 
 def _monoid_run(layout: Layout, mesh_dim: int) -> tuple[int, ...]:
-    """Return the adjacent partial mesh dims that are one reduction with ``mesh_dim``."""
+    """Return the adjacent mesh dims that are partial under the same monoid and reduced together with ``mesh_dim``."""
     run, current = [], []
     for i, op in enumerate(layout.partials):
         if op == layout.partials[mesh_dim]:
@@ -189,7 +187,7 @@ def _is_only_op(layout: Layout, op: ReduceOp) -> bool:
 
 # --- checks: they depend on layouts only, so all ranks raise together -----------------------------------------------
 def _check_dtype(op: ReduceOp | None, src: Layout, dst: Layout) -> None:
-    """Raise if the reduction is not defined for the dtype."""
+    """Raise if ``op`` is not defined for the dtype: an average of integers, or a maximum of complex numbers."""
     if op == "avg" and not (src.dtype.is_floating_point or src.dtype.is_complex):
         raise LayoutError(
             f"{src!r} -> {dst!r}: the average of {src.dtype} values is not defined as {src.dtype}; use "
@@ -202,7 +200,7 @@ def _check_dtype(op: ReduceOp | None, src: Layout, dst: Layout) -> None:
 
 
 def _check_monoids(src: Layout, dst: Layout, kept: set[int], entering: tuple[int, ...]) -> None:
-    """Raise if a redistribution would call ``finalize`` of a monoid twice."""
+    """Raise if a redistribution would apply ``finalize`` of a monoid to a value twice."""
     for i, op in enumerate(dst.partials):
         if (
             not isinstance(op, Monoid)

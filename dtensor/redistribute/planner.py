@@ -33,7 +33,7 @@ _PLANS: BoundedDict[tuple[Layout, Layout], Plan] = BoundedDict(4096, "redistribu
 
 
 def plan(src: Layout, dst: Layout) -> Plan:
-    """Return the cheapest plan found, cached. It depends on the layouts alone, so all ranks make the same plan.
+    """Return the cheapest redistribution plan from ``src`` to ``dst``, cached. It depends on layouts alone, so ranks agree.
 
     At most one collective for sharded and replicated layouts, and one more per reduction for partial ones.
 
@@ -69,9 +69,7 @@ def _check_comparable(src: Layout, dst: Layout) -> None:
 
 
 def _plan_stored_elements(src: Layout, dst: Layout) -> tuple[Step, ...]:
-    """Return the chain for the stored elements only: elements that are repeated by stride 0 are redistributed once and repeated
-    on each rank.
-    """
+    """Return the steps of a plan; elements that stride 0 repeats are redistributed once, and repeated on each rank."""
     dims = tuple([d for d in repeated_dims(src) if type(dst.stride[d]) is int and dst.stride[d] == 0])
     if not dims:
         return _cheapest_chain(src, dst)
@@ -92,7 +90,7 @@ def _cheapest_chain(src: Layout, dst: Layout) -> tuple[Step, ...]:
 
 
 def _scatter_choices(src: Layout, dst: Layout, change: PartialChanges) -> list[frozenset[int]]:
-    """Return the sets of mesh dims to reduce-scatter over: those that shard the destination, all that are reduced, none."""
+    """Return the sets of mesh dims to try as reduce-scatter: those that shard ``dst``, all that are reduced, none."""
     reduced = {i for reduction in change.reduced for i in reduction.mesh_dims}
     if not src.ndim or _reduces_monoid(change):
         return [frozenset()]
@@ -101,7 +99,7 @@ def _scatter_choices(src: Layout, dst: Layout, change: PartialChanges) -> list[f
 
 
 def _make_chain(src: Layout, dst: Layout, change: PartialChanges, scatter: frozenset[int], pad: bool) -> tuple[Step, ...]:
-    """Return the steps of one way from ``src`` to ``dst``: slice, reduce, move, then spread to partial."""
+    """Return the steps of one plan from ``src`` to ``dst``: slice, reduce, move, then spread to partial."""
     steps: list[Step] = []
     at = src
     if not _reduces_monoid(change):
@@ -119,19 +117,15 @@ def _make_chain(src: Layout, dst: Layout, change: PartialChanges, scatter: froze
 
 
 def _reduces_monoid(change: PartialChanges) -> bool:
-    """Return True if a monoid is reduced. It need not act elementwise along a dim that is unsharded in ``src``, so blocks are
-    not sliced before.
-    """
+    """Return True if the changes reduce a monoid; blocks are then not sliced before, which a monoid need not allow."""
     return any(isinstance(reduction.op, Monoid) for reduction in change.reduced)
 
 
 def _split_reduction(reduction: Reduction, scatter: frozenset[int]) -> Iterator[Reduction]:
-    """Yield the reduction in two parts if it scatters over only some of its mesh dims: those first, so that less is left for
-    the rest.
-    """
+    """Yield ``reduction`` in two parts if only some of its mesh dims scatter: those first, so that less is left."""
     first = tuple(i for i in reduction.mesh_dims if i in scatter)
     rest = tuple(i for i in reduction.mesh_dims if i not in scatter)
-    yield from (reduction.part(mesh_dims) for mesh_dims in (first, rest) if mesh_dims)
+    yield from (reduction.over(mesh_dims) for mesh_dims in (first, rest) if mesh_dims)
 
 
 # --- intermediate layouts -----------------------------------------------------------------------------------------
@@ -147,9 +141,7 @@ def _sharding_mesh_dims(layout: Layout) -> set[int]:
 
 
 def _slice_towards(layout: Layout, dst: Layout) -> Layout:
-    """Return ``layout`` sharded towards ``dst`` as far as no data has to be sent. Each block still has all of its part of
-    ``dst``.
-    """
+    """Return ``layout`` sharded towards ``dst`` as far as no data is sent; each block keeps all of its part of ``dst``."""
     mesh, busy = layout.mesh, _sharding_mesh_dims(layout)
     splits = list(layout.splits)
     for dim, want in enumerate(dst.splits):
@@ -164,7 +156,7 @@ def _slice_towards(layout: Layout, dst: Layout) -> Layout:
 
 
 def _after_reduction(layout: Layout, dst: Layout, reduction: Reduction, scatter: frozenset[int]) -> Layout:
-    """Return ``layout`` after ``reduction``. The mesh dims in ``scatter`` then shard innermost."""
+    """Return ``layout`` after ``reduction``, with its mesh dims in ``scatter`` as innermost shards."""
     mesh = layout.mesh
     splits = list(layout.splits)
     targets = [i for i in reduction.mesh_dims if i in scatter]
@@ -182,9 +174,7 @@ def _after_reduction(layout: Layout, dst: Layout, reduction: Reduction, scatter:
 
 
 def _before_spread(layout: Layout, dst: Layout, entered: tuple[int, ...], pad: bool) -> Layout:
-    """Return ``dst`` before its new partial mesh dims exist: they are replicated or, if padding is allowed, still shard
-    innermost.
-    """
+    """Return ``dst`` before its new partial mesh dims exist: there replicated or, if it may be padded, still sharded."""
     if not entered:
         return dst
     mesh = layout.mesh
@@ -193,12 +183,12 @@ def _before_spread(layout: Layout, dst: Layout, entered: tuple[int, ...], pad: b
     pad = pad and not any(isinstance(dst.partials[i], Monoid) for i in entered)  # its identity is that of complete blocks
     for dim, split in enumerate(layout.splits) if pad else ():
         inner = [i for i in (() if split is None else split.mesh_dims) if i in entered]
-        if inner and _one_spread(dst, inner, entered) and all(_is_paddable(dst, i, partials) for i in inner):
+        if inner and _spread_in_one_step(dst, inner, entered) and all(_is_paddable(dst, i, partials) for i in inner):
             splits[dim] = nested_split(mesh, splits[dim], dst.shape[dim], inner, split)
     return _with_splits(dst, splits, partials)
 
 
-def _one_spread(dst: Layout, mesh_dims: list[int], entered: tuple[int, ...]) -> bool:
+def _spread_in_one_step(dst: Layout, mesh_dims: list[int], entered: tuple[int, ...]) -> bool:
     """Return True if these mesh dims become partial in one step of :func:`_spread_steps`."""
     between = [i for i in entered if min(mesh_dims) <= i <= max(mesh_dims)]
     return len({dst.partials[i] for i in between}) == 1
@@ -210,7 +200,7 @@ def _is_paddable(dst: Layout, mesh_dim: int, kept: list[str | Monoid | None]) ->
 
 
 def _move_steps(src: Layout, dst: Layout) -> Iterator[Step]:
-    """Yield a slice without communication if there is one, then at most one more step."""
+    """Yield the steps that change the blocks: a slice without communication if there is one, then at most one more."""
     at = _slice_towards(src, dst)
     if not at.has_same_blocks(src):
         yield move_step(src, at)
@@ -219,9 +209,7 @@ def _move_steps(src: Layout, dst: Layout) -> Iterator[Step]:
 
 
 def _spread_steps(layout: Layout, dst: Layout, entered: tuple[int, ...]) -> Iterator[Step]:
-    """Yield the steps that make mesh dims partial, outermost first. Adjacent mesh dims with one op are made partial in one
-    step.
-    """
+    """Yield the steps that make mesh dims partial, outermost first, adjacent ones with one op together."""
     at, remaining = layout, list(entered)
     while remaining:
         op = dst.partials[remaining[0]]

@@ -19,7 +19,7 @@ from .intervals import Mask, block_intervals, table_max
 
 @memoize(4096)
 def exchange_route(before: Layout, after: Layout, mesh_dims: tuple[int, ...], member: int) -> SendRecvPlan:
-    """Return what ``member`` sends, receives and keeps.
+    """Return what ``member`` sends to, receives from and keeps in an exchange over ``mesh_dims``.
 
     >>> mesh = dt.DeviceMesh("cpu", 2)
     >>> a, b = (Layout.of(mesh, [dt.Shard(dim)], (4, 6)) for dim in (0, 1))
@@ -47,9 +47,7 @@ def exchange_route(before: Layout, after: Layout, mesh_dims: tuple[int, ...], me
 
 @memoize(4096)
 def gather_route(before: Layout, after: Layout, mesh_dims: tuple[int, ...], member: int) -> SendRecvPlan:
-    """Return the route of ``member`` in a gather: every member has another part of the one new block of the group, and sends it
-    to all others.
-    """
+    """Return what ``member`` sends and receives in a gather: its block goes to all others, as parts of one new block."""
     coordinates, group = before.mesh.coordinates, before.mesh.members_of(mesh_dims, member)
     origin, new = after.local_offset(coordinates[member]), after.local_shape(coordinates[member])
     parts: list[Box | None] = []
@@ -65,9 +63,7 @@ def gather_route(before: Layout, after: Layout, mesh_dims: tuple[int, ...], memb
 
 
 def gather_traffic(before: Layout, after: Layout, mesh_dims: tuple[int, ...], member: int) -> Traffic | None:
-    """Return the traffic of a gather of equal blocks along one tensor dim, computed without the parts of all members; None for
-    any other.
-    """
+    """Return the traffic of a gather of equal blocks along one tensor dim, from one member's shape; None for other gathers."""
     changed = [d for d, (old, new) in enumerate(zip(before.splits, after.splits, strict=True)) if old != new]
     if len(changed) != 1 or not before.numel or not all(split is None or split.is_even for split in before.splits):
         return None
@@ -79,7 +75,7 @@ def gather_traffic(before: Layout, after: Layout, mesh_dims: tuple[int, ...], me
 
 
 def exchange_traffic(before: Layout, after: Layout, mesh_dims: tuple[int, ...], member: int) -> Traffic:
-    """Return the traffic within the group of ``member``."""
+    """Return the messages of an exchange in the group of ``member``: the largest, partners of a rank, equality of blocks."""
     members = before.mesh.members_of(mesh_dims, member)
     group = np.asarray(members, dtype=np.int64)
     common = _overlap_numels(before, after, group[None], group[None])[0]
@@ -98,7 +94,7 @@ def _has_no_replicas(before: Layout, mesh_dims: tuple[int, ...]) -> bool:
 
 
 def _make_boxes(start: Table, size: Table, chosen: Mask) -> tuple[Box | None, ...]:
-    """Return a box for each chosen row of the tables that is not empty, else None."""
+    """Return a box for each row of the tables that is chosen and not empty, else None."""
     filled = chosen & (size > 0).all(axis=1)
     return tuple(
         Box(tuple(a), tuple(b)) if take else None
@@ -107,7 +103,7 @@ def _make_boxes(start: Table, size: Table, chosen: Mask) -> tuple[Box | None, ..
 
 
 def _partner_masks(before: Layout, after: Layout, mesh_dims: tuple[int, ...], group: Table, mine: int) -> tuple[Mask, Mask]:
-    """Return masks of the positions that ``mine`` sends to, and receives from, if their boxes intersect."""
+    """Return masks of the group positions that ``mine`` sends to, and receives from."""
     if _has_no_replicas(before, mesh_dims):
         others = np.arange(len(group)) != mine
         return others, others
@@ -117,9 +113,7 @@ def _partner_masks(before: Layout, after: Layout, mesh_dims: tuple[int, ...], gr
 
 @memoize(512)
 def _sender_positions(before: Layout, after: Layout, mesh_dims: tuple[int, ...], group: tuple[int, ...]) -> Table:
-    """Return for position ``s`` (and its replicas) and receiver ``r`` the position that sends their common part to ``r``; -1
-    for none.
-    """
+    """Return for (position of a block's replica, receiver) the position that sends their common part; -1 for none."""
     replicas, owner, _ = _assign_senders(before, after, mesh_dims, np.asarray([group], dtype=np.int64))
     position = np.empty((len(group), len(group)), dtype=np.int64)
     position[replicas] = owner[0][:, None]  # all replicas of a block get the same row
@@ -127,7 +121,7 @@ def _sender_positions(before: Layout, after: Layout, mesh_dims: tuple[int, ...],
 
 
 def _assign_senders(before: Layout, after: Layout, mesh_dims: tuple[int, ...], table: Table) -> tuple[Table, Table, Table]:
-    """Assign the sender of each part within each group of ``table`` (groups, size).
+    """Return which replica sends each part of a block to which receiver, within each group of ``table``.
 
     The receivers of one block use its replicas in turn, so no two replicas differ by more than one send.
 
@@ -149,9 +143,7 @@ def _assign_senders(before: Layout, after: Layout, mesh_dims: tuple[int, ...], t
 
 
 def _overlap_numels(before: Layout, after: Layout, senders: Table, receivers: Table) -> Table:
-    """Return the number of common elements of old block ``s`` and new block ``r`` within each group: (groups, senders,
-    receivers).
-    """
+    """Return the common elements of each old and new block, of shape (groups, senders, receivers)."""
     (lo, size), (new_lo, new_size) = block_intervals(before), block_intervals(after)
     total: Table = np.ones((len(senders), senders.shape[1], receivers.shape[1]), dtype=np.result_type(lo, new_lo))
     for dim in range(before.ndim):
@@ -163,7 +155,7 @@ def _overlap_numels(before: Layout, after: Layout, senders: Table, receivers: Ta
 
 
 def max_sent_numel(before: Layout, after: Layout, mesh_dims: tuple[int, ...]) -> int:
-    """Return the greatest number of elements that one rank sends."""
+    """Return the greatest number of elements that one rank sends in an exchange over ``mesh_dims``."""
     table = group_members(before.mesh, mesh_dims)
     _, owner, common = _assign_senders(before, after, mesh_dims, table)
     sender = owner + np.arange(len(table))[:, None, None] * table.shape[1]

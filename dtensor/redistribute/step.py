@@ -40,7 +40,7 @@ class Step:
 
     @property
     def buffer_bytes(self) -> int:
-        """Return the greatest memory besides the two blocks: for received data, and for copies of parts that are sent."""
+        """Return the most memory in addition to the two blocks: for received data, and for copies of parts that are sent."""
         return self.bytes + (_copied_to_send(self.before, self.after) if self.sends_parts else 0)
 
     def __str__(self) -> str:
@@ -159,7 +159,7 @@ class Plan:
 
     @cached_property
     def cost(self) -> float:
-        """Return the estimated seconds."""
+        """Return the estimated seconds of all steps."""
         return sum(step.seconds for step in self.steps)
 
     @cached_property
@@ -194,7 +194,7 @@ class Plan:
 
     @cached_property
     def largest_block(self) -> int:
-        """Return the bytes of the largest block under any layout on the way."""
+        """Return the bytes of the largest block under any layout of the plan."""
         return max([self.src.max_local_nbytes, *(step.after.max_local_nbytes for step in self.steps)])
 
     def __str__(self) -> str:
@@ -220,6 +220,6 @@ def _mesh_dim_names(layout: Layout, mesh_dims: tuple[int, ...]) -> str:
 
 
 def placements_text(layout: Layout) -> str:
-    """Return the placements by mesh dim as text."""
+    """Return the placements of a layout by mesh dim as text."""
     names = layout.mesh.mesh_dim_names
     return "(" + ", ".join(f"{names[i]}={p}" if names else str(p) for i, p in enumerate(layout.placements)) + ")"

@@ -28,7 +28,7 @@ class Cell(NamedTuple):
 
 
 def merge_equal_slices(owners: Any) -> tuple[Any, list[list[int]]]:
-    """Merge adjacent equal slices of an array along each dim; return it, and how many slices each group has, per dim.
+    """Merge adjacent equal slices of an array along each dim; return it, and per dim the number of slices in each group.
 
     >>> merged, counts = merge_equal_slices(np.array([[0, 0, 1], [0, 0, 1]]))
     >>> merged.tolist(), counts
@@ -51,7 +51,7 @@ def layout_of_cells(
     dtype: torch.dtype,
     what: str,
 ) -> Layout:
-    """Return the layout on ``mesh`` in which every rank's shard is the box of its cells.
+    """Return the layout on ``mesh`` in which each rank's shard is the box of its cells; raise if there is none.
 
     Raises:
         PlacementError: there is none.
@@ -89,7 +89,7 @@ def bounding_box(cells: Sequence[Cell]) -> tuple[Interval, ...] | None:
 
 
 def _find_split(mesh: DeviceMesh, intervals: Sequence[Interval], size: int) -> Split | bool | None:
-    """Return the split of a tensor dim that gives members these intervals, None if unsharded, False if there is none."""
+    """Return the split that gives members these intervals of a tensor dim; None if unsharded, False if there is none."""
     if all(interval == (0, size) for interval in intervals):
         return None
     groups = [[mesh.members_of((d,), member) for member in mesh.members] for d in range(mesh.ndim)]

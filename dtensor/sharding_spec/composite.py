@@ -38,7 +38,7 @@ class Composite:
         return tuple(dict.fromkeys(place for _, spec in self.specs for place in spec.places))
 
     def find(self, name: str) -> Spec | None:
-        """Return the spec for the parameter ``name`` by the best matching key, or None. A submodule's spec applies below it.
+        """Return the spec for the parameter ``name`` by the best matching key, or None; a submodule's spec applies below it.
 
         >>> composite({"net*": "rank:0"}, net2=composite(weight=single_split(0, [0, 1]))).find("net2.weight")
         single_split(0, ['rank:0', 'rank:1'])
@@ -86,7 +86,7 @@ def is_prefix_match(tokens: Sequence[str], path: Sequence[str]) -> bool:
 
 # --- constructors ----------------------------------------------------------------------------------------------------------
 def single_split(dim: int, placements: Sequence[Any], shard_sizes: Sequence[int] | None = None) -> SingleSplit:
-    """Split tensor dim ``dim`` over ``placements``, in order.
+    """Return the spec that splits tensor dim ``dim`` over ``placements``, in order.
 
     Args:
         placements: places ("rank:0/cuda:0", "rank:1/cpu", ranks, torch devices). A place may repeat and then has several
@@ -114,7 +114,7 @@ def single_split(dim: int, placements: Sequence[Any], shard_sizes: Sequence[int]
 
 
 def mesh(placements: Any, shard_sizes: Sequence[Sequence[int] | None] | None = None) -> MeshSplit:
-    """Shard a tensor into a grid of blocks, one for each entry of an array with as many dims as the tensor.
+    """Return the spec that shards a tensor into a grid of blocks: an array of places with as many dims as the tensor.
 
     Args:
         placements: a nested list or array of places; an entry may repeat.
@@ -148,7 +148,7 @@ def mesh(placements: Any, shard_sizes: Sequence[Sequence[int] | None] | None = N
 
 
 def whole(*placements: Any) -> Whole:
-    """Put the complete tensor on one place, or a copy on each of several.
+    """Return the spec of a tensor that is complete on one place, or has a copy on each of several.
 
     No communication.
 
@@ -164,8 +164,9 @@ def whole(*placements: Any) -> Whole:
 
 
 def composite(specs: Mapping[str, Any] | None = None, **named: Any) -> Composite:
-    """Combine specs for a module: from names of parameters or submodules (dotted paths of globs) to specs, composites, or
-    single places.
+    """Return the spec of a module, from names of parameters or submodules to specs, composites or single places.
+
+    Names are dotted paths of globs.
 
     >>> composite(net1="rank:0", net2=composite(weight=single_split(0, [0, 1])))
     composite(net1=whole('rank:0'), net2=composite(weight=single_split(0, ['rank:0', 'rank:1'])))
@@ -195,7 +196,7 @@ def as_spec(notation: Any) -> Any:
 
 
 def spec_of(layout: Layout) -> Spec:
-    """Return the spec that describes a layout; places are ranks.
+    """Return the spec that describes a layout, with ranks as places.
 
     Raises:
         PlacementError: the layout is partial.
@@ -227,7 +228,7 @@ def spec_of(layout: Layout) -> Spec:
 
 
 def from_data(data: Any) -> Any:
-    """Return the spec that :meth:`to_data` wrote, from the values that ``yaml.safe_load`` or ``json.load`` return.
+    """Return the spec that :meth:`to_data` wrote as plain data, as ``yaml.safe_load`` or ``json.load`` read it.
 
     Raises:
         PlacementError, MeshError: the data is not a spec.

@@ -17,8 +17,9 @@ _PLACE_PATTERN = re.compile(r"rank:(?P<rank>\d+)(/(?P<device>[a-z]+(:\d+)?))?|(?
 
 @dataclass(frozen=True, slots=True, order=True)
 class Place:
-    """Rank and device of a shard. A device without a rank means the rank with its index, as ``torchrun`` numbers them on one
-    machine.
+    """Rank and device of a shard.
+
+    A device without a rank means the rank with its index, as ``torchrun`` numbers them on one machine.
 
     >>> Place.of("rank:1/cuda:3"), Place.of(2), Place.of("cuda:1"), Place.of(torch.device("cpu"))
     (rank:1/cuda:3, rank:2, rank:1/cuda:1, rank:0/cpu)
@@ -29,7 +30,7 @@ class Place:
 
     @staticmethod
     def of(notation: Any) -> Place:
-        """Return the place that a string such as ``"rank:0/cuda:1"``, a rank or a torch device names.
+        """Return the place that text such as ``"rank:0/cuda:1"``, a rank or a torch device names.
 
         Raises:
             MeshError: it names none.
@@ -67,7 +68,7 @@ def _is_device(text: str) -> bool:
 
 
 def common_device_type(places: Iterable[Place]) -> str:
-    """Return the one device type of the places; the CPU if none names a device.
+    """Return the one device type that the places name; the CPU if they name none, or in process if it is missing.
 
     If all ranks are in this process and it lacks such a device, the CPU replaces it.
 
@@ -79,14 +80,14 @@ def common_device_type(places: Iterable[Place]) -> str:
         raise MeshError(f"one tensor's shards live on devices of one type, got {types}; choose one of them")
     if not types:
         return "cpu"
-    (found,) = types
-    if found != "cpu" and not has_processes() and not torch.get_device_module(found).is_available():
+    (device_type,) = types
+    if device_type != "cpu" and not has_processes() and not torch.get_device_module(device_type).is_available():
         return "cpu"
-    return found
+    return device_type
 
 
 def mesh_ranks_of(places: Iterable[Place]) -> dict[Place, int]:
-    """Return the mesh rank of each place: its rank, or in one process a number per device if a rank has several.
+    """Return the mesh rank of each place: its rank, or in process one number per device if a rank has several.
 
     With process groups it is the rank of the place: a process uses one device, so all blocks of a rank are on it. With all
     ranks in this process, each device of a rank is a separate mesh rank, numbered in order, as soon as some rank has several.

@@ -76,7 +76,7 @@ class ShardedTensorMetadata:
 
 
 def make_metadata(spec: Spec, shape: Sequence[int], dtype: torch.dtype) -> ShardedTensorMetadata:
-    """Return sizes, offset and place of every shard that a spec gives a tensor of ``shape``."""
+    """Return sizes, offset and place of every shard that a spec gives a tensor of this shape and dtype."""
     shards = [ShardMetadata(cell.shape, cell.offset, str(place)) for cell in spec.cells(shape) for place in cell.places]
     return ShardedTensorMetadata(tuple(shards), torch.Size(shape), dtype)
 
@@ -135,17 +135,17 @@ class ScatteredTensor:
         return self._spec
 
     def size(self, dim: int | None = None) -> Any:
-        """Return the shape, or the size of one dim."""
+        """Return the global shape, or the size of one dim."""
         return self.shape if dim is None else self.shape[dim]
 
     def to_dtensor(self) -> DTensor:
-        """Return the value as an ordinary DTensor, replicated over the ranks; one all-gather."""
+        """All-gather the blocks, and return the value as an ordinary DTensor, replicated over the ranks."""
         mesh, cells_of = self.device_mesh, _cells_by_rank(self._spec, self.shape)
         gathered: Any = self.packed.redistribute(placements=None)
         layout = Layout.replicated(mesh, self.shape, None, self.dtype)
 
         def unpack(member: int, flat: torch.Tensor) -> torch.Tensor:
-            """Return the full tensor, with the cells of each rank in ``flat`` copied to their places."""
+            """Return the full tensor, with the blocks of each rank in ``flat`` copied to their positions."""
             full, start = flat.new_empty(self.shape), 0
             for rank in mesh.ranks:
                 for cell in cells_of[rank]:
@@ -183,7 +183,7 @@ class ScatteredTensor:
         return blocks_of
 
     def sharding_metadata(self) -> ShardedTensorMetadata:
-        """Return sizes, offsets and place of every block."""
+        """Return sizes, offsets and place of every block of the tensor."""
         return make_metadata(self._spec, self.shape, self.dtype)
 
     @classmethod
@@ -210,7 +210,7 @@ class ScatteredTensor:
 
 
 def _to_dtensors(value: Any) -> Any:
-    """Return ``value`` with each scattered tensor, also in lists and tuples, as an ordinary DTensor; one all-gather for each."""
+    """Return ``value`` with scattered tensors, also in lists, as ordinary DTensors; each one takes an all-gather."""
     if isinstance(value, ScatteredTensor):
         return value.to_dtensor()
     return rebuild_sequence(value, [_to_dtensors(item) for item in value]) if isinstance(value, (list, tuple)) else value
@@ -266,7 +266,7 @@ def sharding_metadata(x: DTensor) -> ShardedTensorMetadata:
 
 
 def parse_tensor_spec(notation: Any) -> Spec:
-    """Return the spec of one tensor from a spec, layout or place; raise for a spec of modules."""
+    """Return the spec of one tensor that a spec, layout or place means; raise for a spec of modules."""
     spec = spec_of(notation) if isinstance(notation, Layout) else as_spec(notation)
     if not isinstance(spec, Spec):
         raise PlacementError(
@@ -277,6 +277,6 @@ def parse_tensor_spec(notation: Any) -> Spec:
 
 
 def attach_spec(x: DTensor, spec: Spec) -> DTensor:
-    """Store on ``x`` the spec that it was made with, so that :func:`sharding_metadata` reports its devices; return ``x``."""
+    """Store on ``x``, which is returned, its spec, so that :func:`sharding_metadata` reports the devices in it."""
     x._sharding_spec = spec  # type: ignore[attr-defined]  # in the instance dictionary; results made from x do not have it
     return x

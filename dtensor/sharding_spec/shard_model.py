@@ -95,7 +95,7 @@ SubmoduleSpecs = dict[str, Any]  # name within the submodule -> Spec, Layout or 
 
 
 def _resolve_specs(module: nn.Module, spec_or_plan: Any, mesh: DeviceMesh | None) -> dict[str, SubmoduleSpecs]:
-    """Return for each submodule, by name, the requested spec of each of its own parameters and buffers."""
+    """Return by submodule the requested spec or layout of each of its own parameters and buffers; None: replicated."""
     placed: dict[str, Placements] = {}
     if isinstance(spec_or_plan, Mapping):
         placed = {name: item for name, item in spec_or_plan.items() if _is_placements(item)}
@@ -129,7 +129,7 @@ def _resolve_specs(module: nn.Module, spec_or_plan: Any, mesh: DeviceMesh | None
 
 
 def _is_placements(item: Any) -> bool:
-    """Return True if ``item`` is placements (of one mesh dim or several), not a spec. Text is a place, so a spec."""
+    """Return True if ``item`` is placements of one or several mesh dims, not a spec; text is a place, so a spec."""
     if isinstance(item, (list, tuple, Mapping)):
         entries = list(item.values()) if isinstance(item, Mapping) else item
         return bool(entries) and all(isinstance(p, Placement) for p in entries)
@@ -149,7 +149,7 @@ def _spec_for_tensor(spec: Spec | None, x: torch.Tensor) -> Spec | None:
 
 # --- meshes of submodules --------------------------------------------------------------------------------------------------
 def _common_mesh(requested: dict[str, SubmoduleSpecs]) -> DeviceMesh:
-    """Return the finest mesh of a spec that has all places of all specs, else the 1-d mesh of all places."""
+    """Return the mesh of the model: the finest of a spec that has all places of all specs, else the 1-d mesh of all places."""
     specs = list(dict.fromkeys(spec for specs_of in requested.values() for spec in specs_of.values() if spec is not None))
     if not specs:
         raise PlacementError(
@@ -163,13 +163,13 @@ def _common_mesh(requested: dict[str, SubmoduleSpecs]) -> DeviceMesh:
     return DeviceMesh(common_device_type(places), sorted(set().union(*ranks)))
 
 
-def _submodule_mesh(own: SubmoduleSpecs, home: DeviceMesh) -> DeviceMesh:
-    """Return the mesh of a submodule's own parameters: ``home`` if it has the same ranks, else a mesh of their specs."""
+def _submodule_mesh(own: SubmoduleSpecs, common_mesh: DeviceMesh) -> DeviceMesh:
+    """Return the mesh of a submodule's own parameters: ``common_mesh`` if it has the same ranks, else one of their specs."""
     specs = [spec for spec in own.values() if isinstance(spec, Spec)]
     if not specs:
-        return home
+        return common_mesh
     ranks = {rank for spec in specs for rank in mesh_ranks_of(spec.places).values()}
-    return home if ranks == set(home.ranks) else _finest_mesh(own.values())
+    return common_mesh if ranks == set(common_mesh.ranks) else _finest_mesh(own.values())
 
 
 def _finest_mesh(specs: Iterable[Any]) -> DeviceMesh:
@@ -183,7 +183,7 @@ def _finest_mesh(specs: Iterable[Any]) -> DeviceMesh:
 
 
 def _example_layout(spec: Any) -> Layout | None:
-    """Return the layout that a spec gives a tensor of some shape that it fits; None if it describes no layout."""
+    """Return the layout that a spec gives a tensor of some shape that it fits; None if no layout describes it."""
     if not isinstance(spec, Spec):
         return spec
     for ndim in range(1, 9):
@@ -198,7 +198,7 @@ def _example_layout(spec: Any) -> Layout | None:
 
 # --- sharding --------------------------------------------------------------------------------------------------------------
 def _shard_submodule(sub: nn.Module, own: SubmoduleSpecs, mesh: DeviceMesh, source: int | None, shared: dict[int, Any]) -> None:
-    """Replace the submodule's own parameters and buffers by DTensors in the requested layouts; meta ones stay on meta."""
+    """Replace a submodule's own parameters and buffers by DTensors in the requested layouts; meta ones stay on meta."""
     for tensors, key, old in own_tensors(sub):
         if isinstance(old, DTensor):
             continue
@@ -211,19 +211,19 @@ def _shard_submodule(sub: nn.Module, own: SubmoduleSpecs, mesh: DeviceMesh, sour
 
 
 # --- hooks -----------------------------------------------------------------------------------------------------------------
-def _register_hooks(module: nn.Module, meshes: dict[int, DeviceMesh], home: DeviceMesh) -> None:
-    """Register hooks that redistribute activations to the mesh of the submodule that uses them."""
-    has_several_meshes = any(mesh != home for mesh in meshes.values())
+def _register_hooks(module: nn.Module, meshes: dict[int, DeviceMesh], common_mesh: DeviceMesh) -> None:
+    """Register hooks that redistribute activations to the mesh of the submodule that uses them, and back at the end."""
+    has_several_meshes = any(mesh != common_mesh for mesh in meshes.values())
     in_sequence = {id(child) for sub in module.modules() if isinstance(sub, nn.Sequential) for child in sub.children()}
     for sub in module.modules():
         has_tensors = any(True for _ in own_tensors(sub))
         if sub is module or (has_several_meshes and has_tensors):
-            target = meshes[id(sub)] if has_tensors else home
+            target = meshes[id(sub)] if has_tensors else common_mesh
             sub.register_forward_pre_hook(partial(_redistribute_inputs, target), with_kwargs=True)
         if has_several_meshes and has_tensors and sub is not module and id(sub) not in in_sequence:
-            sub.register_forward_hook(lambda mod, args, out: _redistribute_to_mesh(out, home))
+            sub.register_forward_hook(lambda mod, args, out: _redistribute_to_mesh(out, common_mesh))
     if has_several_meshes:
-        module.register_forward_hook(lambda mod, args, out: _redistribute_to_mesh(out, home))
+        module.register_forward_hook(lambda mod, args, out: _redistribute_to_mesh(out, common_mesh))
 
 
 def _redistribute_inputs(mesh: DeviceMesh, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -231,7 +231,7 @@ def _redistribute_inputs(mesh: DeviceMesh, module: nn.Module, args: Any, kwargs:
 
 
 def _redistribute_to_mesh(value: Any, mesh: DeviceMesh) -> Any:
-    """Redistribute the tensors in ``value`` to ``mesh``, replicated; plain tensors become replicated DTensors."""
+    """Return ``value`` with its tensors replicated on ``mesh``; plain tensors become replicated DTensors."""
     if isinstance(value, DTensor):
         return value if set(value.device_mesh.ranks) == set(mesh.ranks) else value.redistribute(mesh, [Replicate()] * mesh.ndim)
     if isinstance(value, torch.Tensor) and not isinstance(value, PerRank):
@@ -264,7 +264,7 @@ def collect_state_dict(state_dict: Mapping[str, Any], rank: int = 0) -> dict[str
 
 
 def _collect_value(value: Any, rank: int) -> tuple[Any, bool]:
-    """Gather all DTensors in a value to ``rank``; return the value, and True if this process is that rank."""
+    """Gather all DTensors in a value to ``rank``; return the value there, and True on the process that is that rank."""
     here = not dist.is_initialized() or dist.get_rank() == rank
     match value:
         case DTensor():

@@ -23,7 +23,7 @@ ShardedTensor = DTensor
 
 
 def empty(*size: Any, sharding_spec: Any, **options: Any) -> Any:
-    """Return an uninitialized tensor; options as in ``torch.empty``. Each rank makes its own shard, no communication.
+    """Return an uninitialized tensor sharded by a spec; options as in ``torch.empty``. No communication.
 
     Raises ``PlacementError`` if the spec does not fit the shape.
 
@@ -35,7 +35,7 @@ def empty(*size: Any, sharding_spec: Any, **options: Any) -> Any:
 
 
 def zeros(*size: Any, sharding_spec: Any, **options: Any) -> Any:
-    """Return a tensor of zeros; options as in ``torch.zeros``. Each rank makes its own shard, no communication.
+    """Return a tensor of zeros sharded by a spec; options as in ``torch.zeros``. No communication.
 
     Raises ``PlacementError`` if the spec does not fit the shape.
 
@@ -48,7 +48,7 @@ def zeros(*size: Any, sharding_spec: Any, **options: Any) -> Any:
 
 
 def ones(*size: Any, sharding_spec: Any, **options: Any) -> Any:
-    """Return a tensor of ones; options as in ``torch.ones``. Each rank makes its own shard, no communication.
+    """Return a tensor of ones sharded by a spec; options as in ``torch.ones``. No communication.
 
     >>> import dtensor as dt
     >>> spec = dt.sharding_spec.single_split(0, ["rank:0/cpu", "rank:1/cpu"], [1, 2])
@@ -65,8 +65,7 @@ def ones(*size: Any, sharding_spec: Any, **options: Any) -> Any:
 
 
 def full(size: Sequence[int], fill_value: Any, *, sharding_spec: Any, **options: Any) -> Any:
-    """Return a tensor filled with ``fill_value``; options as in ``torch.full``. Each rank makes its own shard, no
-    communication.
+    """Return a tensor of ``fill_value`` sharded by a spec; options as in ``torch.full``. No communication.
 
     Raises ``PlacementError`` if the spec does not fit the shape.
 
@@ -79,7 +78,7 @@ def full(size: Sequence[int], fill_value: Any, *, sharding_spec: Any, **options:
 
 
 def rand(*size: Any, sharding_spec: Any, **options: Any) -> Any:
-    """Return uniform random numbers on [0, 1): those of ``torch.rand`` on one device with the same seed, for every spec.
+    """Return numbers on [0, 1) sharded by a spec: those of ``torch.rand`` on one device with the same seed, for every spec.
 
     No communication. Raises ``PlacementError`` if the spec does not fit the shape.
 
@@ -94,7 +93,7 @@ def rand(*size: Any, sharding_spec: Any, **options: Any) -> Any:
 
 
 def randn(*size: Any, sharding_spec: Any, **options: Any) -> Any:
-    """Return standard normal numbers: those of ``torch.randn`` on one device with the same seed, for every spec.
+    """Return normal numbers sharded by a spec: those of ``torch.randn`` on one device with the same seed, for every spec.
 
     No communication. Raises ``PlacementError`` if the spec does not fit the shape.
 
@@ -109,7 +108,7 @@ def randn(*size: Any, sharding_spec: Any, **options: Any) -> Any:
 
 
 def shard_tensor(tensor: torch.Tensor, sharding_spec: Any, src_rank: int | None = 0) -> Any:
-    """Shard ``tensor`` by a spec. A parameter gives a leaf that requires grad.
+    """Return ``tensor`` of rank ``src_rank``, distributed as a spec says; a parameter gives a leaf that requires grad.
 
     Args:
         tensor: the global tensor; a DTensor is resharded.
@@ -143,7 +142,7 @@ def shard_tensor(tensor: torch.Tensor, sharding_spec: Any, src_rank: int | None 
 
 
 def _make_tensor(factory: Callable[..., DTensor], size: Any, sharding_spec: Any, options: dict[str, Any]) -> Any:
-    """Call a DTensor factory such as ``zeros`` with the layout of the spec; scatter the result if no layout describes it."""
+    """Return the tensor that a factory such as ``zeros`` makes in the layout of the spec, or scattered if there is none."""
     spec = parse_tensor_spec(sharding_spec)
     shape = tuple(size[0]) if len(size) == 1 and isinstance(size[0], (tuple, list, torch.Size)) else tuple(size)
     options.pop("pin_memory", None)

@@ -35,7 +35,7 @@ class Spec:
     shards: tuple[Replicas, ...]
 
     def grid(self, ndim: int) -> tuple[Any, tuple[tuple[int, ...] | None, ...]]:
-        """Return the array of places of the blocks, with a dim per tensor dim, and the given block sizes per dim (or None)."""
+        """Return the array of places of the blocks, one dim per tensor dim, and per dim the given block sizes or None."""
         raise NotImplementedError
 
     def to_data(self) -> Any:
@@ -43,8 +43,8 @@ class Spec:
         raise NotImplementedError
 
     def __repr__(self) -> str:
-        ((name, given),) = self.to_data().items()
-        return f"{name}({', '.join(map(repr, given.values()))})"
+        ((name, arguments),) = self.to_data().items()
+        return f"{name}({', '.join(map(repr, arguments.values()))})"
 
     @property
     def places(self) -> tuple[Place, ...]:
@@ -61,8 +61,10 @@ class Spec:
         >>> [(cell.offset, cell.shape) for cell in single_split(0, [0, 1]).cells((5, 3))]
         [((0, 0), (3, 3)), ((3, 0), (2, 3))]
         """
-        array, given = self.grid(len(shape))
-        sizes = [_block_sizes(self, d, n, count, given[d]) for d, (n, count) in enumerate(zip(shape, array.shape, strict=True))]
+        array, given_sizes = self.grid(len(shape))
+        sizes = [
+            _block_sizes(self, d, n, count, given_sizes[d]) for d, (n, count) in enumerate(zip(shape, array.shape, strict=True))
+        ]
         starts = [offsets_of(each) for each in sizes]
         return [
             Cell(tuple(starts[d][i] for d, i in enumerate(index)), tuple(sizes[d][i] for d, i in enumerate(index)), array[index])
@@ -82,7 +84,7 @@ class Spec:
         rank_of = mesh_ranks_of(self.places)
         if mesh is not None:
             return layout_of_cells(mesh, cells, rank_of, shape, dtype, repr(self))
-        array, given = self.grid(len(shape))
+        array, given_sizes = self.grid(len(shape))
         ranks = np.empty(array.shape, dtype=object)
         for index in np.ndindex(array.shape):
             ranks[index] = tuple(dict.fromkeys(rank_of[place] for place in array[index]))
@@ -98,7 +100,7 @@ class Spec:
         )
         splits: list[Split | None] = [None] * len(shape)
         for i, d in enumerate(sharded_dims):
-            sizes = _block_sizes(self, d, shape[d], sum(groups[d]), given[d])
+            sizes = _block_sizes(self, d, shape[d], sum(groups[d]), given_sizes[d])
             ends = np.cumsum([0, *groups[d]]).tolist()
             splits[d] = Split((i,), tuple(sum(sizes[a:b]) for a, b in itertools.pairwise(ends)))
         return Layout.from_splits(mesh, splits, [None] * mesh.ndim, tuple(shape), None, dtype)
@@ -118,15 +120,15 @@ class Spec:
         return layout.mesh, layout.placements
 
 
-def _block_sizes(spec: Spec, dim: int, size: int, count: int, given: tuple[int, ...] | None) -> tuple[int, ...]:
+def _block_sizes(spec: Spec, dim: int, size: int, count: int, given_sizes: tuple[int, ...] | None) -> tuple[int, ...]:
     """Return the block sizes along one dim: the given ones, checked against ``size`` and ``count``, else those of torch.chunk."""
-    if given is None:
+    if given_sizes is None:
         return chunk_sizes(size, (count,))
-    if len(given) != count or sum(given) != size:
+    if len(given_sizes) != count or sum(given_sizes) != size:
         raise PlacementError(
-            f"{spec!r}: shard_sizes {list(given)} do not split tensor dim {dim} of size {size} into {count} shards"
+            f"{spec!r}: shard_sizes {list(given_sizes)} do not split tensor dim {dim} of size {size} into {count} shards"
         )
-    return given
+    return given_sizes
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -145,7 +147,7 @@ class SingleSplit(Spec):
     shard_sizes: tuple[int, ...] | None
 
     def grid(self, ndim: int) -> tuple[Any, tuple[tuple[int, ...] | None, ...]]:
-        """Return the places with the shards along ``dim`` and size 1 in all other dims, and the shard sizes."""
+        """Return the array of places, with the shards along ``dim`` and size 1 in other dims, and the shard sizes per dim."""
         if not -ndim <= self.dim < ndim:
             raise PlacementError(f"{self!r} does not fit a tensor of {ndim} dims: it has no dim {self.dim}; split another dim")
         dim = self.dim % ndim
@@ -153,7 +155,7 @@ class SingleSplit(Spec):
         return _place_array(self.shards, shape), tuple(self.shard_sizes if d == dim else None for d in range(ndim))
 
     def to_data(self) -> Any:
-        """Return the arguments of ``single_split`` that make the spec."""
+        """Return the spec as the arguments of ``single_split`` that make it, for YAML or JSON."""
         sizes = {} if self.shard_sizes is None else {"shard_sizes": list(self.shard_sizes)}
         return {"single_split": {"dim": self.dim, "placements": [replicas_text(each) for each in self.shards], **sizes}}
 
@@ -174,13 +176,13 @@ class MeshSplit(Spec):
     shard_sizes: tuple[tuple[int, ...] | None, ...] | None
 
     def grid(self, ndim: int) -> tuple[Any, tuple[tuple[int, ...] | None, ...]]:
-        """Return the array of places and the block sizes; raise if the tensor does not have its number of dims."""
+        """Return the array of places and the block sizes per dim; raise for a tensor of another number of dims."""
         if ndim != len(self.shape):
             raise PlacementError(f"{self!r} is for tensors of {len(self.shape)} dims, got one of {ndim}")
         return _place_array(self.shards, self.shape), self.shard_sizes or (None,) * ndim
 
     def to_data(self) -> Any:
-        """Return the arguments of ``mesh`` that make the spec."""
+        """Return the spec as the arguments of ``mesh`` that make it, for YAML or JSON."""
         sizes = {} if self.shard_sizes is None else {"shard_sizes": [s if s is None else list(s) for s in self.shard_sizes]}
         nested = np.asarray([replicas_text(each) for each in self.shards], dtype=object).reshape(self.shape).tolist()
         return {"mesh": {"placements": nested, **sizes}}

@@ -28,7 +28,7 @@ from ..mesh.device_mesh import DeviceMesh, as_mesh
 from ..placement import Placements
 from ..random.draw import as_graph_op, clone_block
 from ..redistribute import redistribute_local
-from ..redistribute.executor import box_inside, in_memory_order
+from ..redistribute.executor import box_inside, to_memory_order_of
 from ..redistribute.step import layout_text, placements_text
 from ..state.functorch import as_writable_in_transform, below_transforms, has_tangent, layout_of, unwrap_constant
 from .autograd import redistribute_if_needed
@@ -185,7 +185,7 @@ def _scatter_from_source(tensor: torch.Tensor, layout: Layout, source: int | Non
     if is_traceable_wrapper_subclass(tensor):  # broadcast to every rank, because a subclass shards itself
         tensor = map_inner_tensors(lambda part: comm.broadcast(part, range(mesh.ndim), position).wait(), tensor)
         return comm.map(lambda member, full: clone_block(full, layout, member), tensor)
-    return comm.map(in_memory_order, _bind_scatter(layout, position)(tensor).wait(), layout)
+    return comm.map(to_memory_order_of, _bind_scatter(layout, position)(tensor).wait(), layout)
 
 
 def _shard_received(received: torch.Tensor, layout: Layout, source: int) -> Any:
@@ -197,7 +197,7 @@ def _shard_received(received: torch.Tensor, layout: Layout, source: int) -> Any:
     comm.report(
         _collective_name(layout), range(layout.mesh.ndim), lambda: _received_nbytes(layout, _source_position(layout.mesh, source))
     )
-    return comm.map(lambda member: in_memory_order(member, clone_block(received, layout, member), layout))
+    return comm.map(lambda member: to_memory_order_of(member, clone_block(received, layout, member), layout))
 
 
 @memoize(1024)

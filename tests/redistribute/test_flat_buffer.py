@@ -62,7 +62,7 @@ def test_unpacking_equal_shards_equals_unpacking_one_by_one(ranks):
     found = []
     for way in (rows, one_by_one):
         wholes = [torch.zeros(shape[::-1], dtype=torch.float64).permute(*range(len(shape))[::-1]) for shape in rows.shapes]
-        way.unpack(row, locals_, way.targets(wholes))
+        way.copy_gathered(row, locals_, way.gathered_regions(wholes))
         found.append(wholes)
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
@@ -84,10 +84,10 @@ def test_number_of_copies_does_not_grow_with_the_ranks():
     for ranks in (2, 8, 16):
         rows = rows_of(ranks, 0, FLOATS)
         wholes = [numbers(shape, i) for i, shape in enumerate(rows.shapes)]
-        targets = rows.targets(wholes)
+        targets = rows.gathered_regions(wholes)
         row, locals_ = numbers((sum(rows.lengths),), 5), [numbers(size, i) for i, size in enumerate(rows.sizes[0])]
         with Count() as count:
             rows.pack_addends(range(len(TENSORS)), wholes, torch.float64, torch.device("cpu"))
-            rows.unpack(row, locals_, targets)
+            rows.copy_gathered(row, locals_, targets)
         found.add(count.calls)
     assert len(found) == 1

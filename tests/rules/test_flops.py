@@ -13,7 +13,7 @@ import dtensor as dt
 from dtensor.base.tensor_tree import map_tensors
 from dtensor.cost.device import DEVICES, Device
 from dtensor.layout.layout import Layout
-from dtensor.propagation.flops import Work, divide_by_other_mesh_dims, strategy_seconds, work_of
+from dtensor.propagation.flops import OperatorWork, divide_by_other_mesh_dims, strategy_compute_seconds, work_of
 from dtensor.propagation.make_call import make_call
 from dtensor.propagation.op_schema import operator_schema_of
 from dtensor.rules.call import Call, Meta
@@ -46,7 +46,7 @@ def call_of(op: Any, *args: Any, mesh: dt.DeviceMesh = MESH, placements: Any = N
     return call
 
 
-def work_of_call(call: Call) -> Work:
+def work_of_call(call: Call) -> OperatorWork:
     rule = lookup(call.func)
     return work_of(rule, None if rule is None else rule.factors(call), call)
 
@@ -160,7 +160,7 @@ def test_operators_read_and_write_each_byte_once_and_views_are_free() -> None:
     ):
         found = work_of_call(call_of(op, *args))
         assert found.free
-        assert strategy_seconds(DEVICES["CPU"], found, Strategy((R,), (R,)), 4, {}) == 0
+        assert strategy_compute_seconds(DEVICES["CPU"], found, Strategy((R,), (R,)), 4, {}) == 0
 
 
 def flop_shares_by_strategy(call: Call) -> dict[str, float]:
@@ -171,10 +171,10 @@ def flop_shares_by_strategy(call: Call) -> dict[str, float]:
     done = work_of(rule, factors, call)
     partials = tuple(rule.partials(call) if callable(rule.partials) else rule.partials)
     return {
-        row.factor or ",".join(map(str, row.operands)): strategy_seconds(
+        row.factor or ",".join(map(str, row.operands)): strategy_compute_seconds(
             UNIT, divide_by_other_mesh_dims(done, call, 0), row, call.mesh.shape[0], factors.sizes
         )
-        / strategy_seconds(UNIT, done, Strategy((R, R), (R,)), 1, factors.sizes)
+        / strategy_compute_seconds(UNIT, done, Strategy((R, R), (R,)), 1, factors.sizes)
         for row in strategies_of_factors(factors, partials)
     }
 
@@ -207,7 +207,7 @@ def test_flops_divided_by_another_mesh_dim_are_not_divided_again() -> None:
 def test_only_bytes_of_tensors_with_the_sharded_factor_are_divided() -> None:
     call = call_of(aten.mm.default, f(16, 8), f(8, 4))
     row = Strategy((Along("m"), R), (Along("m"),), "m")
-    assert strategy_seconds(MEMORY, work_of_call(call), row, 4, {"m": 16, "k": 8, "n": 4}) == 4 * (
+    assert strategy_compute_seconds(MEMORY, work_of_call(call), row, 4, {"m": 16, "k": 8, "n": 4}) == 4 * (
         16 * 8 / 4 + 8 * 4 + 16 * 4 / 4
     )
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from ops_page import make_page
 
-from dtensor.commands.operator_tables import FAMILIES, entry_of
+from dtensor.commands.operator_tables import FAMILIES, table_entry_of
 from dtensor.rules import rules
 from dtensor.rules.registry import family_of
 
@@ -36,7 +36,7 @@ def test_every_family_of_rules_has_a_heading() -> None:
 )
 def test_row_of_an_operator_equals_the_generated_row(name: str) -> None:
     (line,) = [line for line in PAGE.splitlines() if line.startswith("|") and f"`{name}`" in line.split("|")[1]]
-    entry = entry_of(f"aten::{name}", rules()[f"aten::{name}"])
+    entry = table_entry_of(f"aten::{name}", rules()[f"aten::{name}"])
     assert tuple(cell.strip() for cell in line.split("|")[2:-1]) == entry.cells
 
 

@@ -144,8 +144,8 @@ def test_functions_with_arguments_have_bounded_caches() -> None:
     assert {
         "layout.splits.chunk_sizes",
         "redistributions",
-        "infer.answers",
-        "prices.tables",
+        "shape_inference.results",
+        "strategy_table.tables",
         "propagation.op_schema.operator_schema_of",
     } <= dt.cache_info().keys()
 

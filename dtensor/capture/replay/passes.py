@@ -29,7 +29,7 @@ from ...base.torch_internals import TensorBase
 from ...comm import Pending
 from ...comm.map_ranks import communicator_of
 from ...placement import Monoid
-from ...redistribute.coalesce import kind_of, merged_all_reduce, merged_collective
+from ...redistribute.coalesce import merge_kind_of, merged_all_reduce, merged_collective
 from ..tracing.tape import ALL_REDUCE, DefUse, LocalMetadata, PerRankVars, Step, Tape, Var, iter_vars, map_leaves
 
 MAX_BUCKET_BYTES = 32 * 2**20  # of the values of one joined collective
@@ -295,7 +295,7 @@ def _describe_collective(step: Step, metadata: Mapping[Var, LocalMetadata]) -> t
             return None
         comm, op, dtype = communicator_of(move.before.mesh), getattr(move, "op", None), move.before.dtype
         collective = _Collective(comm, move.mesh_dims, move, max(move.before.max_local_nbytes, move.after.max_local_nbytes))
-        kind = type(move), kind_of(move)
+        kind = type(move), merge_kind_of(move)
     backend_adds = op is not None and not isinstance(op, Monoid) and comm.bind_all_reduce(collective.mesh_dims, op, dtype).at_once
     return None if isinstance(op, Monoid) or backend_adds else (kind, collective)
 

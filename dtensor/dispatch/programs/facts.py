@@ -97,13 +97,16 @@ class RowOwnership(NotSerialized):
         return is_unwritten(self.versions, counted_versions(self.ends))
 
     def foreign_rows(self) -> Any:
-        """Return on each rank which rows of its local tensor another rank owns, as booleans."""
+        """Return for each rank a boolean mask of its local rows that another rank owns, computed at the first request."""
         if self._foreign is None:
             self._foreign = communicator_of(self.layout.mesh).map(self._foreign_rows_of, self.ends._local)
         return self._foreign
 
     def _foreign_rows_of(self, member: int, ends: torch.Tensor) -> torch.Tensor:
-        """Rows behind the last group are in no group and zero on all ranks; the owner of the last group owns them."""
+        """Return for each local row of one member whether another rank owns it.
+
+        Rows behind the last group are in no group and zero on all ranks; the owner of the last group owns them.
+        """
         coordinate = self.layout.mesh.coordinates[member]
         start, size = self.layout.local_offset(coordinate)[self.dim], self.layout.local_shape(coordinate)[self.dim]
         rows = torch.arange(start, start + size, device=ends.device)
@@ -138,13 +141,13 @@ class DisjointRows:
 
 
 def find_disjoint_rows(x: Any) -> DisjointRows | None:
-    """Return the disjoint rows of a tensor if the fact is valid now, else None."""
+    """Return the fact that the rows of ``x`` are non-zero on their owner only, if it is valid now; else None."""
     fact = x.__dict__.get(_DISJOINT_ROWS) if type(x) is wrap.TENSOR else None
     return fact if type(fact) is DisjointRows and fact.is_valid(counted_versions(x)) else None
 
 
 def _get_or_make_ownership(ends: Any, disjoint: DisjointResult, layout: Layout) -> RowOwnership:
-    """Return the row ownership of a product of groups, one for all products of the same groups."""
+    """Return the row ownership of a grouped matrix product, cached on ``ends``, its tensor of group ends."""
     ownerships = ends.__dict__.get(_OWNERSHIPS)
     if type(ownerships) is not RowOwnerships:
         ownerships = ends.__dict__[_OWNERSHIPS] = RowOwnerships()
@@ -157,25 +160,26 @@ def _get_or_make_ownership(ends: Any, disjoint: DisjointResult, layout: Layout) 
 
 
 def read_row_ownership(plan: CallPlan, operator: OperatorSchema, signature: CallSignature) -> Step | None:
-    """Read, before the call writes to anything, the row ownership of operands that results inherit."""
+    """Make the step that reads the row ownership of operands that results inherit, before the call writes to anything."""
     if plan.chosen is None or not plan.chosen.disjoint_results:
         return None
     slots = [(name, plan.call.names[:i].count(name)) for i, name in enumerate(plan.call.names)]  # name, and index in its list
     inherited = [None if disjoint.operand is None else slots[disjoint.operand] for disjoint in plan.chosen.disjoint_results]
 
     def find_inherited(bound: Mapping[str, Any], name: str, index: int) -> DisjointRows | None:
+        """Return the fact that the rows of one operand are disjoint, if it is valid now; else None."""
         value = bound[name]
         return find_disjoint_rows(value[index] if isinstance(value, (list, tuple)) else value)
 
-    def step(frame: Frame) -> None:
+    def read_inherited(frame: Frame) -> None:
         bound = operator.bind(frame.args, frame.kwargs)
         frame.ownerships = [None if slot is None else find_inherited(bound, *slot) for slot in inherited]
 
-    return step
+    return read_inherited
 
 
 def attach_row_ownership(plan: CallPlan, operator: OperatorSchema, signature: CallSignature) -> Step | None:
-    """Attach to each result that the plan predicts to have disjoint rows which rank owns each row.
+    """Make the step that notes on each result with disjoint rows which rank owns each row.
 
     Where the plan asks for it, the rows of other ranks are set to zero.
     """
@@ -184,7 +188,7 @@ def attach_row_ownership(plan: CallPlan, operator: OperatorSchema, signature: Ca
     disjoint_results, layouts = plan.chosen.disjoint_results, [layout for layout in plan.chosen.results if layout is not None]
     is_written = bool(operator.mutated)
 
-    def step(frame: Frame) -> None:
+    def attach_ownerships(frame: Frame) -> None:
         """Attach the ownership of rows to disjoint results, and zero the rows of other ranks where the plan asks for it."""
         bound = operator.bind(frame.args, frame.kwargs)
         results = [x for x in tree_leaves(frame.output) if isinstance(x, torch.Tensor)]
@@ -203,7 +207,7 @@ def attach_row_ownership(plan: CallPlan, operator: OperatorSchema, signature: Ca
             versions = None if is_written and IN_DECOMPOSITION.depth else versions
             x.__dict__[_DISJOINT_ROWS] = DisjointRows(ownership, disjoint.dim, versions, is_written)
 
-    return step
+    return attach_ownerships
 
 
 # --- deferred reductions ------------------------------------------------------------------------------------------------
@@ -214,7 +218,7 @@ class DeferredReductions(frozenset[int]):
 
 
 def mark_deferred_reductions(plan: CallPlan, operator: OperatorSchema, signature: CallSignature) -> Step | None:
-    """Mark partial operands that this operator left unreduced; the cost model expects a later reduction of the result."""
+    """Make the step that marks partial operands which the operator left unreduced, for the cost model of later calls."""
     if plan.chosen is None or operator.is_view or operator.mutated:
         return None
     marks = [(place, dims) for name, dims in _deferred_reductions(plan) if (place := signature.given(name)) is not None]
@@ -222,17 +226,17 @@ def mark_deferred_reductions(plan: CallPlan, operator: OperatorSchema, signature
         return None
     tensor = wrap.TENSOR
 
-    def step(frame: Frame) -> None:
+    def mark_operands(frame: Frame) -> None:
         """Note on each partial operand the mesh dims along which its reduction is deferred."""
         for place, dims in marks:
             if type(x := frame.given(place)) is tensor:
                 x.__dict__[_DEFERRED] = dims
 
-    return step
+    return mark_operands
 
 
 def _deferred_reductions(plan: CallPlan) -> Iterator[tuple[str, DeferredReductions]]:
-    """Yield by argument the mesh dims over which the operator passes its partial sums on to a result.
+    """Yield each argument with the mesh dims over which the operator leaves its partial sums unreduced in a result.
 
     Operands with disjoint rows are left out: the owners of the rows go on with them.
     """
@@ -266,7 +270,7 @@ class LocalIndices:
 
 
 def find_local_indices(x: Any) -> LocalIndices | None:
-    """Return the local indices of a tensor if the fact is valid now, else None.
+    """Return the fact that ``x`` has indices into each rank's own shard only, if it is valid now; else None.
 
     Recordings and traced programs get None: they must be right for other values.
     """
@@ -277,13 +281,13 @@ def find_local_indices(x: Any) -> LocalIndices | None:
 
 
 def note_local_indices(x: Any, columns: tuple[Split | None, ...]) -> None:
-    """Attach the fact to an index tensor, if any of its columns refers to local indices."""
+    """Attach to an index tensor which of its columns have indices into each rank's own shard, if any."""
     if any(columns) and type(x) is wrap.TENSOR:
         x.__dict__[_LOCAL_INDICES] = LocalIndices(columns, counted_versions(x))
 
 
 def propagate_local_indices(plan: CallPlan, operator: OperatorSchema, signature: CallSignature) -> Step | None:
-    """Pass on to views, column by column, that an index tensor refers to this rank's own shard only."""
+    """Make the step that gives views of an index tensor the fact that their indices are into this rank's own shard only."""
     if not operator.is_view or plan.how != "rule" or not plan.starts or plan.redistributions or plan.communicates:
         return None
     first = plan.call.operands[0]
@@ -292,8 +296,8 @@ def propagate_local_indices(plan: CallPlan, operator: OperatorSchema, signature:
     rows = first.shape[0]
     layouts = [layout for layout in tree_leaves(plan.results) if isinstance(layout, Layout)]
 
-    def step(frame: Frame) -> None:
-        """Give views of an index tensor the fact that it refers to this rank's shard only."""
+    def note_on_views(frame: Frame) -> None:
+        """Give each view that is one column of the index tensor the fact of that column."""
         base = frame.args[0]
         fact = find_local_indices(base) if _LOCAL_INDICES in base.__dict__ else None
         if fact is not None:
@@ -301,7 +305,7 @@ def propagate_local_indices(plan: CallPlan, operator: OperatorSchema, signature:
                 if len(columns := _columns_of_view(fact.columns, layout, start // layout.dtype.itemsize, rows)) == 1:
                     note_local_indices(x, columns)
 
-    return step
+    return note_on_views
 
 
 def _columns_of_view(columns: tuple[Split | None, ...], layout: Layout, start: int, rows: int) -> tuple[Split | None, ...]:
@@ -319,14 +323,14 @@ def _columns_of_view(columns: tuple[Split | None, ...], layout: Layout, start: i
 
 # --- preferred layouts --------------------------------------------------------------------------------------------------
 def _is_most_of(x: Any, joined: Any) -> bool:
-    """Return True if ``x`` has more than half of the elements of the list ``joined``."""
+    """Return True if ``x``, one of the tensors in the list ``joined``, has more than half of all their elements."""
     if type(x) is not wrap.TENSOR or not isinstance(joined, Sequence):
         return False
     return bool(2 * x._layout.numel > sum([y.numel() for y in joined]))
 
 
 def _find_preferred_layout(x: Any) -> Layout | None:
-    """Return the layout that an operator needed ``x`` in, or the base of which ``x`` is a slice along an unsharded dim."""
+    """Return the preferred layout of ``x``, or that of its base if ``x`` is a slice of it along an unsharded dim; else None."""
     base = None if PREFERRED_LAYOUT in x.__dict__ else x._base
     fact = (x if base is None else base).__dict__.get(PREFERRED_LAYOUT)
     if type(fact) is not PreferredLayout or not is_recorded_by(fact.recorder, active_recorder()):
@@ -343,17 +347,17 @@ def _find_preferred_layout(x: Any) -> Layout | None:
 
 
 def propagate_preferred_layout(plan: CallPlan, operator: OperatorSchema, signature: CallSignature) -> Step | None:
-    """Note that the result has the layout that operators preferred for the operand that it extends."""
+    """Make the step that notes the result's layout as preferred, since it extends an operand with a preferred layout."""
     if plan.chosen is None or not any(
         known is not None and known.preferred_layout is not None for known in plan.call.operand_facts
     ):
         return None
 
-    def step(frame: Frame) -> None:
+    def note_on_result(frame: Frame) -> None:
         if type(result := frame.output) is wrap.TENSOR:
             note_preferred_layout(result, result._layout)
 
-    return step
+    return note_on_result
 
 
 FACT_PASSES: tuple[Pass, ...] = (
@@ -366,7 +370,7 @@ FACT_PASSES: tuple[Pass, ...] = (
 
 # --- facts of a call ----------------------------------------------------------------------------------------------------
 def facts_of_call(operator: OperatorSchema, bound: Mapping[str, Any]) -> dict[ArgumentSlot, OperandFacts]:
-    """Return the facts of the operands of a call; operands without a fact are left out."""
+    """Return the facts of a call's operands, by argument slot; operands without a fact are left out."""
     facts: dict[ArgumentSlot, OperandFacts] = {}
     numbers: dict[int, int] = {}  # by identity of a row ownership: its number in this call
     for name in filter(operator.tensors.__contains__, operator.names):
@@ -397,7 +401,7 @@ def facts_of_call(operator: OperatorSchema, bound: Mapping[str, Any]) -> dict[Ar
 
 
 def depends_on_facts(plan: CallPlan, operator: OperatorSchema) -> bool:
-    """Return True if other facts of the operands may give another plan."""
+    """Return True if the plan could be another one for operands with other facts."""
     if plan.chosen is None:
         return False
     joins = operator.traits.joins
@@ -407,18 +411,20 @@ def depends_on_facts(plan: CallPlan, operator: OperatorSchema) -> bool:
     return has_kernels or any("sum" in x.partials or (joins and any(x.splits)) for x in plan.call.operands)
 
 
-def make_quick_facts(operator: OperatorSchema) -> Callable[[Args, Keywords], tuple[Any, ...]]:
-    """Make the function that returns the facts of a call's operands as a key; () at once if no operand carries any.
+def make_quick_facts_key(operator: OperatorSchema) -> Callable[[Args, Keywords], tuple[Any, ...]]:
+    """Make the function that returns the facts of a call's operands as a key; () at once if no operand has an attribute of one.
 
-    A view whose base was redistributed has facts without an attribute that says so: :func:`all_facts` finds these, too.
+    A view whose base was redistributed has facts without an attribute that says so: :func:`facts_key` finds these, too.
+
+    A view whose base was redistributed has facts without an attribute that says so: :func:`facts_key` finds these, too.
     """
     tensor, joins = wrap.TENSOR, operator.traits.joins
     attributes = frozenset(
         (_DISJOINT_ROWS,) if operator.is_view else (_DISJOINT_ROWS, CACHED_COPIES, _DEFERRED, _LOCAL_INDICES, PREFERRED_LAYOUT)
     )
 
-    def quick_facts(args: Args, kwargs: Keywords) -> tuple[Any, ...]:
-        """Return the facts of the arguments, or () at once if no tensor among them has an attribute of a fact."""
+    def quick_facts_key(args: Args, kwargs: Keywords) -> tuple[Any, ...]:
+        """Return the facts of the arguments as a key, () at once if no tensor among them has an attribute of a fact."""
         for value in (*args, *kwargs.values()) if kwargs else args:
             kind = type(value)
             if kind is tensor:
@@ -428,12 +434,12 @@ def make_quick_facts(operator: OperatorSchema) -> Callable[[Args, Keywords], tup
                 elements = [x for x in value if type(x) is tensor] if is_list else ()
                 has_facts = any(not attributes.isdisjoint(x.__dict__) or (joins and x._base is not None) for x in elements)
             if has_facts:
-                return all_facts(operator, args, kwargs)
+                return facts_key(operator, args, kwargs)
         return ()
 
-    return quick_facts
+    return quick_facts_key
 
 
-def all_facts(operator: OperatorSchema, args: Args, kwargs: Keywords) -> tuple[Any, ...]:
-    """Return the facts of a call's operands as a key."""
+def facts_key(operator: OperatorSchema, args: Args, kwargs: Keywords) -> tuple[Any, ...]:
+    """Return the facts of a call's operands as a key that selects a variant of its program."""
     return tuple(facts_of_call(operator, operator.bind(args, kwargs)).items())

@@ -60,11 +60,11 @@ Pass = Callable[[CallPlan, OperatorSchema, CallSignature], Step | None]  # makes
 
 
 def argument_at(place: ArgumentPosition, args: Args, kwargs: Keywords) -> Any:
-    """Return the argument at ``place``."""
+    """Return the user's argument at ``place``: a position in ``args``, or a name in ``kwargs``."""
     return args[place] if isinstance(place, int) else kwargs[place]
 
 
-def results_of(local_result: Any, operator: OperatorSchema) -> Args:
+def results_as_tuple(local_result: Any, operator: OperatorSchema) -> Args:
     """Return the results of a local call as a tuple, one for each return value of ``operator``."""
     count = len(operator.returns)
     return () if count == 0 else (local_result,) if count == 1 else tuple(local_result)

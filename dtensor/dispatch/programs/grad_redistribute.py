@@ -21,7 +21,7 @@ REDISTRIBUTING_GRAD = ContextVar("bringing back", default=False)  # True while d
 
 
 def redistribute_grad_unless_planned(grad: Any, redistribute: Callable[[], Any]) -> Any:
-    """Return ``redistribute()``, the gradient in the placements of its value; ``grad`` itself if a plan chooses layouts."""
+    """Return ``redistribute()``, the gradient placed as its value; ``grad`` itself if a program plan chooses layouts."""
     if HAS_PROGRAM_PLAN.held and HAS_PROGRAM_PLAN.last(bool)():
         return grad
     token = REDISTRIBUTING_GRAD.set(True)
@@ -32,7 +32,7 @@ def redistribute_grad_unless_planned(grad: Any, redistribute: Callable[[], Any])
 
 
 def register_grad_redistribute(x: Any, is_part: bool) -> bool:
-    """Redistribute the complete gradient of ``x``, which is redistributed itself, to the sharded placements of ``x``.
+    """Register a hook that redistributes the gradient of ``x``, a tensor that is redistributed, to the shards of ``x``.
 
     That moves half of what an all-reduce of the gradient moves, and the backward pass meets what the forward pass left in the
     same placements.
@@ -52,19 +52,19 @@ def register_grad_redistribute(x: Any, is_part: bool) -> bool:
     metadata[key] = True
 
     def redistribute_grad(grad: Any) -> Any:
-        """Return the gradient sharded as its forward value, or None if it stays as it is."""
-        found = getattr(grad, "_layout", None)
-        if found is None or found.mesh != layout.mesh:
+        """Return the gradient redistributed to the shards of its forward value, or None to keep it as it is."""
+        present = getattr(grad, "_layout", None)
+        if present is None or present.mesh != layout.mesh:
             return None
-        pairs = list(zip(layout.placements, found.placements, strict=True))
+        pairs = list(zip(layout.placements, present.placements, strict=True))
         if any(isinstance(theirs, Shard) and not isinstance(ours, Shard) for ours, theirs in pairs):
             return None  # the gradient is sharded further
         sharded = [(ours, theirs) for ours, theirs in pairs if isinstance(ours, Shard)]
         if all(theirs in (ours, Replicate()) or (is_part and isinstance(theirs, Shard)) for ours, theirs in sharded):
             return None  # the backward of chunk or unbind redistributes all parts in one exchange
-        target = found.replace(placements=[ours if isinstance(ours, Shard) else theirs for ours, theirs in pairs])
+        target = present.replace(placements=[ours if isinstance(ours, Shard) else theirs for ours, theirs in pairs])
         uneven = any(isinstance(each, Shard) and each.sizes is not None for pair in sharded for each in pair)
-        if uneven and _makes_slow_rank(target, found):
+        if uneven and _makes_slow_rank(target, present):
             return None
         return redistribute_grad_unless_planned(grad, lambda: grad.redistribute(placements=target.placements))
 
@@ -72,7 +72,7 @@ def register_grad_redistribute(x: Any, is_part: bool) -> bool:
     return True
 
 
-def _makes_slow_rank(target: Layout, found: Layout) -> bool:
-    """Return True if the largest local tensor grows, and is large enough to slow down each later collective on it."""
+def _makes_slow_rank(target: Layout, present: Layout) -> bool:
+    """Return True if ``target`` has larger local tensors than ``present``, large enough to slow down later collectives."""
     most, ranks, rate = target.max_local_nbytes, target.mesh.size(), get_link(target.mesh).exchange
-    return most > found.max_local_nbytes and rate.seconds(ranks, most) > 1.25 * rate.seconds(ranks, 0)
+    return most > present.max_local_nbytes and rate.seconds(ranks, most) > 1.25 * rate.seconds(ranks, 0)

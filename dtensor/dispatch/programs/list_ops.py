@@ -25,7 +25,7 @@ _SCALAR_DTYPES = (torch.float32, torch.float64)  # kernels in half precision com
 
 # --- foreach operators with scalars -------------------------------------------------------------------------------------
 def convert_scalars_once(plan: CallPlan, operator: OperatorSchema, func: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``func``, the local function of a foreach operator with scalars (``_foreach_mul_(list, 0.9)``), for a CPU.
+    """Wrap ``func``, a foreach operator with scalars (``_foreach_mul_(list, 0.9)``), to make one tensor of a scalar on a CPU.
 
     For every element torch makes a tensor of the scalar and converts it to the element's dtype. Made once, in that dtype, the
     tensor gives the same bits in a third of the time, and an optimizer step has several such operators. Other devices do a whole
@@ -40,13 +40,13 @@ def convert_scalars_once(plan: CallPlan, operator: OperatorSchema, func: Callabl
         return func
     (dtype,) = dtypes
 
-    def run(elements: list[Tensor], scalars: Any) -> Any:
+    def run_with_tensors(elements: list[Tensor], scalars: Any) -> Any:
         """Call the operator with the scalars as tensors, unless a recording, a mode or a graph must keep the numbers."""
         # recordings and graphs keep the scalars, which may be symbols; tensors made under a dispatch mode are no plain tensors
         keep = ACTIVE_RECORDERS or count_dispatch_modes() or is_traced(elements[0])
         return func(elements, scalars if keep else _make_scalar_tensors(scalars, len(elements), dtype))
 
-    return run
+    return run_with_tensors
 
 
 def _make_scalar_tensors(scalars: Any, count: int, dtype: torch.dtype) -> list[Tensor]:
@@ -55,24 +55,24 @@ def _make_scalar_tensors(scalars: Any, count: int, dtype: torch.dtype) -> list[T
         if not scalars[0] or scalars.count(scalars[0]) != count:  # 0.0 == -0.0
             return list(torch.tensor(scalars, dtype=dtype, device="cpu").unbind())
         scalars = scalars[0]
-    return [_nonzero_scalar(scalars, dtype) if scalars else torch.tensor(scalars, dtype=dtype, device="cpu")] * count
+    return [_cached_scalar_tensor(scalars, dtype) if scalars else torch.tensor(scalars, dtype=dtype, device="cpu")] * count
 
 
 @memoize(256)
-def _nonzero_scalar(scalar: float, dtype: torch.dtype) -> Tensor:
-    """Return a tensor of a scalar that is not zero: a weight decay is the same at every step. No operator writes to it."""
+def _cached_scalar_tensor(scalar: float, dtype: torch.dtype) -> Tensor:
+    """Return the cached 0-d tensor of a scalar that is not zero, such as a weight decay; no operator writes to it."""
     return torch.tensor(scalar, dtype=dtype, device="cpu")
 
 
 # --- fused operators ----------------------------------------------------------------------------------------------------
 def match_list_strides(operator: OperatorSchema) -> Callable[..., Any]:
-    """Return a fused operator whose CPU kernel reads lists as flat memory, for any strides.
+    """Wrap a fused operator, whose CPU kernel reads lists as flat memory, so that it takes elements of any strides.
 
     Tensors with other strides than those of the first list are copied before, and copied back if they were written to.
     """
     func, is_written = operator.func, [name in operator.mutated for name in operator.names]
 
-    def run(*local_args: Any, **local_kwargs: Any) -> Any:
+    def run_with_equal_strides(*local_args: Any, **local_kwargs: Any) -> Any:
         """Run the function on copies of elements with other strides than the first list's, and write results back."""
         copied: list[tuple[Any, Any]] = []  # written tensors and their copies
         first = local_args[0]
@@ -86,11 +86,11 @@ def match_list_strides(operator: OperatorSchema) -> Callable[..., Any]:
             write_value(x, copy)
         return result
 
-    return run
+    return run_with_equal_strides
 
 
 def _copy_mismatched(elements: list[Any], first: list[Any], is_first: bool) -> list[tuple[Any, Any]]:
-    """Replace elements with other strides by copies; return pairs of element and copy."""
+    """Replace elements of a list, in place, by copies if their strides do not match; return pairs of element and copy."""
     copied = []
     for i, (x, like) in enumerate(zip(elements, first, strict=False)):
         if not (all(map(_is_dense, shards_of(x))) if is_first else all(map(_has_strides_of, shards_of(x), shards_of(like)))):
@@ -100,7 +100,10 @@ def _copy_mismatched(elements: list[Any], first: list[Any], is_first: bool) -> l
 
 
 def _all_match(lists: list[list[Any]]) -> bool:
-    """Return True if one look at all strides shows that they match, which is the usual case; step counts have no strides."""
+    """Return True if a quick look shows that all lists have the strides of the first; step counts have none.
+
+    False may be wrong: :func:`_copy_mismatched` compares element by element.
+    """
     if {*map(type, chain.from_iterable(lists))} != {torch.Tensor} or not all(map(torch.Tensor.is_contiguous, lists[0])):
         return False
     strides = list(map(torch.Tensor.stride, lists[0]))
@@ -108,7 +111,7 @@ def _all_match(lists: list[list[Any]]) -> bool:
 
 
 def _is_dense(x: torch.Tensor) -> bool:
-    """Return True if there are no gaps in memory, as a slice of rows has them."""
+    """Return True if the memory of ``x`` has no gaps, as that of a slice of rows has."""
     return x.numel() < 2 or x.stride() == torch.empty_like(x).stride()
 
 
@@ -134,7 +137,7 @@ def has_aliased_elements(operator: OperatorSchema, args: Args, kwargs: Keywords)
 
 
 def run_per_element(operator: OperatorSchema, args: Args, kwargs: Keywords) -> None:
-    """Call a list operator that returns nothing once for each element, in order."""
+    """Call a list operator that returns nothing once for each element of its lists, in order."""
     count = max(len(x) for x in (*args, *kwargs.values()) if isinstance(x, (list, tuple)))
 
     def select(index: int, x: Any) -> Any:

@@ -51,6 +51,7 @@ class LocalCall:
         self.func, self.constants, self.keywords = func, constants, keywords or {}
 
     def __call__(self, frame: Frame) -> None:
+        """Replace the arguments that differ on each rank, and call the function with the frame's local arguments."""
         local_args, local_kwargs = frame.local_args, frame.local_kwargs
         for position, value in self.constants:
             local_args[position] = value
@@ -60,13 +61,13 @@ class LocalCall:
 
 
 def call_local_function(plan: CallPlan, operator: OperatorSchema, signature: CallSignature) -> LocalCall:
-    """Call the local function on the local tensors that this process holds."""
+    """Make the step that calls, on the ranks of this process, a kernel, a function of the rule, or the operator itself."""
     rule = plan.rule
     if operator.traits.flat:
         return LocalCall(match_list_strides(operator))
     if plan.how == "gather":
         return LocalCall(_draw_on_gathered(plan, operator) if operator.seeded else operator.func)
-    if is_kernel(plan):
+    if runs_kernel(plan):
         defaults = (
             [(slice(signature.count, signature.count), signature.omitted_positional)] if signature.omitted_positional else []
         )
@@ -75,7 +76,7 @@ def call_local_function(plan: CallPlan, operator: OperatorSchema, signature: Cal
         runs_operator = strategy is not None and strategy.kernel is not None and strategy.kernel.run is run_operator
         empty = find_empty_ranks(plan, operator) if runs_operator else None  # without collectives, these ranks may skip it
         lacking = {name: value for name, value in signature.omitted_by_name.items() if name not in operator.outs}
-        return LocalCall(partial(empty.skip(kernel) if empty else kernel, **lacking), defaults)
+        return LocalCall(partial(empty.skip_empty_ranks(kernel) if empty else kernel, **lacking), defaults)
     rule_function = None if rule is None or rule.local is None else _function_for_ranks_here(plan, rule.local)
     by_member = _rank_constants(plan)
     if by_member:
@@ -83,7 +84,7 @@ def call_local_function(plan: CallPlan, operator: OperatorSchema, signature: Cal
     if rule_function:
         empty = find_empty_ranks(plan, operator)
         one_rank_function = getattr(rule_function, "of_one_rank", rule_function)
-        return LocalCall(rule_function if empty is None else empty.skip(one_rank_function))
+        return LocalCall(rule_function if empty is None else empty.skip_empty_ranks(one_rank_function))
     func = convert_scalars_once(plan, operator, local_function(operator.func))
     if operator.mutated and not operator.outs and not operator.traits.per_element and _may_refuse_shared_memory(plan):
         return LocalCall(_clone_if_refused(plan, func))
@@ -91,7 +92,7 @@ def call_local_function(plan: CallPlan, operator: OperatorSchema, signature: Cal
 
 
 def _draw_on_gathered(plan: CallPlan, operator: OperatorSchema) -> Callable[..., Any]:
-    """Return the operator on gathered operands, run by every rank from the same generator state, which advances once.
+    """Return a random operator for gathered operands: every rank runs it from the same generator state, which advances once.
 
     Numbers that the operator returns must be the same on all ranks.
     """
@@ -99,14 +100,14 @@ def _draw_on_gathered(plan: CallPlan, operator: OperatorSchema) -> Callable[...,
     def run_one(member: int | None, positional: Sequence[Any], keywords: Constants) -> Any:
         return operator.func(*positional, **keywords)
 
-    def run(*local_args: Any, **local_kwargs: Any) -> Any:
+    def run_all_ranks(*local_args: Any, **local_kwargs: Any) -> Any:
         """Run all ranks from one state of the random generator, and return values that do not differ between ranks as one."""
         result = map_from_one_state(plan.call.mesh, local_kwargs.get("generator"), run_one, local_args, local_kwargs)
         if not isinstance(result, tuple):
             return result
         return tuple(require_equal([*value], operator.name) if isinstance(value, RankValues) else value for value in result)
 
-    return run
+    return run_all_ranks
 
 
 def _function_for_ranks_here(plan: CallPlan, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -114,35 +115,35 @@ def _function_for_ranks_here(plan: CallPlan, function: Callable[..., Any]) -> Ca
     return function if communicator_of(plan.call.mesh).holds_all else getattr(function, "of_one_rank", function)
 
 
-def is_kernel(plan: CallPlan) -> bool:
+def runs_kernel(plan: CallPlan) -> bool:
     """Return True if a kernel of the rule, which may communicate and knows its rank, runs in place of the operator."""
     return (plan.rule is not None and plan.rule.run is not None) or (
         plan.chosen is not None and plan.chosen.kernel_strategy is not None
     )
 
 
-def has_own_function(plan: CallPlan) -> bool:
+def replaces_operator(plan: CallPlan) -> bool:
     """Return True if a kernel or a function of the rule runs in place of the operator."""
-    return is_kernel(plan) or (plan.rule is not None and plan.rule.local is not None)
+    return runs_kernel(plan) or (plan.rule is not None and plan.rule.local is not None)
 
 
 def bind_kernel(plan: CallPlan) -> Callable[..., Any]:
-    """Return the kernel of a plan with its context bound."""
+    """Return the kernel of a plan with its :class:`KernelContext` bound as first argument."""
     assert plan.rule is not None
     chosen, strategy = plan.chosen, None if plan.chosen is None else plan.chosen.kernel_strategy
     assert chosen is not None
     if strategy is None or strategy.kernel is None:
         assert plan.rule.run is not None
-        return partial(plan.rule.run, KernelContext(_keyed_call(plan), chosen.operands, chosen.results, (), (1,)))
+        return partial(plan.rule.run, KernelContext(_hide_unkeyed_numbers(plan), chosen.operands, chosen.results, (), (1,)))
     splits = chosen.kernel_splits
     mesh_dims = tuple(mesh_dim for split in splits.values() for mesh_dim in split.mesh_dims)
     sizes = next(iter(splits.values())).sizes if len(splits) == 1 else ()
-    context = KernelContext(_keyed_call(plan), chosen.operands, chosen.results, mesh_dims, sizes, splits)
+    context = KernelContext(_hide_unkeyed_numbers(plan), chosen.operands, chosen.results, mesh_dims, sizes, splits)
     return partial(strategy.kernel.run, context)
 
 
-def _keyed_call(plan: CallPlan) -> Call:
-    """Return the call without the values of numbers that calls with the same plan may differ in."""
+def _hide_unkeyed_numbers(plan: CallPlan) -> Call:
+    """Return the call of a plan without the values of numbers in which calls with the same plan may differ."""
     return plan.call if plan.rule is not None and plan.rule.floats_matter else plan.call.for_all_numbers()
 
 
@@ -152,7 +153,7 @@ def _rank_constants(plan: CallPlan) -> dict[int, Constants]:
     rewrite = None if plan.rule is None else plan.rule.local_args
     if rewrite is None or plan.chosen is None:
         return {}
-    mesh, chosen, call = plan.call.mesh, plan.chosen, _keyed_call(plan)
+    mesh, chosen, call = plan.call.mesh, plan.chosen, _hide_unkeyed_numbers(plan)
     layouts = [layout for layout in chosen.results if layout is not None]
     held = communicator_of(mesh).held
     constants = {member: rewrite(call, LocalView(chosen.operands, layouts, mesh.coordinates[member])) for member in held}
@@ -162,7 +163,7 @@ def _rank_constants(plan: CallPlan) -> dict[int, Constants]:
 def _call_with_rank_constants(
     plan: CallPlan, operator: OperatorSchema, signature: CallSignature, by_member: dict[int, Constants]
 ) -> LocalCall:
-    """Return the call of the local function with the argument values that each member gets from the rule."""
+    """Make the local call that fills in, for each member, the argument values that the rule computed for it."""
     rule_function = None if plan.rule is None or plan.rule.local is None else _function_for_ranks_here(plan, plan.rule.local)
     accepted = {*operator.names}
     if rule_function is not None:
@@ -178,7 +179,7 @@ def _call_with_rank_constants(
     comm, empty = communicator_of(plan.call.mesh), find_empty_ranks(plan, operator)
     if not comm.holds_all:
         (member,) = by_member
-        return LocalCall(func, by_position[member], by_name[member]) if empty is None else LocalCall(empty.skip(func))
+        return LocalCall(func, by_position[member], by_name[member]) if empty is None else LocalCall(empty.skip_empty_ranks(func))
 
     def run_one(member: int, *local_args: Any, **local_kwargs: Any) -> Any:
         """Run the function of one rank, with the arguments that differ on each rank filled in."""
@@ -187,24 +188,24 @@ def _call_with_rank_constants(
             filled[position] = value
         return func(*filled, **{**local_kwargs, **by_name[member]})
 
-    return LocalCall(partial(comm.map, run_one if empty is None else empty.skip_member(run_one)))
+    return LocalCall(partial(comm.map, run_one if empty is None else empty.skip_empty_member(run_one)))
 
 
 def _make_contiguous_if_refused(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``func``, a view operator; it copies a redistributed operand if its strides do not allow the view."""
+    """Wrap ``func``, a view operator, to run on a contiguous copy if the operand's strides do not allow the view."""
 
-    def run(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Run the kernel; run it again on a contiguous copy if it refuses the strides."""
+    def run_or_copy(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Run the view operator; run it again on a contiguous copy if it refuses the strides."""
         try:
             return func(x, *args, **kwargs)
         except KERNEL_ERRORS:
             return func(x.contiguous(), *args, **kwargs)
 
-    return run
+    return run_or_copy
 
 
 def _fill_positions(signature: CallSignature, values: Constants) -> Filled:
-    """Return positions and values for ``values``; arguments that the call left out get their defaults as far as needed."""
+    """Return positions of local arguments with constants to put there; omitted ones before the last get defaults."""
     names = signature.operator.names[: signature.operator.positional]
     last = max((k for k, name in enumerate(names) if name in values), default=-1)
     appended = [
@@ -229,7 +230,7 @@ def _may_refuse_shared_memory(plan: CallPlan) -> bool:
 
 
 def _clone_if_refused(plan: CallPlan, func: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``func``; on a rank where it refuses operands that share memory, it gets copies of all operands but the first."""
+    """Wrap ``func`` to run, on a rank where it refuses operands that share memory, on clones of all operands but the first."""
     comm = communicator_of(plan.call.mesh)
 
     def clone_tensor(value: Any) -> Any:
@@ -275,20 +276,20 @@ class EmptyRanks:
         ]
         return blocks[0] if len(blocks) == 1 else tuple(blocks)
 
-    def skip_member(self, run_one: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``run_one(member, *locals)`` for ranks with elements, and empty results for these ranks."""
+    def skip_empty_member(self, run_one: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap ``run_one(member, *locals)`` so that empty ranks get empty results without running it."""
 
-        def run(member: int, *args: Any, **kwargs: Any) -> Any:
+        def run_unless_empty(member: int, *args: Any, **kwargs: Any) -> Any:
             """Run the function of one rank, or make its empty results if it has no elements to compute on."""
             is_empty = member in self.members
             result = self.make_results(member, args, kwargs) if is_empty else run_one(member, *args, **kwargs)
             return tuple(result) if isinstance(result, tuple) else result  # equal types on all ranks, not torch's named tuples
 
-        return run
+        return run_unless_empty
 
-    def skip(self, func: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``func``, which gets the local tensors of one rank, for the ranks of this process; these ranks skip it."""
-        run_one = self.skip_member(lambda member, *args, **kwargs: func(*args, **kwargs))
+    def skip_empty_ranks(self, func: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that runs ``func`` on each rank of this process, except on empty ranks, which get empty results."""
+        run_one = self.skip_empty_member(lambda member, *args, **kwargs: func(*args, **kwargs))
         comm = communicator_of(self.mesh)
         return partial(comm.map, run_one) if comm.holds_all else partial(run_one, *self.members)
 
@@ -316,13 +317,13 @@ def _may_have_empty_shard(layout: Layout) -> bool:
 
 
 def with_uniform_errors(plan: CallPlan, operator: OperatorSchema, func: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``func`` for ranks with empty shards, so that they raise what ranks with elements raise.
+    """Wrap ``func`` so that ranks with empty shards raise the errors of ranks with elements, and skip empty results.
 
     A rank with empty results skips the kernel (:class:`EmptyRanks`). A rank with an empty operand first calls it once with one
     element in place of none: kernels refuse a dtype only if they have something to do.
     """
     empty = find_empty_ranks(plan, operator)
-    compute = func if empty is None else empty.skip(func)
+    compute = func if empty is None else empty.skip_empty_ranks(func)
     comm, operands = communicator_of(plan.call.mesh), plan.call.operands if plan.chosen is None else plan.chosen.operands
     never_raises = operator.is_view or operator.mutated or operator.seeded
     if never_raises or comm.holds_all or not any(map(_may_have_empty_shard, operands)) or not all(x.numel for x in operands):
@@ -337,7 +338,7 @@ def with_uniform_errors(plan: CallPlan, operator: OperatorSchema, func: Callable
 
     was_tried = False
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run_after_trial(*args: Any, **kwargs: Any) -> Any:
         """Compute, after a first try of the operator on tensors of one element, which raises as torch does."""
         nonlocal was_tried
         if not was_tried:
@@ -350,4 +351,4 @@ def with_uniform_errors(plan: CallPlan, operator: OperatorSchema, func: Callable
             was_tried = True
         return compute(*args, **kwargs)
 
-    return run
+    return run_after_trial

@@ -44,19 +44,19 @@ _is_excluded, _set_excluded = is_key_excluded, set_key_excluded
 
 @memoize(8192)
 def local_function(func: Any) -> Any:
-    """Return a callable with the signature and meaning of the overload ``func``, preferably generated C++."""
-    found = named_function_of(func)
-    if found is func and type(func) is OpOverload:
-        found = func._op  # the function that calling the overload calls
-    return _decompose_under_modes(found) if has_kernel(func.name(), "CompositeImplicitAutograd") else found
+    """Return the callable for local tensors that means the overload ``func``: a generated C++ function where there is one."""
+    callable_ = named_function_of(func)
+    if callable_ is func and type(func) is OpOverload:
+        callable_ = func._op  # the function that calling the overload calls
+    return _decompose_under_modes(callable_) if has_kernel(func.name(), "CompositeImplicitAutograd") else callable_
 
 
 def _decompose_under_modes(composite: Any) -> Any:
-    """Return ``composite``; dispatch modes get the operators that it is composed of, since autograd decomposes it above them."""
+    """Wrap a composite operator so that dispatch modes see the operators that it is composed of, not the composite."""
 
     @wraps(composite)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        """Run the composite operator so that active dispatch modes see its parts."""
+    def run_decomposed(*args: Any, **kwargs: Any) -> Any:
+        """Run the composite operator; under dispatch modes, include autograd's key, which decomposes it."""
         if not count_dispatch_modes() or not _is_excluded(_AUTOGRAD):
             return composite(*args, **kwargs)
         _set_excluded(_AUTOGRAD, False)
@@ -66,7 +66,7 @@ def _decompose_under_modes(composite: Any) -> Any:
         finally:
             _set_excluded(_AUTOGRAD, True)
 
-    return run
+    return run_decomposed
 
 
 def named_function_of(func: Any) -> Any:
@@ -105,10 +105,10 @@ def has_complex(plan: CallPlan) -> bool:
 
 
 def resolve_conjugation(run: Callable[P, T]) -> Callable[P, T]:
-    """Return ``run`` with lazy conjugation and negation resolved where an operator inside needs it; see the note above."""
+    """Wrap ``run`` so that operators inside resolve lazy conjugation and negation: see [Note: Lazy conjugation]."""
 
     def run_resolved(*args: P.args, **kwargs: P.kwargs) -> Any:
-        """Run the operator with conjugate and negative views resolved, as above autograd."""
+        """Run with the dispatch keys included that resolve conjugate and negative views, as above autograd."""
         conjugate, negative = _is_excluded(_CONJUGATE), _is_excluded(_NEGATIVE)
         _set_excluded(_CONJUGATE, False)
         _set_excluded(_NEGATIVE, False)

@@ -22,13 +22,17 @@ from ...propagation.propagate import CallPlan
 from ...state.wrap import wrap_local, wrap_view
 from .comm_report import Cause
 from .frame import Args, Frame, Keywords, Pass, Runner, Step
-from .local_call import LocalCall, is_kernel
+from .local_call import LocalCall, runs_kernel
 from .local_op import has_complex, local_function, resolve_conjugation
 from .steps import AFTER, BEFORE, LOCAL, WrapOutputs
-from .whole_calls import decompose, give_answer, run_outside_mesh, run_whole
+from .whole_calls import make_answer_runner, make_decomposition_runner, make_outside_mesh_runner, make_whole_call_step
 
 # Runners that replace the passes in LOCAL; the first that applies.
-WHOLE: tuple[Callable[[CallPlan, OperatorSchema, CallSignature], Runner | None], ...] = (give_answer, decompose, run_outside_mesh)
+WHOLE: tuple[Callable[[CallPlan, OperatorSchema, CallSignature], Runner | None], ...] = (
+    make_answer_runner,
+    make_decomposition_runner,
+    make_outside_mesh_runner,
+)
 
 
 def bind_program(
@@ -40,7 +44,7 @@ def bind_program(
     if_refused: Runner | None = None,
     after: Sequence[Pass] = AFTER,
 ) -> Layout | Runner:
-    """Bind ``plan`` for calls with the signature of these arguments.
+    """Bind ``plan`` to a program that runs all calls with the signature of these arguments.
 
     Args:
         whole: runs the call in place of the passes in ``LOCAL`` (a view that is computed when it is read).
@@ -53,12 +57,12 @@ def bind_program(
     signature = CallSignature.of(operator, args, kwargs)
     if whole is None:
         whole = next((runner for make in WHOLE if (runner := make(plan, operator, signature)) is not None), None)
-        communicates = whole is None and (plan.communicates or is_kernel(plan))
+        communicates = whole is None and (plan.communicates or runs_kernel(plan))
     else:
         communicates = False
     before, behind = _bind_steps(BEFORE, plan, operator, signature), _bind_steps(after, plan, operator, signature)
     if whole is not None:
-        run = _make_runner([*before, run_whole(whole), *behind]) if before or behind else whole
+        run = _make_runner([*before, make_whole_call_step(whole), *behind]) if before or behind else whole
     else:
         local = _bind_steps(LOCAL, plan, operator, signature)
         call, wrap = next(x for x in local if isinstance(x, LocalCall)), local[-1]
@@ -66,7 +70,7 @@ def bind_program(
         if len(local) > 2 or before or behind:
             at = local.index(call)
             run = _make_local_runner([*before, *local[:at]], call, local[at + 1 : -1], wrap, behind)
-        elif if_refused is None and _is_plain(plan, operator, call, wrap):
+        elif if_refused is None and _is_call_and_wrap(plan, operator, call, wrap):
             return wrap.layout  # type: ignore[return-value]  # it has one: it is plain
         else:
             run = _make_short_runner(call, wrap)
@@ -78,7 +82,7 @@ def bind_program(
 
 
 def runner_of(program: Layout | Runner, operator: OperatorSchema) -> Runner:
-    """Return ``program`` as a function."""
+    """Return a program as a function; for a program that is only a layout, one that calls the operator and wraps."""
     if not isinstance(program, Layout):
         return program
     wrap = WrapOutputs.of_view(program, 0) if operator.is_view else WrapOutputs.of_one(program)
@@ -90,9 +94,9 @@ def _bind_steps(passes: Sequence[Pass], plan: CallPlan, operator: OperatorSchema
 
 
 def _make_runner(steps: Sequence[Step]) -> Runner:
-    """Return the function that runs ``steps`` on one frame."""
+    """Return the runner that makes a frame of a call and runs ``steps`` on it, until one ends the call."""
 
-    def run(args: Args, kwargs: Keywords, local_args: list[Any], local_kwargs: Keywords) -> Any:
+    def run_steps(args: Args, kwargs: Keywords, local_args: list[Any], local_kwargs: Keywords) -> Any:
         """Run the steps of the program until one of them ends the call."""
         frame = Frame(args, kwargs, local_args, local_kwargs)
         for step in steps:
@@ -100,18 +104,18 @@ def _make_runner(steps: Sequence[Step]) -> Runner:
                 break
         return frame.output
 
-    return run
+    return run_steps
 
 
 def _make_local_runner(
     before: Sequence[Step], call: LocalCall, between: Sequence[Step], wrap: WrapOutputs, after: Sequence[Step]
 ) -> Runner:
-    """Return the function that runs these steps. The local call and the wrapping are inlined: every plan-cache hit runs them."""
+    """Return the runner of a program with a local call, which is inlined with the wrapping: every plan-cache hit runs it."""
     func, constants, keywords = call.func, call.constants, call.keywords
     output = wrap.output
 
-    def run(args: Args, kwargs: Keywords, local_args: list[Any], local_kwargs: Keywords) -> Any:
-        """Run the steps of the program around the local function, and return the output."""
+    def run_around_call(args: Args, kwargs: Keywords, local_args: list[Any], local_kwargs: Keywords) -> Any:
+        """Run the steps before the local function, the function, and the steps after it; return the output."""
         frame = Frame(args, kwargs, local_args, local_kwargs)
         for step in before:
             if step(frame):
@@ -128,23 +132,23 @@ def _make_local_runner(
             step(frame)
         return frame.output
 
-    return run
+    return run_around_call
 
 
-def _is_plain(plan: CallPlan, operator: OperatorSchema, call: LocalCall, wrap: WrapOutputs) -> bool:
-    """Return True if the local operator and one wrapper, without an offset or a lazy conjugation, are the whole program."""
+def _is_call_and_wrap(plan: CallPlan, operator: OperatorSchema, call: LocalCall, wrap: WrapOutputs) -> bool:
+    """Return True if the program is only the local operator and one wrapper, without an offset or a lazy conjugation."""
     plain_call = call.func is local_function(operator.func) and not call.constants and not call.keywords
     plain_wrap = wrap.layout is not None and not any(plan.starts)
     return plain_call and plain_wrap and not has_complex(plan)
 
 
 def _make_short_runner(call: LocalCall, wrap: WrapOutputs) -> Runner:
-    """Return the function that calls and wraps, without a frame: most programs do no more."""
+    """Return the runner of a program that only calls the local function and wraps its result; it makes no frame."""
     func, constants, keywords = call.func, call.constants, call.keywords
     layout, start, output = wrap.layout, wrap.start, wrap.output
     if constants or keywords:
 
-        def run(args: Args, kwargs: Keywords, local_args: list[Any], local_kwargs: Keywords) -> Any:
+        def run_with_constants(args: Args, kwargs: Keywords, local_args: list[Any], local_kwargs: Keywords) -> Any:
             """Call the local function with the rank's constants, and wrap its result."""
             for position, value in constants:
                 local_args[position] = value
@@ -152,7 +156,7 @@ def _make_short_runner(call: LocalCall, wrap: WrapOutputs) -> Runner:
                 local_kwargs.update(keywords)
             return output(args, kwargs, func(*local_args, **local_kwargs))
 
-        return run
+        return run_with_constants
     if layout is None:
         return lambda args, kwargs, local_args, local_kwargs: output(args, kwargs, func(*local_args, **local_kwargs))
     if start is None:
@@ -161,10 +165,10 @@ def _make_short_runner(call: LocalCall, wrap: WrapOutputs) -> Runner:
 
 
 def _with_retry(run: Runner, if_refused: Runner) -> Runner:
-    """Return ``run``; a call that the local operator refuses runs by ``if_refused``."""
+    """Wrap ``run`` so that a call which a kernel refuses runs by ``if_refused``."""
 
     def run_or_retry(args: Args, kwargs: Keywords, local_args: list[Any], local_kwargs: Keywords) -> Any:
-        """Run the program; run the other one if a kernel refuses the arguments."""
+        """Run the program; run the call by ``if_refused`` if a kernel refuses the arguments."""
         try:
             return run(args, kwargs, local_args, local_kwargs)
         except KERNEL_ERRORS:

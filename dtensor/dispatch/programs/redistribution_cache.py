@@ -72,7 +72,7 @@ def read_budget() -> int:
     return int(text)
 
 
-class _Nested(per_thread):
+class _DecompositionDepth(per_thread):
     """Count how many decompositions this thread is inside of: torch does not count the writes of their operators."""
 
     depth = 0
@@ -84,11 +84,11 @@ class _Nested(per_thread):
         self.depth -= 1
 
 
-IN_DECOMPOSITION = _Nested()
+IN_DECOMPOSITION = _DecompositionDepth()
 
 
 def run_in_decomposition(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``run``, marked as the inside of one operator: it caches no copies."""
+    """Wrap the runner of a decomposition so that the operators inside cache no copies."""
 
     def run_nested(*args: Any) -> Any:
         with IN_DECOMPOSITION:
@@ -119,8 +119,8 @@ class CachedCopies:
         self.recent: _RecentCopies | None = None
         self.copies: dict[Layout, dict[Layout, Any]] = {}
 
-    def drop(self, source: Layout, target: Layout) -> None:
-        """Drop one copy."""
+    def drop_copy(self, source: Layout, target: Layout) -> None:
+        """Drop the cached copy that was made from layout ``source`` to layout ``target``."""
         targets = self.copies.get(source, {})
         targets.pop(target, None)
         if not targets:
@@ -144,7 +144,7 @@ class _RecentCopies:
         self.copies: OrderedDict[Any, tuple[weakref.ref[CachedCopies], int]] = OrderedDict()
         self.leaf_keys: deque[Any] = deque()
 
-    def add(self, cached: CachedCopies, source: Layout, target: Layout, is_leaf: bool, is_counted: bool) -> None:
+    def add_copy(self, cached: CachedCopies, source: Layout, target: Layout, is_leaf: bool, is_counted: bool) -> None:
         """List a new copy, and drop the copies that exceed the limits, perhaps the new one.
 
         Args:
@@ -152,30 +152,30 @@ class _RecentCopies:
             is_counted: its bytes count; False in recordings.
         """
         key = cached.number, source, target
-        self._remove(key)
+        self._remove_copy(key)
         nbytes = max(target.max_local_nbytes, self.budget >> 14, 1) if is_counted else 0
         self.copies[key] = weakref.ref(cached), nbytes
         self.nbytes += nbytes
         if is_counted:
             cached.recent = self
         while self.nbytes > self.budget:
-            self._remove(next(iter(self.copies)), drop=True)
+            self._remove_copy(next(iter(self.copies)), drop=True)
         if is_leaf:
             self.leaf_keys.append(key)
             if len(self.leaf_keys) > _LEAF_COPY_LIMIT:
-                self._remove(self.leaf_keys.popleft(), drop=True)
+                self._remove_copy(self.leaf_keys.popleft(), drop=True)
 
-    def use(self, cached: CachedCopies, source: Layout, target: Layout) -> None:
-        """Make a listed copy the most recently used one."""
+    def mark_used(self, cached: CachedCopies, source: Layout, target: Layout) -> None:
+        """Make a copy the most recently used one, if it is listed."""
         if (key := (cached.number, source, target)) in self.copies:
             self.copies.move_to_end(key)
 
-    def _remove(self, key: Any, drop: bool = False) -> None:
-        """Forget one cached copy and its bytes. With ``drop`` its holder forgets it too."""
+    def _remove_copy(self, key: Any, drop: bool = False) -> None:
+        """Take one copy off this list, with its bytes. With ``drop`` its :class:`CachedCopies` drops it too."""
         ref, nbytes = self.copies.pop(key, (None, 0))
         self.nbytes -= nbytes
         if drop and ref is not None and (cached := ref()) is not None:
-            cached.drop(*key[1:])
+            cached.drop_copy(*key[1:])
 
     def held_bytes(self) -> int:
         """Return the bytes of the listed copies that are not freed, of one rank."""
@@ -193,8 +193,8 @@ class _RecentByMesh(per_thread):
     def __init__(self) -> None:
         self.by_mesh: weakref.WeakKeyDictionary[Any, _RecentCopies] = weakref.WeakKeyDictionary()
 
-    def of(self, mesh: Any) -> _RecentCopies:
-        """Return the recent copies on ``mesh``."""
+    def get_or_make(self, mesh: Any) -> _RecentCopies:
+        """Return the recent copies on ``mesh``; the first request reads the budget from the environment."""
         recent = self.by_mesh.get(mesh)
         if recent is None:
             recent = self.by_mesh[mesh] = _RecentCopies(read_budget())
@@ -206,23 +206,23 @@ _RECENT = _RecentByMesh()
 _RECENT_OF_ALL_THREADS: weakref.WeakSet[_RecentCopies] = weakref.WeakSet()
 
 
-def fill_of_cache() -> tuple[int, int]:
-    """Return the bytes of cached copies that this process holds for one rank, and the budget of one mesh."""
+def cached_bytes_and_budget() -> tuple[int, int]:
+    """Return the bytes of cached copies of one rank, of all meshes and threads, and the budget of one mesh."""
     return sum(recent.held_bytes() for recent in list(_RECENT_OF_ALL_THREADS)), read_budget()
 
 
-register_cache("dispatch.cached_copies_bytes", fill_of_cache)
+register_cache("dispatch.cached_copies_bytes", cached_bytes_and_budget)
 
 
 def active_recorder() -> Any:
-    """Return the recorder, or the scope without older copies, that this thread is in; its copies are kept separate."""
+    """Return what keeps copies of this thread separate: its recorder, else its ``FRESH_CACHE`` scope, else None."""
     if ACTIVE_RECORDERS and (recorder := current_recorder()) is not None:
         return recorder
     return FRESH_CACHE.last(None) if FRESH_CACHE.held else None
 
 
 def get_or_make_copies(owner: Any, part: Any, recorder: Any, versions: Any) -> CachedCopies:
-    """Return the cached copies of a part of the memory of ``owner`` (None: of all); empty if those it had are stale."""
+    """Return the cached copies of a part of the memory of ``owner`` (None: of all), a new empty holder for stale ones."""
     cached = find_copies(owner, part, recorder, versions)
     if cached is None:
         cached = CachedCopies(recorder, versions)
@@ -255,7 +255,7 @@ class PreferredLayout:
 
 
 def note_preferred_layout(x: Any, layout: Layout) -> None:
-    """Remember that an operator needed ``x`` in ``layout``. For partial values :func:`cached_reductions` says it."""
+    """Note on ``x`` that an operator needed it in ``layout``; not if one is partial (see :func:`cached_reductions`)."""
     if not (x._layout.is_partial or layout.is_partial):
         x.__dict__[PREFERRED_LAYOUT] = PreferredLayout(layout, active_recorder())
 
@@ -265,15 +265,15 @@ Request = tuple[Any, Plan, Any]  # a tensor (None: do not cache), the redistribu
 
 
 def redistribute_cached(x: Any, plan: Plan, local: Any) -> Any:
-    """Return ``local``, the local value of ``x``, redistributed by ``plan``: from the cache, or run and cached."""
+    """Return ``local``, the local value of ``x``, redistributed by ``plan``: a cached copy, or a new one that is cached."""
     remaining, value, slot = _lookup_or_plan(x, plan, local)
     if remaining is None:
         return value
-    return execute(remaining, value) if slot is None else slot.store(execute(remaining, value))
+    return execute(remaining, value) if slot is None else slot.store_copy(execute(remaining, value))
 
 
 def redistribute_cached_many(requests: Sequence[Request]) -> list[Any]:
-    """Redistribute all operands of one call as :func:`redistribute_cached` does, at the same time, small ones in one collective.
+    """Redistribute operands of one call together, each through the cache; small ones share a collective.
 
     A recording gets them one by one, since its passes batch the collectives of more than one call; it does not batch exchanges.
     """
@@ -283,22 +283,22 @@ def redistribute_cached_many(requests: Sequence[Request]) -> list[Any]:
         and any(type(step) is not Exchange for _, plan, _ in requests if plan.communicates for step in plan.steps)
     ):
         return redistribute_cached_each(requests)
-    found = [_lookup_or_plan(x, plan, local) for x, plan, local in requests]
-    memories = [id(slot.targets) for _, _, slot in found if slot]
+    lookups = [_lookup_or_plan(x, plan, local) for x, plan, local in requests]
+    memories = [id(slot.targets) for _, _, slot in lookups if slot]
     if len(set(memories)) < len(memories):  # the copy that one request makes may serve another
         return redistribute_cached_each(requests)
-    values = [value for _, value, _ in found]
-    pending = [(k, slot, *_in_memory_order(plan, value)) for k, (plan, value, slot) in enumerate(found) if plan is not None]
+    values = [value for _, value, _ in lookups]
+    pending = [(k, slot, *_in_memory_order(plan, value)) for k, (plan, value, slot) in enumerate(lookups) if plan is not None]
     if not pending:
         return values
     arrived = execute_many([plan for *_, plan, _, _ in pending], [value for *_, value, _ in pending], large_alone=True).wait()
     for (k, slot, *_, back), value in zip(pending, arrived, strict=True):
-        values[k] = slot.store(value) if slot else value.permute(back) if back else value
+        values[k] = slot.store_copy(value) if slot else value.permute(back) if back else value
     return values
 
 
 def redistribute_cached_each(requests: Sequence[Request]) -> list[Any]:
-    """Redistribute operands one after the other."""
+    """Redistribute operands of one call one after the other, each through the cache."""
     return [redistribute_cached(x, plan, local) for x, plan, local in requests]
 
 
@@ -344,19 +344,21 @@ class _Slot(NamedTuple):
     may_live_long: bool
     is_counted: bool
 
-    def store(self, value: Any) -> Any:
+    def store_copy(self, value: Any) -> Any:
         """Store ``value``, which has its dims in memory order; return it with the dims of the target layout."""
         ends = self.ends
         targets = self.cached.copies.setdefault(ends.source_key, self.targets)  # dropped there while it was empty
         targets[ends.target_key] = value if ends.target_key is ends.target else value.reshape(-1)
         if self.may_live_long or self.is_counted:
-            recent = _RECENT.of(ends.source.mesh)
-            recent.add(self.cached, ends.source_key, ends.target_key, self.may_live_long, self.is_counted)
+            recent = _RECENT.get_or_make(ends.source.mesh)
+            recent.add_copy(self.cached, ends.source_key, ends.target_key, self.may_live_long, self.is_counted)
         return value.permute(ends.back) if ends.back else value
 
 
 def _lookup_or_plan(x: Any, plan: Plan, local: Any) -> tuple[Plan | None, Any, _Slot | None]:
-    """Look up the cached copy of ``x`` in the target layout of ``plan``.
+    """Look up the cached copy of ``x`` in the target layout; on a miss find the cheapest start and the slot for the result.
+
+    Also registers the redistribution of the gradient of ``x``, and notes the target as its preferred layout.
 
     Returns:
         ``(None, copy, None)`` on a hit. On a miss ``(plan, start, slot)``: run ``plan`` on ``start``, the cheapest source, and
@@ -367,13 +369,13 @@ def _lookup_or_plan(x: Any, plan: Plan, local: Any) -> tuple[Plan | None, Any, _
     owner, versions = version_owner(x), _cacheable_versions(x)
     if versions is None:
         return plan, local, None
-    (keeper, part), recorder = cache_owner(x, owner), active_recorder()
+    (holder, part), recorder = cache_owner(x, owner), active_recorder()
     note_preferred_layout(x, plan.dst)
-    is_parameter, is_all = owner.is_leaf and owner.requires_grad, keeper is owner and part is None
+    is_parameter, is_all = owner.is_leaf and owner.requires_grad, holder is owner and part is None
     if is_parameter and not (is_all and _may_cache_leaf(owner, recorder, versions)):
         register_grad_redistribute(owner if is_all else x, not is_all)
         return plan, local, None
-    cached, ends = get_or_make_copies(keeper, part, recorder, versions), _stored_ends(plan.src, plan.dst)
+    cached, ends = get_or_make_copies(holder, part, recorder, versions), _stored_ends(plan.src, plan.dst)
     redistributes = part is not None and cached.redistributes_grad
     cached.redistributes_grad = redistributes or register_grad_redistribute(owner if is_all else x, not is_all)
     if part is not None:
@@ -386,23 +388,22 @@ def _lookup_or_plan(x: Any, plan: Plan, local: Any) -> tuple[Plan | None, Any, _
         is_counted = recorder is None and not ends.target_key.has_symbols
         return cheapest, start, _Slot(cached, targets, ends, may_live_long, is_counted)
     if (recent := cached.recent) is not None and recent.nbytes > recent.budget >> 1:
-        recent.use(cached, ends.source_key, ends.target_key)
+        recent.mark_used(cached, ends.source_key, ends.target_key)
     if ends.target_key is not ends.target:
         copy = copy.view(ends.target.shape)
     return None, copy.permute(ends.back) if ends.order else copy, None
 
 
 def cached_reductions(x: Any) -> frozenset[tuple[int, int | None]]:
-    """Return the mesh dims over which ``x`` is partial and a cached copy is reduced: pairs of mesh dim and the tensor dim that
-    the copy is sharded along there, None if it is replicated."""
+    """Return pairs (partial mesh dim of ``x``, tensor dim that a cached reduced copy shards there, None: replicated)."""
     layout = x._layout
     partial_dims = [i for i, op in enumerate(layout.partials) if op is not None]
     if not partial_dims or IN_DECOMPOSITION.depth:
         return frozenset()
     owner = version_owner(x)
     may_be_part = x is owner or not owner.__dict__.keys().isdisjoint((CACHED_PARTS, CACHED_COPIES))  # finding the part takes long
-    keeper, part = cache_owner(x, owner) if may_be_part else (x, None)
-    cached = find_copies(keeper, part, active_recorder(), _cacheable_versions(x))
+    holder, part = cache_owner(x, owner) if may_be_part else (x, None)
+    cached = find_copies(holder, part, active_recorder(), _cacheable_versions(x))
     if cached is None:
         return frozenset()
     order = _memory_order_of(layout)[0] or tuple(range(len(layout.shape)))
@@ -418,23 +419,23 @@ def cached_reductions(x: Any) -> frozenset[tuple[int, int | None]]:
 
 
 def _cacheable_versions(x: Any) -> tuple[int, ...] | None:
-    """Return :func:`counted_versions`; None also under ``remember("nothing")``."""
+    """Return the version counters that cached copies of ``x`` depend on; None if copies must not be cached."""
     return None if REMEMBER.held and REMEMBER.last("") == "nothing" else counted_versions(x)
 
 
 def _may_cache_leaf(leaf: Any, recorder: Any, versions: Any) -> bool:
-    """Return True if copies of a parameter may be cached now. A forward pass that asks begins that; the gradient ends it."""
-    hook = leaf.__dict__.get("_grad_layout")
-    if hook is None:
+    """Return True if copies of a parameter may be cached: from a forward pass that allows it until the gradient arrives."""
+    layout_cell = leaf.__dict__.get("_grad_layout")
+    if layout_cell is None:
         return False
     if not (REMEMBER.held and REMEMBER.last("") == "parameters" and torch.is_grad_enabled()):
-        return len(hook) > 1 and hook[1] is get_or_make_copies(leaf, None, recorder, versions)
-    hook[1:] = [get_or_make_copies(leaf, None, recorder, versions)]
+        return len(layout_cell) > 1 and layout_cell[1] is get_or_make_copies(leaf, None, recorder, versions)
+    layout_cell[1:] = [get_or_make_copies(leaf, None, recorder, versions)]
     return True
 
 
 def _cheapest_start(copies: dict[Layout, Any], ends: _StoredEnds, local: Any) -> tuple[Plan, Any]:
-    """Return the cheapest redistribution to the target, from ``local`` or from a cached copy, and the value to start from."""
+    """Return the cheapest redistribution to the target, and the value to start from: ``local`` or a cached copy."""
     reshaped = [_reshape_copy(layout, copy, ends.source) for layout, copy in tuple(copies.items())]  # other threads add copies
     starts = [(ends.plan, local), *[(plan_redistribution(layout, ends.target), copy) for layout, copy in filter(None, reshaped)]]
     return min(starts, key=lambda start: start[0].cost)
@@ -442,7 +443,7 @@ def _cheapest_start(copies: dict[Layout, Any], ends: _StoredEnds, local: Any) ->
 
 @memoize(4096)
 def _stored_ends(source: Layout, target: Layout) -> _StoredEnds:
-    """Return source and target in memory order, with the keys under which copies are stored, and the plan between them."""
+    """Return a redistribution in memory order: both layouts, the keys that its copy is stored under, and its plan."""
     order, back = _memory_order_of(source)
     turned_source, turned_target = _permute_layout(source, order), _permute_layout(target, order)
     plan = plan_redistribution(turned_source, turned_target)
@@ -454,7 +455,7 @@ def _stored_ends(source: Layout, target: Layout) -> _StoredEnds:
 
 @memoize(1024)
 def _stored_key(layout: Layout) -> Layout:
-    """Return the source layout that copies of a tensor with this layout are stored under."""
+    """Return the layout that keys the cached copies of a tensor with this layout: in memory order, flat if unsharded."""
     return _flatten_unsharded(_permute_layout(layout, _memory_order_of(layout)[0]))
 
 
@@ -466,7 +467,7 @@ def _memory_order_of(layout: Layout) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _permute_layout(layout: Layout, order: tuple[int, ...]) -> Layout:
-    """Return the layout of a tensor with its dims in another order."""
+    """Return the layout that a tensor has after its dims are permuted by ``order``."""
     if not order:
         return layout
     splits, shape = [layout.splits[d] for d in order], [layout.shape[d] for d in order]
@@ -481,7 +482,7 @@ def _flatten_unsharded(layout: Layout) -> Layout:
 
 
 def _reshape_copy(layout: Layout, copy: Any, like: Layout) -> tuple[Layout, Any] | None:
-    """Return a cached copy and its layout in the shape of ``like``; None if it has no view of that shape."""
+    """Return a cached 1-d copy as a view in the shape of ``like``, and its layout; None if there is no such view."""
     if layout.shape == like.shape:
         return layout, copy
     if len(layout.shape) != 1 or any(layout.splits):

@@ -33,29 +33,29 @@ from ...state.version_counters import share_versions
 from ...state.wrap import wrap_local, wrap_view, write_value
 from .comm_report import describe_plan, warn_of_gather
 from .facts import FACT_PASSES, note_local_indices, read_row_ownership
-from .frame import Args, Frame, Keywords, Pass, Step, argument_at, results_of
+from .frame import Args, Frame, Keywords, Pass, Step, argument_at, results_as_tuple
 from .list_ops import has_aliased_elements, run_per_element
-from .local_call import call_local_function, has_own_function, is_kernel
+from .local_call import call_local_function, replaces_operator, runs_kernel
 from .redistribution_cache import Request, redistribute_cached, redistribute_cached_each, redistribute_cached_many
 
 
 # --- before the call ----------------------------------------------------------------------------------------------------
 def order_arguments(plan: CallPlan, operator: OperatorSchema, signature: CallSignature) -> Step | None:
-    """Move arguments that were given by keyword, and have a position, to their positions."""
+    """Make the step that moves arguments given by keyword to their positions."""
     if not signature.reordered:
         return None
 
     def move_keywords(frame: Frame) -> None:
         """Move keyword arguments to their positions, so that later steps find all arguments by position."""
-        args, frame.kwargs = operator.in_order(frame.args, frame.kwargs)
+        args, frame.kwargs = operator.move_to_positions(frame.args, frame.kwargs)
         frame.args = tuple(args)
-        frame.local_args, frame.local_kwargs = operator.in_order(frame.local_args, frame.local_kwargs)
+        frame.local_args, frame.local_kwargs = operator.move_to_positions(frame.local_args, frame.local_kwargs)
 
     return move_keywords
 
 
 def check_explicit(plan: CallPlan, operator: OperatorSchema, signature: CallSignature) -> Step | None:
-    """Raise under ``explicit()`` if the plan communicates; warn, once for each operator, if it gathers all operands."""
+    """Make the step that raises under ``explicit()`` if the plan communicates, and warns once if it gathers all operands."""
     if not plan.communicates:
         return None
 
@@ -70,8 +70,10 @@ def check_explicit(plan: CallPlan, operator: OperatorSchema, signature: CallSign
 
 
 def split_aliased_lists(plan: CallPlan, operator: OperatorSchema, signature: CallSignature) -> Step | None:
-    """Run a list operator one element at a time if elements share memory: an element must not be redistributed before an earlier
-    element was written to it."""
+    """Make the step that runs a list operator one element at a time if elements share memory.
+
+    An element must not be redistributed before an earlier element was written to it.
+    """
     if not operator.mutated or all(index is None for (_, index), _ in plan.redistributions):
         return None
 
@@ -86,7 +88,7 @@ def split_aliased_lists(plan: CallPlan, operator: OperatorSchema, signature: Cal
 
 
 def redistribute_inputs(plan: CallPlan, operator: OperatorSchema, signature: CallSignature) -> Step | None:
-    """Redistribute operands to the layouts of the plan, several operands together.
+    """Make the step that redistributes operands to the layouts of the plan, several operands together.
 
     An operand that is written to, or that a view is taken of, is redistributed for this call alone; others through the cache.
     """
@@ -100,7 +102,7 @@ def redistribute_inputs(plan: CallPlan, operator: OperatorSchema, signature: Cal
         if index is not None or operator.is_view or name in written
     }
     if len(places) == 1 and isinstance(only := places[0][0], int) and places[0][1] is None:
-        return _redistribute_one(only, places[0][2], cached=not uncached)
+        return _make_one_redistribution(only, places[0][2], cached=not uncached)
     if sum(index is not None for _, index, _ in places) > 1:
         redistribute_all: Callable[..., list[Any]] = _redistribute_elements
     elif sum(redistribution.communicates for *_, redistribution in places) > 1:
@@ -124,8 +126,8 @@ def redistribute_inputs(plan: CallPlan, operator: OperatorSchema, signature: Cal
     return redistribute_operands
 
 
-def _redistribute_one(place: int, redistribution: RedistributionPlan, cached: bool) -> Step:
-    """Make the step for the usual case: one positional operand."""
+def _make_one_redistribution(place: int, redistribution: RedistributionPlan, cached: bool) -> Step:
+    """Make the step that redistributes one positional operand, the usual case, through the cache or for this call alone."""
 
     def redistribute_operand(frame: Frame) -> None:
         local_args = frame.local_args
@@ -140,7 +142,7 @@ def _redistribute_elements(requests: Sequence[Request]) -> list[Any]:
 
 
 def order_inputs_in_memory(plan: CallPlan, operator: OperatorSchema, signature: CallSignature) -> Step | None:
-    """Copy local operands with another memory order than their layouts, if the rule asks for it (``Rule.as_laid_out``).
+    """Make the step that copies local operands into the memory order of their layouts, for rules that ask for it.
 
     The strides of a DTensor are those of the global tensor, but a local tensor may have others (``from_local``, results of local
     operators). Some operators choose by strides, raise because of them, or read memory without a look at them. These operands
@@ -194,13 +196,13 @@ def _copy_to_strides(x: torch.Tensor, stride: Stride) -> torch.Tensor:
 
 
 def allocate_outputs(plan: CallPlan, operator: OperatorSchema, signature: CallSignature) -> Step | None:
-    """Allocate local tensors for ``out=`` results; a later step copies them to the user's tensors, in their layouts.
+    """Make the step that allocates local ``out=`` tensors; a later step copies them to the user's tensors, in their layouts.
 
     Kernels and functions of rules return new tensors: for them the ``out=`` arguments are dropped.
     """
     if not operator.outs:
         return None
-    if has_own_function(plan):
+    if replaces_operator(plan):
 
         def drop(frame: Frame) -> None:
             for name in operator.outs:
@@ -217,7 +219,7 @@ def allocate_outputs(plan: CallPlan, operator: OperatorSchema, signature: CallSi
 
 
 def _allocate_output(layout: Layout | None, like: Any, seeded: bool) -> Any:
-    """Return uninitialized row-major local tensors of ``layout`` (empty without one). If ``seeded``: in its memory order.
+    """Return uninitialized local tensors of ``layout``: row-major, or in its memory order if ``seeded``; empty without a layout.
 
     Some kernels read an output's memory as row-major. Random numbers depend on the memory order of the output.
     """
@@ -233,7 +235,7 @@ def _allocate_output(layout: Layout | None, like: Any, seeded: bool) -> Any:
 
 # --- after the call -----------------------------------------------------------------------------------------------------
 def copy_aliased_results(plan: CallPlan, operator: OperatorSchema, signature: CallSignature) -> Step | None:
-    """Copy results that share memory with a redistributed operand: that copy may be cached, and users write to results."""
+    """Make the step that copies results which share memory with a redistributed operand: that may be cached, and users write."""
     redistributed = [
         (signature.place(name), index) for (name, index), redistribution in plan.redistributions if redistribution.communicates
     ]
@@ -257,8 +259,8 @@ def copy_aliased_results(plan: CallPlan, operator: OperatorSchema, signature: Ca
 
 
 def write_into_locals(plan: CallPlan, operator: OperatorSchema, signature: CallSignature) -> Step | None:
-    """Write what a kernel returned for arguments that are written in place into their local tensors."""
-    if not is_kernel(plan) or operator.traits.flat or not operator.mutated.difference(operator.outs):
+    """Make the step that copies what a kernel returned for arguments written in place into their local tensors."""
+    if not runs_kernel(plan) or operator.traits.flat or not operator.mutated.difference(operator.outs):
         return None
     places = [
         (k, signature.place(name)) for k, name in enumerate(operator.returns) if name is not None and name not in operator.outs
@@ -266,7 +268,7 @@ def write_into_locals(plan: CallPlan, operator: OperatorSchema, signature: CallS
 
     def write_results(frame: Frame) -> None:
         """Write results to the local tensors of the operands that the operator changes in place."""
-        results = results_of(frame.local_result, operator)
+        results = results_as_tuple(frame.local_result, operator)
         for k, place in places:
             write_value(frame.local(place), results[k])
 
@@ -274,14 +276,14 @@ def write_into_locals(plan: CallPlan, operator: OperatorSchema, signature: CallS
 
 
 def write_back(plan: CallPlan, operator: OperatorSchema, signature: CallSignature) -> Step | None:
-    """Redistribute what was written to the layouts of the user's tensors, and copy it into them.
+    """Make the step that redistributes what was written to the layouts of the user's tensors, and copies it into them.
 
     The value is a result where the operator returns what it writes to, and a kernel has not written it into the local tensor;
     else it is the local argument.
     """
     if not plan.write_back:
         return None
-    kernel = is_kernel(plan) and not operator.traits.flat
+    kernel = runs_kernel(plan) and not operator.traits.flat
     places = []
     for (name, index), redistribution in plan.write_back:
         is_returned = index is None and name in operator.returns and not (kernel and name not in operator.outs)
@@ -290,7 +292,7 @@ def write_back(plan: CallPlan, operator: OperatorSchema, signature: CallSignatur
 
     def copy_back(frame: Frame) -> None:
         """Redistribute results to the layouts of the written operands, and write them there."""
-        results = results_of(frame.local_result, operator)
+        results = results_as_tuple(frame.local_result, operator)
         for place, index, k, shape_is_data, redistribution in places:
             target, local = frame.given(place), frame.local(place) if k is None else results[k]
             if index is not None:
@@ -304,7 +306,7 @@ def write_back(plan: CallPlan, operator: OperatorSchema, signature: CallSignatur
 
 
 def bump_versions(plan: CallPlan, operator: OperatorSchema, signature: CallSignature) -> Step | None:
-    """Count writes to the elements of lists: torch bumps version counters in the operators that it runs on each element."""
+    """Make the step that counts writes to elements of lists; torch counts only those of operators that it runs."""
     if not (operator.traits.per_element and operator.mutated):
         return None
     places = [place for name in sorted(operator.mutated) if (place := signature.given(name)) is not None]
@@ -371,12 +373,12 @@ _UNRECORDED_ALIASES = frozenset((torch.ops.aten.detach.default, torch.ops.aten.v
 
 
 def is_unrecorded_alias(operator: OperatorSchema) -> bool:
-    """Return True if the result is a view of the operand that autograd does not record as one."""
+    """Return True if the operator's result is a view that autograd does not record as one: ``detach``, ``view`` of a dtype."""
     return operator.func in _UNRECORDED_ALIASES
 
 
 def wrap_outputs(plan: CallPlan, operator: OperatorSchema, signature: CallSignature) -> WrapOutputs:
-    """Wrap local results as DTensors, return written arguments, resize ``out=`` tensors."""
+    """Make the step that wraps local results as DTensors, returns written arguments, and resizes ``out=`` tensors."""
     shares = is_unrecorded_alias(operator)
     if plan.starts and plan.how == "rule":
         layouts = plan.results[0]
@@ -411,7 +413,7 @@ def _make_output(plan: CallPlan, operator: OperatorSchema, signature: CallSignat
 def _make_output_part(
     plan: CallPlan, operator: OperatorSchema, signature: CallSignature, owner: str | None, layout: Any
 ) -> MakeOutput:
-    """Return the function that makes one return value; ``owner`` names the argument that it is, None for a new tensor."""
+    """Return the function that makes one return value: the argument named ``owner``, or a new tensor (None)."""
     if owner in operator.outs:
         return _return_out_argument(plan, signature.place(owner), layout)
     if owner is not None:
@@ -427,9 +429,9 @@ def _make_output_part(
 
 
 def _wrap_unplanned(plan: CallPlan, layout: Any, value: Any) -> Any:
-    """Wrap a local result whose layout the plan does not say, or not completely: it follows from the value."""
+    """Wrap a local result with a layout that follows from its value, since the plan does not say all of it."""
     if isinstance(value, DataDependentResult):
-        x = wrap_local(value.local, _layout_of_measured(plan, value))
+        x = wrap_local(value.local, _layout_of_data_dependent(plan, value))
         note_local_indices(x, value.names)
         return x
     if isinstance(value, (list, tuple)) and not hasattr(value, "common"):
@@ -450,8 +452,8 @@ def _wrap_unplanned(plan: CallPlan, layout: Any, value: Any) -> Any:
     return wrap_local(value, layout)
 
 
-def _layout_of_measured(plan: CallPlan, value: DataDependentResult) -> Layout:
-    """Return the layout of a result that is sharded along its first dim, with sizes that its data decide."""
+def _layout_of_data_dependent(plan: CallPlan, value: DataDependentResult) -> Layout:
+    """Return the layout of a data-dependent result, which is sharded along its first dim with sizes that its data decide."""
     local = shards_of(value.local)[0]
     shape = (sum(value.split.sizes), *local.shape[1:])
     splits, partials = (value.split, *[None] * (len(shape) - 1)), (None,) * plan.call.mesh.ndim
@@ -463,7 +465,7 @@ def _replicated_layout(plan: CallPlan, value: Any) -> Layout:
 
 
 def resize_to(target: Any, value: Any) -> Any:
-    """Give ``target`` the shape, layout and elements of ``value``, in new memory, and return it.
+    """Replace the memory of ``target`` to give it the shape, layout and elements of ``value``, and return it.
 
     Raises:
         UnsupportedOperationError: ``target`` is a view, whose base would not be written to.
@@ -478,9 +480,9 @@ def resize_to(target: Any, value: Any) -> Any:
 
 
 def _return_out_argument(plan: CallPlan, place: ArgumentPosition, layout: Layout | None) -> MakeOutput:
-    """Return the function that returns an ``out=`` argument; if the result has another shape, it resizes it, as in torch."""
+    """Return the function that returns the user's ``out=`` tensor; it resizes the tensor for a result of another shape."""
 
-    def output(args: Args, kwargs: Keywords, value: Any) -> Any:
+    def return_target(args: Args, kwargs: Keywords, value: Any) -> Any:
         """Return the ``out=`` tensor that was written, resized if the result has another shape."""
         target, own = argument_at(place, args, kwargs), layout or _replicated_layout(plan, value)
         if target.shape == own.shape:
@@ -490,7 +492,7 @@ def _return_out_argument(plan: CallPlan, place: ArgumentPosition, layout: Layout
         full = Layout.replicated(own.mesh, own.shape, own.stride, own.dtype)
         return write_value(target.resize_(own.shape), execute(plan_redistribution(own, full), value))
 
-    return output
+    return return_target
 
 
 # --- the table of passes ------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from ...layout.layout import Layout
 from ...propagation.op_schema import OperatorSchema
 from ...propagation.propagate import CallPlan
 from ...rules.call import classify_number
-from .facts import all_facts, depends_on_facts, make_quick_facts
+from .facts import depends_on_facts, facts_key, make_quick_facts_key
 from .frame import Args, Keywords, Runner
 from .program import runner_of
 
@@ -46,7 +46,7 @@ def with_variants(
     table: tuple[Any, ...]  # replaced as one object, since other threads read it
 
     def reset_table() -> None:
-        """Start an empty table of programs, with key functions for the present conditions."""
+        """Start an empty table of programs, keyed by all conditions that plans have depended on so far."""
         nonlocal table
         quick, full = (_make_key_function(operator, conditions, complete) for complete in (False, True))
         table = BoundedDict(_LIMIT), quick, full
@@ -55,8 +55,8 @@ def with_variants(
         programs, _, full = table
         return programs.keep(full(args, kwargs), runner_of(program, operator))
 
-    def run(args: Args, kwargs: Keywords, local_args: list[Any], local_kwargs: Keywords) -> Any:
-        """Run the program for the facts of these arguments, and plan it if there is none."""
+    def run_variant(args: Args, kwargs: Keywords, local_args: list[Any], local_kwargs: Keywords) -> Any:
+        """Run the program for the numbers, facts and default dtype of this call; plan the call if there is none."""
         nonlocal conditions
         programs, quick, full = table
         variant = programs.get(quick(args, kwargs))
@@ -72,18 +72,18 @@ def with_variants(
 
     reset_table()
     add_program(program, args, kwargs)
-    return run
+    return run_variant
 
 
 def _make_key_function(operator: OperatorSchema, conditions: frozenset[str], complete: bool) -> Callable[[Args, Keywords], Any]:
-    """Make the function that returns the value of each condition for a call.
+    """Make the function that returns, for a call, the values of the conditions as the key of its program in the table.
 
     Args:
         complete: also find facts that take long to find.
     """
     parts: list[Callable[[Args, Keywords], Any]] = []
     if FACTS in conditions:
-        parts.append((lambda args, kwargs: all_facts(operator, args, kwargs)) if complete else make_quick_facts(operator))
+        parts.append((lambda args, kwargs: facts_key(operator, args, kwargs)) if complete else make_quick_facts_key(operator))
     if NUMBERS in conditions:
         parts.append(_number_kinds)
     if DEFAULT_DTYPE in conditions:

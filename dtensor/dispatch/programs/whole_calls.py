@@ -15,13 +15,13 @@ from ...layout.layout import Layout
 from ...propagation.op_schema import CallSignature, OperatorSchema
 from ...propagation.propagate import CallPlan
 from ...state.wrap import wrap_local, write_value
-from .frame import Args, Frame, Keywords, Runner, Step, argument_at, results_of
+from .frame import Args, Frame, Keywords, Runner, Step, argument_at, results_as_tuple
 from .local_call import call_local_function
 from .redistribution_cache import run_in_decomposition
 from .steps import check_explicit, resize_to
 
 
-def run_whole(runner: Runner) -> Step:
+def make_whole_call_step(runner: Runner) -> Step:
     """Make the step that takes the output of the call from ``runner``."""
 
     def step(frame: Frame) -> None:
@@ -30,15 +30,15 @@ def run_whole(runner: Runner) -> Step:
     return step
 
 
-def give_answer(plan: CallPlan, operator: OperatorSchema, signature: CallSignature) -> Runner | None:
-    """Return the answer that the rule knows without running anything."""
+def make_answer_runner(plan: CallPlan, operator: OperatorSchema, signature: CallSignature) -> Runner | None:
+    """Return the runner that gives the answer which the rule knows without running anything; None if it knows none."""
     answer = plan.answer
     return (lambda args, kwargs, local_args, local_kwargs: answer) if plan.how == "answer" else None
 
 
 # --- decompositions -----------------------------------------------------------------------------------------------------
-def decompose(plan: CallPlan, operator: OperatorSchema, signature: CallSignature) -> Runner | None:
-    """Run the operators that an operator is composed of.
+def make_decomposition_runner(plan: CallPlan, operator: OperatorSchema, signature: CallSignature) -> Runner | None:
+    """Return the runner of a call that is planned as a decomposition into other operators; None for other plans.
 
     A decomposition of the rule takes no ``out=`` arguments and no plain tensors.
     """
@@ -50,8 +50,8 @@ def decompose(plan: CallPlan, operator: OperatorSchema, signature: CallSignature
     layouts = [plan.call.arguments.get(name) for name in operator.names[: signature.count]]
     lacking = {name: value for name, value in signature.omitted_by_name.items() if name not in operator.outs}
 
-    def run(args: Args, kwargs: Keywords, local_args: list[Any], local_kwargs: Keywords) -> Any:
-        """Run the operators that the call consists of, with plain arguments distributed as planned."""
+    def run_decomposition(args: Args, kwargs: Keywords, local_args: list[Any], local_kwargs: Keywords) -> Any:
+        """Call the rule's decomposition, with plain arguments distributed as planned, and write its results to arguments."""
         named = {name: value for name, value in kwargs.items() if name not in operator.outs}
         result = compose(
             *[_distribute_plain(value, layout) for value, layout in zip(args, layouts, strict=True)],
@@ -61,13 +61,13 @@ def decompose(plan: CallPlan, operator: OperatorSchema, signature: CallSignature
         )
         return _write_to_arguments(operator, signature, args, kwargs, result) if any(operator.returns) else result
 
-    return run_in_decomposition(run)
+    return run_in_decomposition(run_decomposition)
 
 
 def _write_to_arguments(operator: OperatorSchema, signature: CallSignature, args: Args, kwargs: Keywords, result: Any) -> Any:
-    """Write the results of a decomposition to the arguments that the operator writes to, and return these."""
+    """Write the results of a decomposition to the arguments that the operator writes to; return the output of the call."""
     outputs = []
-    for owner, value in zip(operator.returns, results_of(result, operator), strict=True):
+    for owner, value in zip(operator.returns, results_as_tuple(result, operator), strict=True):
         if owner is not None:
             target = argument_at(signature.place(owner), args, kwargs)
             if target is not value and operator.reshapes:
@@ -92,8 +92,8 @@ def _distribute_plain(value: Any, layout: Any) -> Any:
 _DATA_DEPENDENT = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
 
-def run_outside_mesh(plan: CallPlan, operator: OperatorSchema, signature: CallSignature) -> Runner | None:
-    """Run a call on a rank outside the mesh, which has no local tensors: results have no elements there.
+def make_outside_mesh_runner(plan: CallPlan, operator: OperatorSchema, signature: CallSignature) -> Runner | None:
+    """Return the runner of a call on a rank outside the mesh, where results have no elements; None on other ranks.
 
     Operators that draw random numbers run on the empty operands, so that this rank's generator advances as on the other ranks.
     """
@@ -105,7 +105,7 @@ def run_outside_mesh(plan: CallPlan, operator: OperatorSchema, signature: CallSi
     layouts = plan.results or (None,) * len(operator.returns)
     owners = [None if owner is None else signature.place(owner) for owner in operator.returns]
 
-    def run(args: Args, kwargs: Keywords, local_args: list[Any], local_kwargs: Keywords) -> Any:
+    def run_outside_mesh(args: Args, kwargs: Keywords, local_args: list[Any], local_kwargs: Keywords) -> Any:
         """Return empty outputs on a rank outside of the mesh; raise if the caller would need values."""
         frame = Frame(args, kwargs, list(local_args), dict(local_kwargs))
         if check is not None:
@@ -133,7 +133,7 @@ def run_outside_mesh(plan: CallPlan, operator: OperatorSchema, signature: CallSi
             outputs.append(target)
         return None if not outputs else outputs[0] if len(outputs) == 1 else tuple(outputs)
 
-    return run
+    return run_outside_mesh
 
 
 def _make_empty(layout: Any, device: Any) -> Any:

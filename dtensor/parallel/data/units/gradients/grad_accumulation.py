@@ -139,7 +139,7 @@ class GradAccumulation:
             unsharded = {i: _column_as_tensor(group, group.fsdp_params[i], column) for i, column in present.items()}
             shards = dict[int, Any]()
             for (indices, _), (flat, _) in group.scattered_grads.items():
-                split = group.comm.map(lambda member, x, g=group, c=indices: g.param_rows(member).split(c, x), flat)
+                split = group.comm.map(lambda member, x, g=group, c=indices: g.param_rows(member).split_reduced(c, x), flat)
                 shards |= zip(indices, split[:-1], strict=True)
             pending |= {
                 group.fsdp_params[i].parameter: (unsharded.get(i), shards.get(i))
@@ -232,7 +232,7 @@ def _clear_flat(
 ) -> Tensor:
     """Return a copy of flat reduce-scattered gradients with those at ``positions`` zero, and with ``to_none`` marked missing."""
     flat = flat.clone()
-    *blocks, flags = group.param_rows(member).split(indices, flat)
+    *blocks, flags = group.param_rows(member).split_reduced(indices, flat)
     for k in positions:
         blocks[k].zero_()
         if to_none:

@@ -229,7 +229,7 @@ class GradReduction:
 
     def _split(self, member: int, flat: Tensor, layouts: Sequence[Layout]) -> list[Tensor]:
         """Split a member's flat reduced gradients into one tensor per parameter, in its gradient dtype, and the flags."""
-        *blocks, flags = self.group.param_rows(member).split(self.indices, flat)
+        *blocks, flags = self.group.param_rows(member).split_reduced(self.indices, flat)
         if any(layout.dtype is not flat.dtype for layout in layouts):
             blocks = [block.to(layout.dtype) for block, layout in zip(blocks, layouts, strict=True)]
         return [*blocks, flags]

@@ -262,9 +262,9 @@ class ParamGroup:
         if not self.axes.shard:
             return Pending.of(None)
         sources = self._extension_inputs or locals_
-        make = functools.partial(self.comm.map, lambda member, *own: self._gathered_rows(member).parts_of(own), *sources)
+        make = functools.partial(self.comm.map, lambda member, *own: self._gathered_rows(member).flat_blocks_of(own), *sources)
         parts = make() if self._extension_inputs else self._row_views.get_or_make(locals_, version, make)
-        row = self.comm.map(lambda member, *own: self._gathered_rows(member).row(own, device, concatenate), *parts)
+        row = self.comm.map(lambda member, *own: self._gathered_rows(member).concat_row(own, device, concatenate), *parts)
         if offload is not None:
             row = self.comm.map(lambda _, x: x.to(device, non_blocking=True), row)
         return self._get_or_bind(self.settings.all_gather, self._bind_all_gather)(row)
@@ -283,7 +283,7 @@ class ParamGroup:
         custom, comm = self.settings.reduce_scatter, self.settings.reduce_scatter_comm or self.comm
 
         def part_lengths(member: int) -> list[int]:
-            return self.param_rows(member).parts(indices, len(indices))
+            return self.param_rows(member).addend_counts(indices, len(indices))
 
         def bind_row_scatter() -> BoundCollective:
             """Return the reduce-scatter of one row per member: the program's own, or that of the communicator."""
@@ -316,7 +316,9 @@ class ParamGroup:
                 state.resharded_part[0].fill_buffer(gathered, state.buffer)
             else:
                 sources = self._extension_inputs or [self._copy_source(x) for x in self.fsdp_params]
-                self.comm.map(lambda member, *a: self._gathered_rows(member).unpack(*a), gathered, sources, state.copy_targets)
+                self.comm.map(
+                    lambda member, *a: self._gathered_rows(member).copy_gathered(*a), gathered, sources, state.copy_targets
+                )
             if self._extensions is not None:
                 locals_ = [x.parameter._local for x in self.fsdp_params]  # type: ignore[attr-defined]  # DTensors
                 state.values = self._extensions.make_values(locals_, state.gathered)
@@ -340,12 +342,12 @@ class ParamGroup:
         """Allocate the buffer of the unsharded parameters, and make its views at the first call."""
         state = self.unsharded
         if state.buffer is None:
-            buffers = self.comm.map(lambda member: self._gathered_rows(member).buffer(self.axes.mesh.device_type))
+            buffers = self.comm.map(lambda member: self._gathered_rows(member).allocate_gathered(self.axes.mesh.device_type))
             state.buffer, state.values = buffers[0], list(buffers[1:])
             state.gathered = state.values
             # writes through .data leave the version counters unchanged, by which autograd checks its saved tensors
             state.copy_targets = self.comm.map(
-                lambda member, values: self._gathered_rows(member).targets([x.data for x in values]), state.values
+                lambda member, values: self._gathered_rows(member).gathered_regions([x.data for x in values]), state.values
             )
             state.storage = UnshardedStorage(shards_of(state.buffer))
             state.storage.count_own_uses()
