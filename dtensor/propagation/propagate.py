@@ -282,7 +282,7 @@ def _plan_per_element(
         factors = rule.factors(element)
         if factors is None or rule.run is not None or rule.local is not None:
             return None
-        factors = replace(factors, kernels={}, whole=factors.whole.union(factors.kernels))
+        factors = replace(factors, kernels={}, unsharded=factors.unsharded.union(factors.kernels))
         mutated = [k for k, (name, _) in enumerate(element_slots) if name in operator.mutated]
         selection = choose(rule, factors, element, dict(enumerate(mutated[:1])))
         if selection is None:

@@ -13,11 +13,11 @@ from typing import Any, Literal
 from ..base.caches import memoize
 from ..errors import RuleError
 from .call import Meta
-from .registry import read_all
+from .registry import load_rules
 from .rule import Rule
 
 MetaArguments = dict[str, Any]  # arguments by name, with meta tensors
-RunInference = Callable[..., Any]  # ``ask(given, func)`` runs the operator (or ``func``) on these arguments
+RunInference = Callable[..., Any]  # ``run(arguments, func)`` runs the operator (or ``func``) on meta tensors
 StrideFunction = Callable[[Meta, MetaArguments], tuple[int, ...]]
 
 
@@ -85,27 +85,27 @@ def declare_traits(names: str, **traits: Any) -> None:
 
 
 def declare_list_prefix(prefix: str) -> None:
-    """Declare that operators with this prefix apply the operator named by the rest to each element of their lists."""
+    """Declare a prefix of list operators (``_foreach_``): they apply the operator named by the rest to each element of their
+    lists."""
     _LIST_PREFIXES.append(prefix)
 
 
 def list_operator_names(name: str) -> list[str]:
-    """Return the names that list variants of ``"mul"`` may have."""
-    read_all()
+    """Return ``name`` with each declared prefix of list operators: ``_foreach_mul`` for ``mul``."""
+    load_rules()
     return [prefix + name for prefix in _LIST_PREFIXES]
 
 
 def element_rule_of(func: Any) -> Rule | None:
-    """Return the rule that each element of a list operator follows, or None."""
+    """Return the rule of the operator that a list operator applies to each element, or None."""
     each = traits_of(func).each
-    return None if each is None else read_all().get(each)
+    return None if each is None else load_rules().get(each)
 
 
 @memoize(8192)
 def traits_of(func: Any) -> OperatorTraits:
-    """Return the traits of an overload, merged with those of its operator and of the operator of which it is the in-place
-    variant."""
-    read_all()
+    """Return the traits of an overload, merged with those of its operator and of the out-of-place variant."""
+    load_rules()
     schema = func._schema
     names = (f"{schema.name}.{schema.overload_name or 'default'}", schema.name, schema.name.removesuffix("_"))
     declared = [_TRAITS[name] for name in dict.fromkeys(names) if name in _TRAITS]
@@ -127,6 +127,6 @@ def returns_view(func: Any) -> bool:
 
 
 def _merge_traits(traits: list[OperatorTraits]) -> OperatorTraits:
-    """Return the traits of the first with those that only later ones declare."""
+    """Merge traits into one: the value of each field is from the first in the list that declares it."""
     declared = [{f.name: getattr(each, f.name) for f in fields(each) if getattr(each, f.name) != f.default} for each in traits]
     return OperatorTraits(**{name: value for each in reversed(declared) for name, value in each.items()})

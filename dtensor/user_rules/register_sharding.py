@@ -13,13 +13,13 @@ from ..errors import PlacementError, RuleError
 from ..placement import REDUCE_OPS
 from ..propagation.op_schema import arguments_without_out, operator_schema_of, resolve_overload
 from ..rules.call import Call
-from ..rules.declare import by_pattern
+from ..rules.declare import make_blockwise_rule
 from ..rules.declared_factors import by
 from ..rules.folds import Fold
 from ..rules.notation import EACH, Pattern, is_selected, parse_notation
 from ..rules.partial_rules import CombinedPartials, combine_partials, linear, one_of
 from ..rules.registry import overload_without_out, register, rules, unregister
-from ..rules.rule import Factors, Kernel, LocalView, Rule, StrategyChoice, parse_labels, parse_partial
+from ..rules.rule import Factors, Kernel, LocalView, Rule, StrategyChoice, parse_labels, parse_partial_strategy
 from .user_strategy_table import Table, factors_of_table
 
 _REPLACED: dict[str, Rule | None] = {}  # by the key of a user's rule: the rule that it replaced
@@ -173,7 +173,7 @@ def _make_notation_rule(overload: Any, notation: str | by, samples: Sequence[Any
     if callable(kernel) and not isinstance(kernel, Fold):
         words = words | {"kernel": Kernel(kernel)}
     reads_numbers = any(callable(words.get(name)) for name in ("when", "local_args", "partials", "reduce"))
-    return by_pattern(notation, kind="custom", floats_matter=reads_numbers, samples=tuple(samples), **words)
+    return make_blockwise_rule(notation, kind="custom", floats_matter=reads_numbers, samples=tuple(samples), **words)
 
 
 _ACCEPTED = frozenset(inspect.signature(get_overloads(register_sharding)[1]).parameters) - {"op", "notation", "samples"}
@@ -264,9 +264,9 @@ def _check_partial_strategy(text: str, overload: Any) -> None:
     tensors, results = _tensor_arguments(overload), _result_count(overload)
     required = sum(not kind.startswith("Optional") for kind in tensors.values())
     try:
-        parse_partial(text, text.partition("->")[0].count(",") + 1, text.partition("->")[2].count(",") + 1)
+        parse_partial_strategy(text, text.partition("->")[0].count(",") + 1, text.partition("->")[2].count(",") + 1)
         fits = _takes_list(overload) or any(
-            parse_partial(text, count, results) is not None for count in range(required, len(tensors) + 1)
+            parse_partial_strategy(text, count, results) is not None for count in range(required, len(tensors) + 1)
         )
     except (PlacementError, RuleError) as error:
         raise RuleError(f"register_sharding for {overload}: partials= has {text!r}: {error}") from None

@@ -143,7 +143,7 @@ def bind_kernel(plan: CallPlan) -> Callable[..., Any]:
 
 def _keyed_call(plan: CallPlan) -> Call:
     """Return the call without the values of numbers that calls with the same plan may differ in."""
-    return plan.call if plan.rule is not None and plan.rule.floats_matter else plan.call.for_all_numbers()
+    return plan.call if plan.rule is not None and plan.rule.floats_matter else plan.call.forbid_number_reads()
 
 
 # --- arguments that differ from rank to rank ----------------------------------------------------------------------------

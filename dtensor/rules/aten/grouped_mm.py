@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...layout.layout import Layout
 from ..call import Call, Meta
-from ..declare import by_pattern
+from ..declare import make_blockwise_rule
 from ..kernel_context import At, KernelContext
 from ..registry import register
 from ..rule import Along, Declaration, Factors, R, Strategy
@@ -90,7 +90,7 @@ def grouped_mm_of_blocks(
     left, right, result = _dim_names(at.call)
     result_layout = at.results[0]
     assert result_layout is not None
-    total, runs_operator = at.once(_operand_sizes).get("r", 0), _can_run_operator(at, result_layout)
+    total, runs_operator = at.compute_once(_operand_sizes).get("r", 0), _can_run_operator(at, result_layout)
 
     def multiply_block(here: At, a: Tensor, b: Tensor, offs: Tensor | None) -> Tensor:
         """Multiply the groups of rows that one rank's blocks have."""
@@ -125,13 +125,13 @@ def grouped_mm_of_blocks(
 
 def _can_run_operator(at: KernelContext, result: Layout) -> bool:
     """Return True if the operator accepts the blocks: they have all groups with all of their positions, and rows of 16 bytes."""
-    if "by operator" not in at.known:
+    if "by operator" not in at.cache:
         step, sharded, rows = 16 // at.operands[0].dtype.itemsize, set(), set()
         for layout, names in zip((*at.operands[:2], result), _dim_names(at.call), strict=True):
             sharded |= {name for name, split in zip(names, layout.splits, strict=True) if split}
             rows |= {*layout.splits[-1].sizes} if layout.splits[-1] else {layout.shape[-1]}
-        at.known["by operator"] = sharded.isdisjoint("rg") and all(size and size % step == 0 for size in rows)
-    return bool(at.known["by operator"])
+        at.cache["by operator"] = sharded.isdisjoint("rg") and all(size and size % step == 0 for size in rows)
+    return bool(at.cache["by operator"])
 
 
 def _align_rows(x: Tensor) -> Tensor:
@@ -183,5 +183,5 @@ class RaggedFactors(Declaration):
 
 
 PRODUCTS = "r k, g k n, [], [] -> r n | g m k, k r, [], [] -> m r | m r, r n, [], [] -> [] m n | g m k, g k n, [], [] -> g m n"
-GROUPED_MM_RULE = by_pattern(PRODUCTS, sums="*", run=grouped_mm_of_blocks, metas=grouped_metas, flops=grouped_mm_flops)
+GROUPED_MM_RULE = make_blockwise_rule(PRODUCTS, sums="*", run=grouped_mm_of_blocks, metas=grouped_metas, flops=grouped_mm_flops)
 register("_grouped_mm", replace(GROUPED_MM_RULE, factors=RaggedFactors(GROUPED_MM_RULE.factors)))

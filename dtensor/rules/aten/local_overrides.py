@@ -12,7 +12,7 @@ from ..op_traits import declare_list_prefix, declare_traits
 
 
 def _slice(x: torch.Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> torch.Tensor:
-    """Return ``aten::slice``, for which torch has only indexing."""
+    """Slice a local tensor by indexing, in place of the slower ``aten::slice``."""
     if dim == 0:
         return x[start:end:step]
     if dim == 1:
@@ -26,7 +26,7 @@ def _sliced(dim: int, start: int | None, end: int | None, step: int) -> tuple[sl
 
 
 def _to_copy(x: torch.Tensor, *, layout: Any = None, pin_memory: Any = None, **options: Any) -> torch.Tensor:
-    """Return ``aten::_to_copy``, for which torch has only a composite method. Local tensors are strided."""
+    """Convert a local tensor by ``Tensor.to``, in place of the slower ``aten::_to_copy``."""
     if layout in (None, torch.strided) and not pin_memory:
         return x.to(copy=True, **options)
     return torch.ops.aten._to_copy(x, layout=layout, pin_memory=pin_memory, **options)

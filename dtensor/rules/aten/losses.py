@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ...placement import Partial
 from ..call import Call
-from ..declare import along, blockwise, by_pattern, kernel_rule
+from ..declare import along, blockwise, kernel_rule, make_blockwise_rule
 from ..declared_factors import by
 from ..kernel_context import At, KernelContext, check_range, on_each_rank, statistics_bytes
 from ..rule import Along, Dims, Factors, Kernel, Partials, R, Strategy
@@ -175,10 +175,10 @@ def class_dim_and_count(call: Call) -> tuple[int, int]:
 
 def select_own_classes(at: KernelContext, target: Any, weight: Any, ignore_index: int) -> tuple[Any, Any]:
     """Return each rank's targets and weights for the classes in its block of scores."""
-    dim, total = at.once(class_dim_and_count)
+    dim, total = at.compute_once(class_dim_and_count)
 
     def select_on_rank(here: At, target: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        classes = at.held("self", dim, here.member)
+        classes = at.block_range("self", dim, here.member)
         local = local_targets(target, classes.start, len(classes), total, ignore_index)
         return local, None if weight is None else weight.narrow(0, classes.start, len(classes))
 
@@ -214,7 +214,7 @@ def own_losses(op: Any, scores: Tensor, target: Tensor, weight: Tensor | None) -
 
 def nll_loss_of_blocks(at: KernelContext, scores: Any, target: Any, weight: Any, reduction: int, ignore_index: int) -> Any:
     """Compute the loss of each rank's block; a target of another rank's class counts there."""
-    op, dtype = at.once(default_overload), at.dtype(0)
+    op, dtype = at.compute_once(default_overload), at.dtype(0)
     wide = sum_dtype(dtype)
     if "c" not in at.splits and reduction != NONE and dtype is wide:  # the operator returns both sums over all classes
         loss, total = sum_losses_and_weights(op, scores, target, weight, ignore_index)
@@ -235,7 +235,7 @@ def nll_loss_of_blocks(at: KernelContext, scores: Any, target: Any, weight: Any,
 
 # the mean needs all weights on every rank
 BATCHED, UNBATCHED = "self: n c s*, target: n s*, weight: []", "self: c, target: , weight: []"
-NLL_NOTATION = by_pattern(f"{BATCHED} -> n s*, | {BATCHED} -> , | {UNBATCHED} -> ,").factors
+NLL_NOTATION = make_blockwise_rule(f"{BATCHED} -> n s*, | {BATCHED} -> , | {UNBATCHED} -> ,").factors
 
 
 def nll_factors(call: Call) -> Factors | None:
@@ -275,7 +275,7 @@ def nll_gradient_of_blocks(
     total: Any,
 ) -> Any:
     own = select_own_classes(at, target, weight, ignore_index)
-    return gradient_of_own_classes(at.once(default_overload), grad, scores, *own, reduction, total)
+    return gradient_of_own_classes(at.compute_once(default_overload), grad, scores, *own, reduction, total)
 
 
 @on_each_rank
@@ -285,7 +285,7 @@ def gradient_of_own_classes(
     return op(grad, scores, target, weight, reduction, IGNORED, total) if scores.numel() else torch.zeros_like(scores)
 
 
-NLL_GRADIENT_NOTATION = by_pattern(
+NLL_GRADIENT_NOTATION = make_blockwise_rule(
     f"grad_output: n s*, {BATCHED}, total_weight: -> n c s* | grad_output: , {BATCHED}, total_weight: -> n c s* "
     f"| grad_output: , {UNBATCHED}, total_weight: -> c",
     kernels={"c": Kernel(nll_gradient_of_blocks)},

@@ -41,7 +41,7 @@ aten = torch.ops.aten
 def gather_moments(at: KernelContext, x: Any, dims: tuple[int, ...], count: int) -> tuple[list[Any], list[int]]:
     """Return the moments of all blocks over ``dims`` (kept), and their counts of ``count`` values, for
     :func:`combine_moments`."""
-    return at.all_gather(block_moments(x, dims)), at.counts(count)
+    return at.all_gather(block_moments(x, dims)), at.block_counts(count)
 
 
 @on_each_rank
@@ -143,7 +143,7 @@ class NormCall:
     sizes: dict[str, int]
     inner: tuple[str, ...]
     outer: tuple[str, ...] = ()
-    whole: frozenset[str] = frozenset()
+    unsharded: frozenset[str] = frozenset()
 
     def count(self, name: str) -> int:
         """Return how many elements an argument has."""
@@ -171,7 +171,7 @@ def factors_of(call: Call, norm_call: NormCall, program: Any, results: Any, numb
         norm_call.operands(call),
         results,
         norm_call.sizes,
-        norm_call.whole,
+        norm_call.unsharded,
         reduced,
         kernels=dict.fromkeys(norm_call.inner, kernel),
     )

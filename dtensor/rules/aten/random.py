@@ -22,10 +22,10 @@ from ..call import Call
 from ..declare import POINTWISE
 from ..kernel_context import KernelContext
 from ..partial_rules import forgets
-from ..random_ops import drawn
+from ..random_ops import random_operator
 from ..rule import Factors
 
-drawn(
+random_operator(
     """
     rand_like
     randn_like
@@ -48,9 +48,9 @@ drawn(
     """,
     partials=forgets,
 )
-drawn("bernoulli", around=0.5)
-drawn("normal.Tensor_float normal.float_Tensor normal.Tensor_Tensor", "each: ... -> ...", around=1.0)
-drawn("multinomial", "n* [] -> n* []", around=1.0)  # categories are unsharded
+random_operator("bernoulli", around=0.5)
+random_operator("normal.Tensor_float normal.float_Tensor normal.Tensor_Tensor", "each: ... -> ...", around=1.0)
+random_operator("multinomial", "n* [] -> n* []", around=1.0)  # categories are unsharded
 
 
 def dropout_of_blocks(at: KernelContext, x: Any, p: float, train: bool | None) -> Any:
@@ -75,7 +75,7 @@ def dropout_of_blocks(at: KernelContext, x: Any, p: float, train: bool | None) -
 
 
 # linear in the operand, because all addends have the same mask
-drawn("native_dropout", "... -> each: ...", run=dropout_of_blocks, partials=("sum -> sum,R", "avg -> avg,R"))
+random_operator("native_dropout", "... -> each: ...", run=dropout_of_blocks, partials=("sum -> sum,R", "avg -> avg,R"))
 
 
 # --- rrelu ---
@@ -117,4 +117,4 @@ def rrelu_of_blocks(
     return at.map(lambda _, block, own, slope: block * own.copy_(slope), x, noise, slopes)
 
 
-drawn("rrelu_with_noise", factors=rrelu_factors, run=rrelu_of_blocks)
+random_operator("rrelu_with_noise", factors=rrelu_factors, run=rrelu_of_blocks)

@@ -18,7 +18,7 @@ from ...base.caches import memoize
 from ...placement import Monoid
 from ..call import Call
 from ..declare import blockwise, fold, reduce
-from ..folds import REDUCED_PATTERN, FoldContext, InPairs
+from ..folds import REDUCED_PATTERN, FoldContext, ReduceInPairs
 from ..partial_rules import linear, on_bools
 
 reduce("sum", "sum", partials=linear())
@@ -49,7 +49,7 @@ def _combine_moments(a: Tensor, b: Tensor) -> Tensor:
     return torch.stack([count, a[1] + delta * share, a[2] + b[2] + delta * delta * a[0] * share])
 
 
-MOMENTS = Monoid("moments", _combine_moments, torch.zeros_like, combine_all=InPairs(_combine_moments))
+MOMENTS = Monoid("moments", _combine_moments, torch.zeros_like, combine_all=ReduceInPairs(_combine_moments))
 
 
 def finish_variance(part: FoldContext, squares: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from ..dim_windows import count_below
 from ..index_rules import allows_zero_fill
 from ..kernel_context import At, KernelContext
 from ..partial_rules import copies, one_of
-from ..rule import LINEAR_PARTIAL, Declaration, Factors, Kernel, LocalView, factors_of_first_operand, name_dims
+from ..rule import LINEAR_PARTIAL, Declaration, Factors, Kernel, LocalView, factors_of_first_operand, make_factor_per_dim
 
 ZERO_FILL_PARTIALS = tuple(f"{op} -> {op}" for op in REDUCE_OPS)  # built-in reductions of zeros are zero; a user's may not be
 SCATTER_PARTIALS = one_of("self", "src")
@@ -40,7 +40,7 @@ class WindowFactors(Declaration):
     positions: Callable[[Call, int], range]
 
     def __call__(self, call: Call) -> Factors:
-        dims, sizes = name_dims("d", call["input_sizes"] if self.of == "operand 0" else call.shape(0))
+        dims, sizes = make_factor_per_dim("d", call["input_sizes"] if self.of == "operand 0" else call.shape(0))
         d = call["dim"] % len(dims)
         window = self.positions(call, sizes[f"d{d}"])
         if self.of == "operand 1":
@@ -75,7 +75,7 @@ def unshard_expanded_gradient(of: str, call: Call, factors: Factors, *size: int)
     if of != "operand 0" or gradient_shape == size:
         return factors
     dims = factors.operands[0][len(size) - len(gradient_shape) :]
-    return Factors((dims,), factors.results, factors.sizes, whole=frozenset(factors.sizes))
+    return Factors((dims,), factors.results, factors.sizes, unsharded=frozenset(factors.sizes))
 
 
 def _block_of_dim(call: Call, at: LocalView) -> tuple[int, int, int, int, dict[str, Any]]:
@@ -167,7 +167,7 @@ class PositionFactors(Declaration):
             full = call["input_sizes"]
         elif self.of == "operands" and result is not None:
             full = result.shape
-        dims, sizes = name_dims("d", full)
+        dims, sizes = make_factor_per_dim("d", full)
         d = call["dim"] % max(1, len(dims))
         if self.of == "operand 1":
             check_source_shape(call, *(size for k, size in enumerate(full) if k != d))
@@ -277,7 +277,7 @@ class DiagonalFactors(Declaration):
     def __call__(self, call: Call) -> Factors:
         result = call.results[0]
         assert result is not None
-        dims, sizes = name_dims("d", result.shape if self.of == "operand 0" else call.shape(0))
+        dims, sizes = make_factor_per_dim("d", result.shape if self.of == "operand 0" else call.shape(0))
         rows, columns = call["dim1"] % len(dims), call["dim2"] % len(dims)
         first = max(0, -call["offset"])
         window = range(first, max(first, min(sizes[f"d{rows}"], sizes[f"d{columns}"] - call["offset"])))

@@ -18,7 +18,7 @@ from ...placement import REDUCE_OPS
 from ..call import Call
 from ..declare import local_size, view
 from ..kernel_context import At, KernelContext
-from ..rule import ANY_PARTIAL, LINEAR_PARTIAL, Dims, Factors, LocalView, all_unsharded, factors_of_first_operand
+from ..rule import ANY_PARTIAL, LINEAR_PARTIAL, Dims, Factors, LocalView, factors_of_first_operand, make_unsharded_factors
 
 
 def transpose_factors(call: Call) -> Factors:
@@ -173,13 +173,13 @@ def _add_shared_factor(sizes: dict[str, int], size: int, *dims: list[str]) -> No
 def as_strided_factors(call: Call) -> Factors:
     """Return the factors. Strides other than the tensor's own mix its dims, so every rank needs it unsharded."""
     dims, sizes = factors_of_first_operand(call)
-    return Factors((dims,), (dims,), sizes) if own_strides(call) else all_unsharded(call)
+    return Factors((dims,), (dims,), sizes) if own_strides(call) else make_unsharded_factors(call)
 
 
 def as_strided_scatter_factors(call: Call) -> Factors:
     """Return factors with destination and source unsharded."""
     check_memory(call)
-    return all_unsharded(call)
+    return make_unsharded_factors(call)
 
 
 def check_memory(call: Call) -> None:
