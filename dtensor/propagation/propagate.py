@@ -86,7 +86,7 @@ def propagate_sharding(
         choose: the function that selects strategies.
         known: facts of operands beside their layouts, by slot.
     """
-    for check in operator.traits.refuses:
+    for check in operator.traits.checks:
         check(operator.name, bound)
     call, slots = make_call(operator, mesh, bound, plain, known)
     element_rule = element_rule_of(operator.func) if operator.traits.per_element else None

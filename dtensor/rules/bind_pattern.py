@@ -54,8 +54,7 @@ def match_pattern(
     out_ndims: tuple[int | None, ...],
     selected: SelectedDims,
 ) -> PatternMatch | None:
-    """Return the factors of each tensor dim for operands and results with these numbers of dims; None if the pattern does not
-    fit.
+    """Return the factors of each tensor dim for tensors with these numbers of dims; None if the pattern does not fit.
 
     ``names``: the argument of each operand, of which ``fixed`` are numbers. A number of dims None is no tensor.
     """
@@ -147,7 +146,7 @@ class PatternBinder:
                 self.lengths[name] = max(length, self.lengths.get(name, 0))
 
     def find_selected_region(self, term: Term, selector: int, ndim: int) -> tuple[int, int, tuple[int, ...]]:
-        """Return start, stop of the dims that the selected dim and the ``a*`` groups next to it cover, and the selected dims."""
+        """Return start and stop of the dims that the selected dims and adjacent groups cover, and the selected dims."""
         start = selector - (selector > 0 and is_group(term.dims[selector - 1]))
         after = selector + 1 + (selector + 1 < len(term.dims) and is_group(term.dims[selector + 1]))
         stop = ndim - (len(term.dims) - after)
@@ -294,8 +293,7 @@ def factor_sizes(
     call: Call,
     declared_sizes: Sizes,
 ) -> dict[str, int] | None:
-    """Return the size of each factor: the largest that it has in any operand. None if the sizes of a product of factors
-    contradict each other."""
+    """Return the size of each factor: the largest in any operand. None if the sizes of products contradict each other."""
     sizes: dict[str, int] = {}
     for dims, shape in zip(match.operands, shapes, strict=True):
         for dim, size in zip(dims, shape, strict=True):
@@ -325,7 +323,7 @@ def _infer_factor_size(dim: tuple[str, ...], size: int, sizes: dict[str, int]) -
 
 
 def _drop_broadcast_dims(dims: Dims, shape: Sequence[int], sizes: Mapping[str, int]) -> Dims:
-    """Return ``dims`` without the factors of broadcast dims of size one."""
+    """Replace the factors of dims of size one that broadcast by ()."""
     for dim, size in zip(dims, shape, strict=True):
         if len(dim) == 1 and sizes[dim[0]] != size:
             return tuple([d if len(d) != 1 or sizes[d[0]] == n else () for d, n in zip(dims, shape, strict=True)])

@@ -38,8 +38,9 @@ class NumberKind(IntEnum):
 
 
 def classify_number(number: complex) -> NumberKind:
-    """Return the class of a number's magnitude, on which plans depend. A complex number has the less specific class of its two
-    parts.
+    """Return the class of a number's magnitude, on which plans depend.
+
+    A complex number has the less specific class of its two parts.
 
     >>> classify_number(0.5), classify_number(1e30), classify_number(float("nan"))
     (<NumberKind.HALF: 1>, <NumberKind.WIDE: 2>, <NumberKind.ANY: 3>)
@@ -84,7 +85,7 @@ class Call:
 
     @property
     def disjoint_splits(self) -> tuple[DisjointSplit | None, ...]:
-        """The disjoint rows of each operand, or () if no operand has any."""
+        """The disjoint rows (see :class:`DisjointSplit`) of each operand, or () if no operand has any."""
         disjoint = tuple([None if each is None else each.disjoint_rows for each in self.operand_facts])
         return disjoint if any(disjoint) else ()
 
@@ -99,8 +100,7 @@ class Call:
         return facts is not None and mesh_dim in facts.deferred_dims
 
     def local_index_split(self, operand: int) -> Split | None:
-        """Return the split of the dim that an index operand indexes, if each rank's indices are in its own block of that dim.
-        Else None."""
+        """Return the split of the dim that an index operand indexes, if each rank indexes its own block only; else None."""
         facts = self.operand_facts[operand] if self.operand_facts else None
         return None if facts is None else facts.local_indices
 
@@ -112,7 +112,7 @@ class Call:
         return replace(self, operands=tuple([at or x for at, x in zip(preferred, self.operands, strict=True)]))
 
     def has_preferred_layout(self, operand: int) -> bool:
-        """Return True if the operand has a preferred layout: an operator redistributed it, so that later ones will."""
+        """Return True if an earlier operator redistributed the operand to a layout that later operators will use, too."""
         facts = self.operand_facts[operand] if self.operand_facts else None
         return facts is not None and facts.preferred_layout is not None
 
@@ -123,7 +123,7 @@ class Call:
 
     @property
     def number_kinds(self) -> tuple[tuple[int | str, NumberKind], ...]:
-        """The kind of each number (zero, or its range of magnitude), by its position among the operands or by its name."""
+        """The value class of each number in the call, by its position among the operands or by its name."""
         kinds: list[tuple[int | str, NumberKind]] = []
         for i in sorted(self.plain):
             if isinstance(number := self.arguments[self.names[i]], (int, float, complex)):
@@ -163,12 +163,12 @@ class Call:
         return [position for position, owner in enumerate(self.names) if owner == name]
 
     def dims(self, name: str, ndim: int) -> tuple[int, ...]:
-        """Return the dims that argument ``name`` (an int, a list, or None for all) selects, as non-negative numbers."""
+        """Return the dims that argument ``name`` selects of a tensor with ``ndim`` dims, as non-negative numbers (None: all)."""
         return normalize_dims(self.arguments.get(name), ndim)
 
 
 def normalize_dims(value: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:
-    """Return dims as non-negative ints. None and an empty list mean all dims.
+    """Return dims as non-negative numbers. None and an empty list mean all dims.
 
     >>> normalize_dims(-1, 3), normalize_dims(None, 2)
     ((2,), (0, 1))

@@ -39,8 +39,7 @@ MakeKernel = Callable[[Call], Kernel | None]
 
 
 def _parse_patterns(text: str | Pattern | by | fitting) -> Pattern | by | fitting:
-    """Parse the notation of a rule. Alternatives (``"a b -> b a | s* -> s*"``) become :class:`fitting`, a table :class:`by`
-    keeps its keys."""
+    """Parse the notation of a rule. Alternatives (``"a b -> b a | s* -> s*"``) give :class:`fitting`, tables :class:`by`."""
     if isinstance(text, (Pattern, fitting)):
         return text
     if isinstance(text, by):
@@ -80,8 +79,9 @@ def make_blockwise_rule(
     kind: str = "blockwise",
     **options: Any,
 ) -> Rule:
-    """Make a blockwise rule from a notation, or one for each value of an argument (``by("left", {True: ..., False: ...})``),
-    without registering it.
+    """Make a rule from a notation, or one for each value of an argument, and do not register it.
+
+    The operator is not taken to be linear. ``by("left", {True: ..., False: ...})`` selects by an argument.
 
     Args:
         sums: letters, groups and selected dims (``"*"``: all) with blocks that leave partial results, combined by ``reduce``. Or
@@ -113,7 +113,7 @@ def reduce(names: str, op: ReduceChoice, dim: str = "dim", *, kernel: Kernel | M
 
 
 def along(names: str, dim: str = "dim", *, kernel: Kernel | MakeKernel | None = None, **options: Any) -> Rule:
-    """Declare operators with operands and results of one shape that need the dims in argument ``dim`` unsharded.
+    """Declare operators along argument ``dim`` (softmax, sort): these dims must be unsharded, and all tensors have one shape.
 
     ``kernel`` computes with such a dim sharded: a :class:`Kernel`, or a function that returns one or None for a call.
     """
@@ -172,7 +172,7 @@ def _multilinear_partials(pattern: Pattern) -> tuple[str, ...]:
 
 # --- element by element -------------------------------------------------------------------------------------------------
 def pointwise(names: str, *, partials: Any = (), **options: Any) -> Rule:
-    """Declare operators that act element by element on broadcast operands."""
+    """Declare operators that compute element by element on operands that broadcast."""
     return register(names, _make_pointwise_rule(partials, **options))
 
 
@@ -188,8 +188,7 @@ register_for_tag(torch.Tag.pointwise, _make_pointwise_rule())
 
 # --- functions of the call ----------------------------------------------------------------------------------------------
 def view(names: str, factors: str | Callable[[Call], Factors | None], **options: Any) -> Rule:
-    """Declare operators that only rename, split, merge, drop or repeat dims, so that partial operands of any kind give partial
-    results."""
+    """Declare operators that only rename, split, merge, drop or repeat dims; partial operands of any kind stay partial."""
     options["partials"] = combine_partials(options.pop("partials", ANY_PARTIAL))
     sizes = options.pop("sizes", {})
     factors_of_call = DeclaredFactors(_parse_patterns(factors), sizes=sizes) if isinstance(factors, str) else factors

@@ -147,11 +147,11 @@ def _must_be_unrequested(term: Term) -> bool:
     return own > 1 or (own == 0 and not term.dims)
 
 
-def _insert_empty_results(factors: BoundPattern, markers: frozenset[int], call: Call) -> Any:
+def _insert_empty_results(factors: BoundPattern, empty: frozenset[int], call: Call) -> Any:
     """Return the dims of all results: those of the pattern, and one dim without factors for each result in ``empty``."""
     following = iter(factors.results)
-    positions = [i for i, meta in enumerate(call.results) if meta is not None or i in markers]
-    return tuple([((),) if i in markers else next(following) for i in positions])
+    positions = [i for i, meta in enumerate(call.results) if meta is not None or i in empty]
+    return tuple([((),) if i in empty else next(following) for i in positions])
 
 
 # --- blocks that the operator does not reduce by itself ----------------------------------------------------------------
@@ -182,8 +182,10 @@ class WeightedMeans(Declaration):
 
 
 def block_fractions(at: KernelContext, member: int) -> list[float]:
-    """Return, for each sharded factor of a kernel, the fraction of its positions in a rank's block. 1 if the factor has size 0,
-    so that a mean is still NaN."""
+    """Return, for each sharded factor of a kernel, the fraction of its positions in a rank's block.
+
+    It is 1 if the factor has size 0, so that a mean is still NaN.
+    """
     mesh, fractions = at.call.mesh, []
     for split in at.splits.values():
         own, total = split.sizes[mesh.index_over(split.mesh_dims, mesh.coordinates[member])], sum(split.sizes)

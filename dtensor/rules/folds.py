@@ -1,4 +1,4 @@
-"""Folds: a state of each block, combined by a monoid in one collective, and finished on every rank.
+"""Folds: reductions along sharded dims, by a state of each block, one all-reduce of the states, and a final step on each rank.
 
 A fold computes with blocks of the dims in brackets. Its parts are mathematics on plain tensors, independent of ranks. Its cost
 follows from the state: its numbers for each element that is left after the reduction.
@@ -58,7 +58,7 @@ class FoldContext:
         self.dims, self.dtype = plan.dims, plan.dtype
 
     def __getitem__(self, name: str) -> Any:
-        """Return the value of an argument in this call."""
+        """Return an argument of this call, or None if the call does not give it."""
         return self._arguments.get(name)
 
     @property
@@ -68,7 +68,7 @@ class FoldContext:
 
     @property
     def count(self) -> int:
-        """The number of global elements that are folded into one."""
+        """The number of global elements that the fold reduces to one."""
         return self._plan.count
 
     @property

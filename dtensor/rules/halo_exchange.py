@@ -64,7 +64,7 @@ class SlidingWindow:
 
     @property
     def halo(self) -> int:
-        """The number of inputs of other ranks that a block reads."""
+        """The number of inputs that a block reads beyond its edge."""
         return max(0, self.width - min(self.stride, self.width))
 
 
@@ -88,8 +88,7 @@ def intersect_ranges(one: range, other: range) -> range:
 
 
 def exchange_halos(at: KernelContext, x: Any, dim: int, layout: Layout, held: PositionsOf, needed: PositionsOf) -> list[Any]:
-    """Send each rank the parts of the other ranks' blocks ``x`` that it needs along ``dim``. Return what it receives, by group
-    position."""
+    """Exchange the parts of blocks ``x`` that ranks need along ``dim``; return those received, by group position."""
     mesh, mesh_dims = at.call.mesh, at.mesh_dims
 
     def make_chunks(here: At, block: Tensor) -> list[Tensor]:
@@ -98,13 +97,13 @@ def exchange_halos(at: KernelContext, x: Any, dim: int, layout: Layout, held: Po
         overlaps = [intersect_ranges(own, needed(other)) for other in mesh.members_of(mesh_dims, here.member)]
         return [block.narrow(dim, overlap.start - own.start if overlap else 0, len(overlap)).contiguous() for overlap in overlaps]
 
-    def shape_of(source: int, target: int) -> tuple[int, ...]:
+    def shape_between(source: int, target: int) -> tuple[int, ...]:
         """Return the shape of the part that one rank sends to another."""
         shape = list(layout.shape_of(source))
         shape[dim] = len(intersect_ranges(held(source), needed(target)))
         return tuple(shape)
 
-    return list(at.comm.all_to_all(at.map(make_chunks, x), mesh_dims, shape_of).wait())
+    return list(at.comm.all_to_all(at.map(make_chunks, x), mesh_dims, shape_between).wait())
 
 
 def read_with_halo(at: KernelContext, x: Any, dim: int, layout: Layout, reach: SlidingWindow, outputs: PositionsOf) -> Any:

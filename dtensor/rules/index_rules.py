@@ -101,8 +101,10 @@ def combine_if_accumulate(call: Call) -> str | None:
 
 
 def combine_by_reduce(call: Call) -> str | None:
-    """Return how arguments ``reduce`` and ``include_self`` combine written values: a reduction over ranks, None to replace, ""
-    if only one rank may combine."""
+    """Return how arguments ``reduce`` and ``include_self`` combine written values.
+
+    It is a reduction over ranks, None to replace, or "" if only one rank may combine.
+    """
     reduce_op = call.get("reduce")
     partial_ops = {"add": "sum", "sum": "sum", "amax": "max", "amin": "min"} if call.get("include_self", True) else {}
     return None if reduce_op is None else partial_ops.get(reduce_op, "")
@@ -166,8 +168,7 @@ class IndexingFactors(Declaration):
         return f"by {self.address.form}"
 
     def _replace_indexed_dims(self, call: Call, indexed_dims: Sequence[int]) -> Factors | None:
-        """Return the factors if the dims of indices replace the indexed dims (as in ``x[:, i]``). None if the source does not
-        fit."""
+        """Return the factors if index dims replace the indexed dims (``x[:, i]``); None if the source does not fit."""
         dims, sizes = factors_of_first_operand(call)
         shapes = [call.shape(i) for i in _index_operands(call)]
         index_dims, index_sizes = make_factor_per_dim("i", torch.broadcast_shapes(*shapes) if shapes[1:] else shapes[0])
@@ -194,8 +195,7 @@ class IndexingFactors(Declaration):
         return self._make_factors(call, operands, elements, sizes, tuple(index_sizes), indexed_dims, misfits)
 
     def _index_each_element(self, call: Call, indexed_dim: int) -> Factors:
-        """Return the factors if the index has an entry for each element (``gather``, ``scatter``), so that all other dims
-        correspond."""
+        """Return the factors if the index has an entry for each element (``gather``): all other dims correspond."""
         dims, sizes = factors_of_first_operand(call)
         shapes = [call.shape(i) for i in range(1, len(call.operands))]
         if any(len(shape) != len(dims) for shape in shapes):
@@ -247,8 +247,10 @@ class IndexingFactors(Declaration):
         index_factors: tuple[str, ...],
         indexed_dims: Sequence[int],
     ) -> tuple[Strategy, ...]:
-        """Return strategies with an indexed dim of operand 0 and the first index dim both sharded: by an exchange, or without it
-        if indices are local."""
+        """Return strategies with an indexed dim and the first index dim both sharded, by an exchange.
+
+        Indices that are marked as local need no exchange.
+        """
         count = len(_index_operands(call))
         if self.exchange_kernel is None or self.address.form not in ("rows", "places", "elements") or not index_factors:
             return ()
@@ -272,8 +274,7 @@ class IndexingFactors(Declaration):
         return tuple(strategies)
 
     def are_indices_local(self, choice: StrategyChoice) -> bool:
-        """Return True if indices that are marked as local are local in this choice: the splits are those from when they were
-        marked."""
+        """Return True if the splits of a choice are those for which indices were marked as local to each rank's block."""
         call, operands = choice.call, choice.factors.operands
         for strategy in choice.strategies:
             if strategy.kernel is self.local_kernel and strategy.factor is not None:
@@ -330,8 +331,7 @@ def _index_operands(call: Call) -> list[int]:
 
 
 def _broadcast_dims(dims: Dims, shape: Sequence[int], sizes: Mapping[str, int]) -> Dims | None:
-    """Return the last ``dims`` for a tensor of ``shape``, with () for dims of size one that broadcast. None if they do not
-    fit."""
+    """Return the last ``dims`` for a tensor of ``shape``, () where it broadcasts. None if they do not fit."""
     aligned = dims[max(0, len(dims) - len(shape)) :]
     if len(aligned) < len(shape):
         return None

@@ -8,7 +8,7 @@ into one, also those that read shapes. ``at.map`` also passes the position of th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
 from itertools import product
@@ -96,21 +96,21 @@ class KernelContext:
         key = factors, op, x.dtype
         bound_reduction: BoundReduction | None = self.cache.get(key)
         if bound_reduction is None or ACTIVE_RECORDERS:
-            mesh_dims = self.mesh_dims if factors is None else self._mesh_dims_of(factors)
-            if factors is not None and not mesh_dims:
-                return x
+            mesh_dims = self.mesh_dims
+            if factors is not None:
+                mesh_dims = tuple([mesh_dim for name in factors for mesh_dim in self.splits[name].mesh_dims])
+                if not mesh_dims:
+                    return x
             if ACTIVE_RECORDERS:  # a recorder records the method
                 return self.comm.all_reduce(x, mesh_dims, op).wait()
             bound_reduction = self.cache[key] = self.comm.bind_all_reduce(mesh_dims, op, x.dtype)
         return (bound_reduction.taking if spent and bound_reduction.taking is not None else bound_reduction.run)(x).wait()
 
-    def _mesh_dims_of(self, factors: Iterable[str]) -> tuple[int, ...]:
-        """Return the mesh dims that shard these factors of a joint kernel."""
-        return tuple([mesh_dim for name in factors for mesh_dim in self.splits[name].mesh_dims])
-
     def all_gather(self, x: Any, shape_of: Callable[[int], tuple[int, ...]] | None = None) -> list[Any]:
-        """All-gather ``x`` over the ranks that shard the kernel's factor, and return one tensor for each group position.
-        ``shape_of(member)``: their shapes, if they differ."""
+        """All-gather ``x`` over the ranks that shard the kernel's factor; return one tensor for each group position.
+
+        ``shape_of(member)``: their shapes, if they differ in a group.
+        """
         if shape_of is None:
             shapes = dict(zip(self.comm.held, [hashable_sizes(own.shape) for own in shards_of(x)], strict=False))
             alike = next(iter(shapes.values()))  # a process that has one rank only asks for ranks of its group
@@ -128,13 +128,9 @@ class KernelContext:
         """Return how many of a result's ``total`` global elements the block of each group position has."""
         key = "counts", total
         if key not in self.cache:
-            self.cache[key] = self._element_counts(total)
+            block_sizes = [math.prod(sizes) for sizes in product(*(split.sizes for split in self.splits.values()))]
+            self.cache[key] = [total * share // max(1, sum(block_sizes)) for share in block_sizes]
         return cast("list[int]", self.cache[key])
-
-    def _element_counts(self, total: int) -> list[int]:
-        """Divide ``total`` among group positions, in proportion to the products of their block sizes."""
-        block_sizes = [math.prod(sizes) for sizes in product(*(split.sizes for split in self.splits.values()))]
-        return [total * share // max(1, sum(block_sizes)) for share in block_sizes]
 
     def block_range(self, name: str, dim: int, member: int) -> range:
         """Return the range of global positions that a rank's block of argument ``name`` has along a dim."""
@@ -150,7 +146,7 @@ class KernelContext:
         return dict(zip(self.compute_once(schema_argument_names), args, strict=False)) | kwargs
 
     def dtype(self, result: int) -> torch.dtype:
-        """Return the dtype of a tensor result."""
+        """Return the dtype of the result at position ``result``, which is a tensor."""
         layout = self.results[result]
         assert layout is not None
         return layout.dtype
@@ -164,23 +160,21 @@ class KernelContext:
         return self.comm.map(lambda member, *locals_: fn(self.position_of(member), *locals_), *args)
 
     def position_of(self, member: int) -> At:
-        """Return one rank's index in the group and its block of the sharded factor (cached). A joint kernel shards several
-        factors and cannot use it."""
+        """Return one rank's index in the group and its block of the sharded factor (cached).
+
+        A joint kernel shards several factors and cannot use it.
+        """
         position = self.places.get(member)
         if position is None:
-            position = self.places[member] = self._locate_member(member)
+            mesh = self.call.mesh
+            index = mesh.index_over(self.mesh_dims, mesh.coordinates[member]) if self.sizes else 0
+            offset, size = (offsets_of(self.sizes)[index], self.sizes[index]) if self.sizes else (0, 0)
+            position = self.places[member] = At(member, index, offset, size)
         return position
-
-    def _locate_member(self, member: int) -> At:
-        """Compute one rank's index in the group, and the offset and size of its block of the sharded factor."""
-        if not self.sizes:
-            return At(member, 0, 0, 0)
-        index = self.call.mesh.index_over(self.mesh_dims, self.call.mesh.coordinates[member])
-        return At(member, index, offsets_of(self.sizes)[index], self.sizes[index])
 
 
 def schema_argument_names(call: Call) -> tuple[str, ...]:
-    """Return the names of all arguments, in order."""
+    """Return the names of the operator's arguments in the order of the schema."""
     return tuple([argument.name for argument in call.func._schema.arguments])
 
 
@@ -202,7 +196,7 @@ def on_each_rank(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def drop_unrequested_results(call: Call, results: Sequence[Dims]) -> tuple[Dims, ...]:
-    """Return those of ``results`` that ``output_mask`` requests, and set the metas of the others to None.
+    """Return the dims of the results that ``output_mask`` requests, and set ``call.results`` of the others to None.
 
     Not all meta kernels of torch do so.
     """
@@ -212,13 +206,12 @@ def drop_unrequested_results(call: Call, results: Sequence[Dims]) -> tuple[Dims,
 
 
 def to_sum_dtype(x: Any) -> Any:
-    """Return ``x`` in the dtype in which sums are computed: at least float32."""
+    """Convert ``x`` to the dtype in which sums are computed: half precision to float32."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def make_index_tensor(device: torch.device, numbers: Sequence[int]) -> Tensor:
-    """Return known integers as a tensor on a device. It is made on the CPU and copied, because fake devices cannot convert a
-    list."""
+    """Make an int64 tensor of known numbers on a device: on the CPU first, because fake devices cannot convert a list."""
     return torch.tensor(numbers, dtype=torch.int64, device="cpu").to(device)
 
 
@@ -229,8 +222,7 @@ def statistics_bytes(call: Call, count: int) -> int:
 
 @recorded_op  # values decide, so each replay checks its own
 def check_range(index: Tensor, legal: range, ignored: int | None, make_error: Callable[[int], Exception]) -> None:
-    """Raise ``make_error(element)`` if an element of ``index`` is neither in ``legal`` nor ``ignored``. On a device it is
-    asserted."""
+    """Raise ``make_error(element)`` for an index that is neither in ``legal`` nor ``ignored``. On a device, assert it."""
     has_values = index.device.type == "cpu" and type(index) is Tensor  # a FakeTensor has no values
     if index.dtype is not torch.int64:  # a bound outside of the dtype does not apply
         legal = range(legal.start, min(legal.stop, torch.iinfo(index.dtype).max + 1))

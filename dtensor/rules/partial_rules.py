@@ -150,8 +150,7 @@ class CombinedPartials(Declaration):
 
 
 def combine_partials(*parts: Any) -> Any:
-    """Join partial strategies (texts, declarations, tuples of these) into one value for ``Rule.partials``: a tuple, or a
-    function of the call if some part needs one."""
+    """Join partial strategies (texts, declarations, tuples) into one tuple, or a function of the call if one needs it."""
     flat: list[Any] = []
     for part in parts:
         flat += part if isinstance(part, tuple) else [part]
@@ -167,8 +166,10 @@ def listed_strategies(partials: Any) -> tuple[str | Strategy, ...]:
 
 
 def named_reductions(partials: Any) -> frozenset[str]:
-    """Return the reductions (``"sum"``, ``"max"`` ...) that a rule's partial strategies mention. Those of a function are not
-    known."""
+    """Return the reductions (``"sum"``, ``"max"`` ...) that a rule's partial strategies mention.
+
+    Those of a function are not known.
+    """
     names: set[str] = set()
     for part in (partials,) if callable(partials) else partials:
         match part:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ..layout.layout import Layout
-from ..random.distributions import Sampler, sampler_of
-from ..random.draw import RANDOM_MODE, as_graph_op, draw, draw_counted, map_from_one_state, take_block, view_block
+from ..random.distributions import Sampler, find_sampler
+from ..random.draw import RANDOM_MODE, draw, draw_counted, map_from_one_state, run_as_graph_op, take_block, view_block
 from .call import Call
 from .declared_factors import DeclaredFactors
 from .kernel_context import KernelContext
@@ -33,8 +33,7 @@ class DrawLike(Declaration):
         assert result is not None
 
         def generate(layouts: Sequence[Layout], args: Any, kwargs: Any) -> Any:
-            """Return this rank's block of random numbers, by a counter-based sampler if that is the random mode and one
-            exists."""
+            """Generate this rank's block of random numbers: by counters in counter mode if possible, else exactly."""
             result_layout, operand_layout = layouts
             if sampler is not None and RANDOM_MODE.mode == "counter":
                 named = _arguments_of(func, args, kwargs)
@@ -48,19 +47,18 @@ class DrawLike(Declaration):
             result_tensor: Tensor = func(operand, *args, **kwargs, **into)
             return result_tensor
 
-        return as_graph_op((result, at.operands[0]), generate, args, kwargs)
+        return run_as_graph_op((result, at.operands[0]), generate, args, kwargs)
 
 
 def allocate_global_memory(layout: Layout, device: torch.device) -> Tensor:
-    """Allocate memory in the global shape and strides, because the number generated for an element depends on its place in
-    memory."""
+    """Allocate memory in the global shape and strides: the number generated for an element depends on its place."""
     return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=device)
 
 
 def _sampler_and_out(call: Call) -> tuple[Sampler | None, bool]:
     """Return the counter-based sampler of the operator, or None, and whether the overload has ``out=``."""
     schema = call.func._schema
-    return sampler_of(schema.name.partition("::")[2]), any(argument.is_out for argument in schema.arguments)
+    return find_sampler(schema.name.partition("::")[2]), any(argument.is_out for argument in schema.arguments)
 
 
 def _arguments_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -102,12 +100,13 @@ class DrawAround(Declaration):
         def generate(layouts: Sequence[Layout], *args: Any) -> Any:
             return map_from_one_state(mesh, generator, partial(generate_block, layouts), *args)
 
-        return as_graph_op((result, *layouts), generate, *args)
+        return run_as_graph_op((result, *layouts), generate, *args)
 
 
 def embed_block(block: Tensor, layout: Layout, member: int | None, fill_value: float) -> Tensor:
-    """Return a tensor of the global shape that has one rank's block in its place (``member`` None: no block) and ``fill_value``
-    elsewhere.
+    """Return a tensor of the global shape with one rank's block in its place, and ``fill_value`` elsewhere.
+
+    ``member`` None: no block.
 
     Its memory order is that of a tensor like the global one, which may be expanded.
     """

@@ -41,8 +41,9 @@ def load_rules() -> dict[str, Rule]:
 
 
 def register(names: str, rule: Rule) -> Rule:
-    """Enter a rule in the registry under operator names (``"mm"`` is ``aten::mm``; ``"lib::op"``; ``"op.overload"`` for one
-    overload only).
+    """Enter a rule in the registry under operator names, separated by spaces.
+
+    ``"mm"`` is ``aten::mm``, ``"lib::op"`` another library's operator, and ``"op.overload"`` one overload only.
 
     Raises:
         RuleError: a name already has a rule.
@@ -58,8 +59,7 @@ def register(names: str, rule: Rule) -> Rule:
 
 
 def _declaring_family() -> str | None:
-    """Search the call stack for a module below ``dtensor.rules.aten``, and return its name. None if a program declares the
-    rule."""
+    """Search the call stack for the operator family (``aten/`` module) that declares a rule; None if a program does."""
     frame = sys._getframe(1)
     while frame is not None:
         package, _, module = frame.f_globals.get("__name__", "").partition(".rules.aten.")

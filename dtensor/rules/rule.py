@@ -216,8 +216,10 @@ class Rule:
     samples: tuple[Any, ...] = ()
 
     def allows(self, choice: StrategyChoice) -> bool:
-        """Return True if the block sizes of a choice give the right result: no empty block that the operator refuses, no uneven
-        mean, and ``when`` is true."""
+        """Return True if the block sizes of a choice give the right result.
+
+        No empty block that the operator refuses, no mean of uneven blocks, and ``when`` is true.
+        """
         reduced = choice.factors.reduced
         for name, split in choice.splits.items():
             if self.nonempty and 0 in split.sizes and self._needs_elements(name, reduced):
@@ -238,8 +240,10 @@ class Rule:
 
 
 def has_zero_identity(op: Any) -> bool:
-    """Return True if ``op`` is one reduction with identity 0 (a sum or a norm). Operators that refuse to reduce no elements by
-    others return 0 for it."""
+    """Return True if ``op`` is one reduction with identity 0, such as a sum or a norm.
+
+    Operators that refuse other reductions of no elements return 0 for these.
+    """
     return not isinstance(op, tuple) and not reduction_identity(op, torch.empty((), device="cpu")).item()
 
 
@@ -280,8 +284,10 @@ def find_exact_dim(dims: Dims, names: tuple[str, ...]) -> int | None:
 
 
 def strategies_of_factors(factors: Factors, partials: Partials) -> list[Strategy]:
-    """Return all strategies on one mesh dim: listed ones, one for each factor, those of partial operands, and replication. The
-    order breaks ties."""
+    """Return all strategies on one mesh dim: listed, one for each factor, for partial operands, and replication.
+
+    The order of declaration breaks ties.
+    """
     strategies = [*factors.listed_strategies]
     names = dict.fromkeys(name for dims in (*factors.operands, *factors.results) for dim in dims for name in dim)
     for name in names:
@@ -345,8 +351,7 @@ def _missing_factor_spec(op: Reduced | None) -> Spec | tuple[Spec, ...]:
 
 @memoize(4096)
 def parse_partial_strategy(text: str, operand_count: int, result_count: int) -> Strategy | None:
-    """Parse a partial strategy such as ``"sum,R -> sum"``. Return None if it does not have a placement for each operand and
-    result.
+    """Parse a partial strategy such as ``"sum,R -> sum"``; None if it does not fit the counts of operands and results.
 
     ``"sum... -> sum"`` repeats for all operands. ``finite`` and ``nonzero`` are ``R`` for operands that are known to be so.
     Integers and bools are finite, numbers are checked. ``0 * inf`` is NaN and so is ``inf - inf``: a partial value does not pass

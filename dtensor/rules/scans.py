@@ -44,7 +44,7 @@ class Scan(Declaration):
         def last_slices(_: Any, own: Tensors) -> Tensors:
             return tuple(part.narrow(dim, max(part.shape[dim] - 1, 0), min(1, part.shape[dim])) for part in own)
 
-        def shape_of(member: int) -> tuple[int, ...]:
+        def shape_of_last_slice(member: int) -> tuple[int, ...]:
             """Return the shape of the last slice of one rank's block."""
             shape = list(layout.shape_of(member))
             shape[dim] = min(1, shape[dim])
@@ -63,7 +63,7 @@ class Scan(Declaration):
 
         blocks = at.map(scan_block, x)
         lasts = at.map(last_slices, blocks)
-        ends = [at.all_gather(part, shape_of) for part in lasts]  # for each part, by group position
+        ends = [at.all_gather(part, shape_of_last_slice) for part in lasts]  # for each part, by group position
         return at.map(continue_block, blocks, ends)
 
     def join_parts(self, left: Tensors, right: Tensors) -> Tensors:

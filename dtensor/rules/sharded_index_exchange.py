@@ -3,7 +3,7 @@
 Indices are replicated (the index tensor caches that copy, so the next call with it moves nothing). So each rank knows how many
 elements go between each pair of ranks, and all ranks raise together. One all-to-all sends exactly these elements. It is not
 issued if all indices are local. If values are unknown (a traced program, a dry run) or a recording must hold for other values,
-whole shards are all-gathered.
+complete shards are all-gathered.
 """
 
 from __future__ import annotations
@@ -167,8 +167,7 @@ class _IndexExchange:
         self.all_local = not any(n for table in tables for k, row in enumerate(table) for j, n in enumerate(row) if j != k)
 
     def _locate_indices(self, here: At, block: Tensor, index: Any) -> list[Tensor]:
-        """Return, for each indexed element of this rank's block of other dims: its owner, its number, and its position by
-        indexed dim."""
+        """Return the owner, the number and the positions of each indexed element, for this rank's block of other dims."""
         offset, positions = self.layout.local_offset(self.at.call.mesh.coordinates[here.member]), []
         for place in find_positions(self.address, index, [self.at.operands[0].shape[d] for d in self.dims], block.device):
             for d, size in enumerate(self.index_block_shape(here.member)):
@@ -223,8 +222,10 @@ class _IndexExchange:
         return [torch.cat([x[span.start : span.stop] for span in spans]) for x in each]
 
     def to_block_positions(self, here: At, requested: list[Tensor], is_global: bool = False) -> list[Tensor]:
-        """Convert located positions to positions in this rank's block, or keep them global. Elements of other ranks get the
-        position behind the end."""
+        """Convert located positions to positions in this rank's block, or keep them global.
+
+        Elements of other ranks get the position behind the end.
+        """
         places = dict(zip(self.dims, requested[2:], strict=True))
         if not is_global:
             own = places[self.dim] - here.offset if here.offset else places[self.dim]

@@ -179,8 +179,7 @@ def _check_indices(
 
 
 def find_positions(address: Address, index: Any, totals: Sequence[int], device: torch.device) -> list[Tensor]:
-    """Return for each indexed dim the non-negative global position of each indexed element. ``totals``: the sizes of these
-    dims."""
+    """Return for each indexed dim (of sizes ``totals``) the non-negative global position of each indexed element."""
     each = _check_indices(address, index if address.form == "places" else [index], totals, device)
     return list(torch.broadcast_tensors(*each)) if each[1:] else each
 
@@ -231,8 +230,10 @@ def replace_index(
 
 
 def pad_block(block: Tensor, dims: Sequence[int], extra: int = 0) -> Tensor:
-    """Return ``block`` padded with zeros: ``extra`` rows along the first of ``dims``, and one along each empty dim. Nothing is
-    copied without need."""
+    """Pad ``block`` with ``extra`` rows of zeros along the first of ``dims``, and empty dims to one element.
+
+    Nothing is copied without need.
+    """
     shape = list(block.shape)
     if not extra and (0 not in shape or all(shape[d] for d in dims)):
         return block

@@ -62,7 +62,7 @@ class LocalCall:
 def call_local_function(plan: CallPlan, operator: OperatorSchema, signature: CallSignature) -> LocalCall:
     """Call the local function on the local tensors that this process holds."""
     rule = plan.rule
-    if operator.traits.flat:
+    if operator.traits.reads_flat:
         return LocalCall(match_list_strides(operator))
     if plan.how == "gather":
         return LocalCall(_draw_on_gathered(plan, operator) if operator.seeded else operator.func)

@@ -21,13 +21,13 @@ from .norms import (
     NormCall,
     combine_moments,
     cpu_statistics_dtype,
-    factors_of,
     gather_moments,
     gradient_terms,
     handle_empty_blocks,
     input_gradient,
     input_shape,
-    normalize,
+    make_norm_factors,
+    normalize_by_moments,
     requested_dtypes,
     scale_and_shift,
 )
@@ -108,11 +108,10 @@ def normalize_and_save(
     count: int,
     saved_dtypes: list[torch.dtype],
 ) -> Any:
-    """Normalize one rank's block by combined moments, update the running statistics in place, and return output and saved
-    values."""
+    """Normalize one rank's block, update the running statistics in place, and return output and saved values."""
     mean, variance = combine_moments(blocks, counts)
     weight, bias = (broadcast_per_channel(value, dims) for value in parameters[:2])
-    out, mean, rstd = normalize(x, mean, variance, eps, weight, bias, mean.dtype)
+    out, mean, rstd = normalize_by_moments(x, mean, variance, eps, weight, bias, mean.dtype)
     for running, value in zip(parameters[2:], (mean, variance * (count / max(1, count - 1))), strict=True):
         if running is not None:
             running.mul_(1 - step).add_(value.reshape(-1), alpha=step)
@@ -148,7 +147,7 @@ def batch_norm_factors(call: Call) -> Factors:
     call.results = fix_saved_metas(call, training)
     of_channels, (_, *rest) = (norm_call.sizes["c"],), call.results
     saved = [norm_call.dims["rstd"] if i < 2 and meta and meta.shape == of_channels else ((),) for i, meta in enumerate(rest)]
-    factors = factors_of(call, norm_call, batch_norm, (norm_call.dims["input"], *saved), 2)
+    factors = make_norm_factors(call, norm_call, batch_norm, (norm_call.dims["input"], *saved), 2)
     return (
         factors
         if training
@@ -187,7 +186,7 @@ def batch_norm_backward_factors(call: Call) -> Factors:
     norm_call = describe_batch_norm(call)
     result_dims = tuple(norm_call.dims[name] for name in ("input", "weight", "bias"))
     result_dims = drop_unrequested_results(call, result_dims) if "output_mask" in call.arguments else result_dims
-    factors = factors_of(call, norm_call, batch_norm_backward, result_dims, 2)
+    factors = make_norm_factors(call, norm_call, batch_norm_backward, result_dims, 2)
     return factors if is_training(call) else replace(factors, kernels={}, reduced=dict.fromkeys(norm_call.inner, "sum"))
 
 

@@ -64,8 +64,7 @@ def stack_shapes(call: Call) -> Shapes | None:
 
 
 def replicated_beside_partial(call: Call) -> tuple[str, ...]:
-    """Return strategies of ``cat`` and ``stack`` in which operands that are not partial are replicated beside partial means,
-    maxima or minima."""
+    """Return strategies of ``cat`` and ``stack`` for some operands partial (mean, maximum, minimum), others replicated."""
     mixed = [
         [op if layout.partials[mesh_dim] == op else "R" for layout in call.operands]
         for mesh_dim in range(call.mesh.ndim)
@@ -80,23 +79,25 @@ def local_stack_args(call: Call, at: LocalView) -> dict[str, Any]:
     result_shape, d, count = at.results[0], call["dim"] % len(at.results[0]), len(call.operands)
     first = at.result_offsets[0][d]
     return (
-        {} if result_shape[d] == count else {"held_tensors": slice(first, first + result_shape[d]), "result_shape": result_shape}
+        {}
+        if result_shape[d] == count
+        else {"tensors_in_block": slice(first, first + result_shape[d]), "result_shape": result_shape}
     )
 
 
 def stack_block(
-    tensors: Sequence[Tensor], dim: int = 0, held_tensors: slice | None = None, result_shape: Sequence[int] = ()
+    tensors: Sequence[Tensor], dim: int = 0, tensors_in_block: slice | None = None, result_shape: Sequence[int] = ()
 ) -> Tensor:
     """Stack the tensors that are in this rank's block, in the dtype of all."""
-    if held_tensors is None:
+    if tensors_in_block is None:
         return torch.stack(list(tensors), dim)
     dtype = reduce(torch.promote_types, [x.dtype for x in tensors])  # the dtype of all tensors, not only of those in this block
-    block_tensors = [x.to(dtype) for x in tensors[held_tensors]]
+    block_tensors = [x.to(dtype) for x in tensors[tensors_in_block]]
     return torch.stack(block_tensors, dim) if block_tensors else tensors[0].new_empty(result_shape, dtype=dtype)
 
 
 view("cat", cat_factors, partials=replicated_beside_partial, shapes=cat_shapes)
-declare_traits("cat", joins=True)
+declare_traits("cat", concatenates=True)
 view(
     "stack",
     PositionFactors("operands"),
@@ -147,15 +148,15 @@ view("rot90", rot90_factors)
 
 def local_empty_args(call: Call, at: LocalView) -> dict[str, Any]:
     """Return for an empty block the shape of its result, because torch refuses to shuffle empty tensors; else {}."""
-    return {} if all(at.operands[0]) else {"made": at.results[0]}
+    return {} if all(at.operands[0]) else {"empty_shape": at.results[0]}
 
 
-def pixel_shuffle_block(x: torch.Tensor, upscale_factor: int, made: Any = None) -> torch.Tensor:
-    return torch.pixel_shuffle(x, upscale_factor) if made is None else x.new_empty(made)
+def pixel_shuffle_block(x: torch.Tensor, upscale_factor: int, empty_shape: Any = None) -> torch.Tensor:
+    return torch.pixel_shuffle(x, upscale_factor) if empty_shape is None else x.new_empty(empty_shape)
 
 
-def pixel_unshuffle_block(x: torch.Tensor, downscale_factor: int, made: Any = None) -> torch.Tensor:
-    return torch.pixel_unshuffle(x, downscale_factor) if made is None else x.new_empty(made)
+def pixel_unshuffle_block(x: torch.Tensor, downscale_factor: int, empty_shape: Any = None) -> torch.Tensor:
+    return torch.pixel_unshuffle(x, downscale_factor) if empty_shape is None else x.new_empty(empty_shape)
 
 
 UP, DOWN = dict.fromkeys("rq", "upscale_factor"), dict.fromkeys("rq", "downscale_factor")
@@ -204,8 +205,10 @@ def local_pad_args(call: Call, at: LocalView) -> dict[str, Any]:
 
 
 def pad_partials(call: Call) -> tuple[str, ...]:
-    """Return strategies for partial operands of padding. Each addend is padded with the value, so sums need the value 0, and
-    products 0 or 1."""
+    """Return strategies for partial operands of padding, by the value.
+
+    Each addend is padded with the value, so sums need the value 0, and products 0 or 1.
+    """
     value = call.get("value", 0)
     strategies = ["avg -> avg", "max -> max", "min -> min"]
     return (*strategies, *(["sum -> sum"] if value == 0 else []), *(["product -> product"] if value in (0, 1) else []))

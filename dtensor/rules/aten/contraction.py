@@ -58,11 +58,11 @@ def row_product_flops(name: str, call: Call) -> int:
     return 0 if result is None else 2 * math.prod(result.shape) * call.shape(call.names.index(name))[-1]
 
 
-# the activation needs the whole sum
+# the activation needs the complete sum
 blockwise("_addmm_activation", "+m n, m [k], [k] n -> m n", flops=partial(row_product_flops, "mat1"))
 
 # a weight of one dim gives no output dim; a call without a bias has two operands
-WITHOUT_BIAS = tuple(row for op in ("sum", "avg") for row in (f"{op},finite -> {op}", f"finite,{op} -> {op}"))
+WITHOUT_BIAS = tuple(strategy for op in ("sum", "avg") for strategy in (f"{op},finite -> {op}", f"finite,{op} -> {op}"))
 einsum("linear", "b* k, n* k, +n* -> b* n*", partials=WITHOUT_BIAS)
 
 
@@ -187,8 +187,10 @@ def distances_of_coordinates(at: KernelContext, x: Any, y: Any, p: float, mode: 
 
 
 def distance_factors(call: Call) -> Factors | None:
-    """Return the factors of ``_cdist_forward``. Sharded coordinates give partial results for p = 0, 1 and inf, else they need a
-    kernel."""
+    """Return the factors of ``_cdist_forward``.
+
+    Sharded coordinates give partial results for p = 0, 1 and inf, else they need a kernel.
+    """
     factors, p = factors_of_pattern(parse_notation("... p m, ... r m -> ... p r"), call, None), call["p"]
     if factors is None:
         return None
@@ -223,8 +225,10 @@ einsum("_int_mm", "m k, k n -> m n", when=has_cuda_block_sizes)  # int32 sums of
 
 
 def scaled_factors(call: Call) -> Factors | None:
-    """Return the factors of ``_scaled_mm``. The contracted dim is unsharded, so that sums are rounded once. None for block-wise
-    scales."""
+    """Return the factors of ``_scaled_mm``, or None for block-wise scales.
+
+    The contracted dim is unsharded, so that sums are rounded once.
+    """
     if not len(call.shape(0)) == len(call.shape(1)) == 2:
         return None  # torch raises for these
     (m, k), (_, n) = call.shape(0), call.shape(1)

@@ -1,6 +1,6 @@
 """Convolutions: samples, groups, and channels are factors; input channels are contracted; positions have halos.
 
-With one group the inner channel dims may be sharded; with several, ranks have whole groups. In a transposed convolution, input
+With one group the inner channel dims may be sharded; with several, ranks have complete groups. In a transposed convolution, input
 and output change places in the weight, and positions are unsharded. Otherwise blocks of positions receive the inputs beyond their
 edges from their neighbors.
 """
@@ -61,8 +61,10 @@ def local_backward_args(call: Call, view: LocalView) -> dict[str, Any]:
 
 
 def convolution_flops(call: Call) -> int:
-    """Return the FLOPs of one convolution: each output position (transposed: input position) meets the weight of an output
-    channel."""
+    """Return the FLOPs of one convolution: each output position meets the weight of an output channel.
+
+    If it is transposed, each input position does.
+    """
     x, weight = (call.shape(call.names.index(name)) for name in ("input", "weight"))
     output = call.results[0] if "grad_output" not in call.names else call.operands[call.names.index("grad_output")]
     met = x if call["transposed"] or output is None else output.shape
@@ -170,7 +172,7 @@ class GradientsWithHalo(Declaration):
         *sizes, mask = settings
         dim, reach, outputs = self.d + 2, at.compute_once(sliding_windows)[self.d], make_range_lookup(at.operands[0], self.d + 2)
 
-        def gradients_of_block(here: At, grad: Tensor, x: Tensor, weight: Tensor) -> Any:
+        def convolve_block_backward(here: At, grad: Tensor, x: Tensor, weight: Tensor) -> Any:
             """Compute the gradients of one rank's outputs, for inputs with halo. Zeros if the rank has no outputs."""
             if not grad.numel():
                 nothing = torch.zeros_like(x), torch.zeros_like(weight), grad.new_zeros(grad.shape[1])
@@ -179,7 +181,7 @@ class GradientsWithHalo(Declaration):
             return aten.convolution_backward(grad, x, weight, sides, *_block_settings(sizes, self.d, x, weight), mask)
 
         read_gradient, *others = at.map(
-            gradients_of_block, grad, read_with_halo(at, x, dim, at.operands[1], reach, outputs), weight
+            convolve_block_backward, grad, read_with_halo(at, x, dim, at.operands[1], reach, outputs), weight
         )
         return (add_halo_gradients(at, read_gradient, dim, at.operands[1], reach, outputs) if mask[0] else None, *others)
 

@@ -89,14 +89,14 @@ def histc_of_blocks(at: KernelContext, x: Any, bins: int = 100, min: Any = 0, ma
     if min != max or not at.call.operands[0].numel:
         return at.map(lambda _, block: aten.histc(block, bins, min, max), x)
 
-    def count_block(_: Any, block: Tensor, bounds: Tensor) -> Tensor:
+    def count_in_bins(_: Any, block: Tensor, bounds: Tensor) -> Tensor:
         """Count the elements of one rank's block in bins between the global bounds."""
         low, high = bounds.tolist()
         if low == high:  # torch widens an empty interval like this
             low, high = low - 1, high + 1
         return aten.histc(block, bins, low, high)
 
-    return at.map(count_block, x, find_min_max(at, x))
+    return at.map(count_in_bins, x, find_min_max(at, x))
 
 
 def histc_kernel(call: Call) -> Kernel:
@@ -113,7 +113,7 @@ blockwise("histc", "[s*] -> []", kernel=histc_kernel, kind="kernel", floats_matt
 def bincount_of_blocks(at: KernelContext, x: Any, weights: Any = None, minlength: int = 0) -> Any:
     """Count the values of all ranks, up to the global maximum, and all-reduce the counts or summed weights (a kernel)."""
 
-    def count_block(_: Any, block: Tensor, weight: Tensor | None, bounds: Tensor) -> Tensor:
+    def count_values(_: Any, block: Tensor, weight: Tensor | None, bounds: Tensor) -> Tensor:
         """Count the values of one rank's block up to the global maximum. Raise if some value is negative."""
         low, high = bounds.tolist()
         if low < 0:
@@ -123,7 +123,7 @@ def bincount_of_blocks(at: KernelContext, x: Any, weights: Any = None, minlength
             return counts
         return counts.to(weight.dtype if weight.dtype is torch.float32 else torch.float64)  # the dtype of a non-empty count
 
-    return at.all_reduce(at.map(count_block, x, weights, find_min_max(at, x, torch.int64, -(2**62))), "sum")
+    return at.all_reduce(at.map(count_values, x, weights, find_min_max(at, x, torch.int64, -(2**62))), "sum")
 
 
 def bincount_kernel(call: Call) -> Kernel | None:

@@ -1,4 +1,4 @@
-"""Creation of tensors like another one, which determines dtype and device, and the sharding of dims of the same size."""
+"""Creation of tensors like a model (``new_zeros``), with its dtype and device, and its sharding of dims of equal size."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ def new_tensor_factors(call: Call) -> Factors:
 
 
 def make_blocks(at: KernelContext, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Create each rank's block of the new tensor, with the model sharded along dims that the new tensor does not have (a
-    kernel)."""
+    """Create each rank's block of the new tensor, if the model is sharded along dims that it lacks (a kernel)."""
     packet, layout = at.call.func.overloadpacket, at.results[0]  # the packet selects the overload without out=
     assert layout is not None
     strided = at.call.get("stride") is not None
@@ -56,7 +55,7 @@ kernel_rule(
 
 
 # --- the model's memory is not read ---
-declare_traits("empty.memory_format empty_permuted.default empty_strided.default empty_like.default", touches="nothing")
-declare_traits("new_empty.default new_empty_strided.default", touches="nothing")
-declare_traits("zeros_like.default ones_like.default full_like.default", touches="results")
-declare_traits("new_zeros.default new_ones.default new_full.default", touches="results")
+declare_traits("empty.memory_format empty_permuted.default empty_strided.default empty_like.default", memory_use="nothing")
+declare_traits("new_empty.default new_empty_strided.default", memory_use="nothing")
+declare_traits("zeros_like.default ones_like.default full_like.default", memory_use="results")
+declare_traits("new_zeros.default new_ones.default new_full.default", memory_use="results")

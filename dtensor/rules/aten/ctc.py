@@ -33,7 +33,7 @@ def ctc_losses(at: KernelContext, log_probs: Any, targets: Any, *lengths: Any, *
     assert table is not None
     rest = lengths[2:]
 
-    def losses_of_block(here: At, block: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def ctc_losses_of_block(here: At, block: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute the losses of one rank's sequences, and pad the table ``alpha`` to its global width."""
         labels, inputs, outputs = sequences_of_block(here, at.call, labels)
         if not here.size:
@@ -43,14 +43,14 @@ def ctc_losses(at: KernelContext, log_probs: Any, targets: Any, *lengths: Any, *
         padded_alpha[..., : alpha.shape[2]] = alpha
         return loss, padded_alpha
 
-    return at.map(losses_of_block, log_probs, targets)
+    return at.map(ctc_losses_of_block, log_probs, targets)
 
 
 def ctc_gradients(at: KernelContext, grad: Any, log_probs: Any, targets: Any, inputs: Any, outputs: Any, *rest: Any) -> Any:
     """Compute the gradients of the CTC losses of the sequences in each rank's block (a kernel)."""
     losses, table, *options = rest
 
-    def gradients_of_block(
+    def ctc_gradients_of_block(
         here: At, g: torch.Tensor, block: torch.Tensor, labels: torch.Tensor, loss: Any, alpha: Any
     ) -> torch.Tensor:
         """Compute the gradients of one rank's sequences; zeros if it has none."""
@@ -62,7 +62,7 @@ def ctc_gradients(at: KernelContext, grad: Any, log_probs: Any, targets: Any, in
             g, block, labels, own_inputs, own_outputs, loss, alpha[..., :width].contiguous(), *options
         )
 
-    return at.map(gradients_of_block, grad, log_probs, targets, losses, table)
+    return at.map(ctc_gradients_of_block, grad, log_probs, targets, losses, table)
 
 
 def with_length_lists(name: str) -> Any:

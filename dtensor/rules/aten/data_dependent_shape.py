@@ -74,8 +74,10 @@ def row_major_mesh_dims(layout: Layout) -> tuple[int, ...]:
 
 
 def nonzero_of_blocks(at: KernelContext, x: Any) -> Any:
-    """List the positions of non-zero elements of each rank's block; all-gather them over mesh dims that break row-major order (a
-    kernel)."""
+    """List the positions of non-zero elements in each rank's block; sharded if blocks are in row-major order (a kernel).
+
+    Over other mesh dims the lists are all-gathered.
+    """
     layout = at.operands[0]
     shape, coordinates = tuple(layout.shape), at.call.mesh.coordinates
 
@@ -140,7 +142,7 @@ def unique_without_counts(at: KernelContext, x: Any, sorted: bool = True, invers
     return unique_of_blocks(at, x, sorted)[:2]
 
 
-def replicate(x: Any) -> Tensor:
+def replicate_tensor(x: Any) -> Tensor:
     return x.redistribute(placements=[Replicate()] * x.device_mesh.ndim)
 
 
@@ -160,7 +162,7 @@ def unique_with_inverse(x: Tensor, sorted: bool = True, inverse: bool = False, c
     """
     values, _, counted = aten._unique2(x, True, False, counts)
     if x.dtype.is_floating_point and values.isnan().sum().item() > 1:  # equal on all ranks: the values are replicated
-        return aten._unique2(replicate(x), True, True, counts)
+        return aten._unique2(replicate_tensor(x), True, True, counts)
     search_dtype = _SEARCH_DTYPES.get(x.dtype, x.dtype)
     places = torch.searchsorted(values.to(search_dtype), x.to(search_dtype).contiguous())
     if x.dtype.is_floating_point:
@@ -226,8 +228,7 @@ kernel_rule("unique_dim", unique_dim_factors, measured=True)
 
 # --- runs of equal neighbors ---
 def unique_consecutive(x: Tensor, inverse: bool = False, counts: bool = False, dim: int | None = None) -> Any:
-    """Find the values of runs of equal neighbors, by operators on DTensors. Optionally also return each element's run, and
-    lengths."""
+    """Find the values of runs of equal neighbors by operators on DTensors; optionally each element's run, and lengths."""
     along = 0 if dim is None else dim % x.ndim
     inverse, counts = inverse or dim is not None, counts or dim is not None  # along a dim torch always returns all three
     rows = x.reshape(-1) if dim is None else x.movedim(along, 0)

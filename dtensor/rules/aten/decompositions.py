@@ -47,8 +47,8 @@ def masked_scatter(x: Tensor, mask: Tensor, source: Tensor) -> Tensor:
 
 
 def masked_scatter_backward(grad: Tensor, mask: Tensor, sizes: Sequence[int]) -> Tensor:
-    picked, total = masked_select(grad, mask), math.prod(sizes)
-    return F.pad(picked, (0, total - picked.shape[0])).view(sizes)
+    selected, total = masked_select(grad, mask), math.prod(sizes)
+    return F.pad(selected, (0, total - selected.shape[0])).view(sizes)
 
 
 def unsafe_masked_index(x: Tensor, mask: Tensor, indices: Sequence[Tensor | None], fill: Any) -> Tensor:
@@ -87,8 +87,7 @@ def nonzero_static(x: Tensor, *, size: int, fill_value: int = -1) -> Tensor:
 
 
 def chunk_cat(tensors: Sequence[Tensor], dim: int, num_chunks: int) -> Tensor:
-    """Compute ``_chunk_cat``: pad and split each tensor into ``num_chunks`` chunks along ``dim``, flatten chunks, join
-    tensors."""
+    """Compute ``_chunk_cat``: split each tensor into padded chunks along ``dim``, flatten them, and join the tensors."""
     aten._chunk_cat(
         [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in tensors], dim, num_chunks
     )  # raise what torch raises
@@ -157,8 +156,7 @@ def resize_as_decomposition(x: Tensor, template: Tensor, *, memory_format: torch
 def set_decomposition(
     x: Tensor, source: Tensor | None = None, offset: int = 0, size: Any = None, stride: Sequence[int] = ()
 ) -> Tensor:
-    """Return ``source``, or the view of it that ``set_`` names, as the new memory of ``x``. Refuse a plain storage, which has no
-    layout."""
+    """Return ``source``, or a strided view of it, as the new memory of ``x``. Refuse a plain storage."""
     if source is None:
         return x.new_empty(0)
     if not isinstance(source, Tensor):

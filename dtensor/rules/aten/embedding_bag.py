@@ -88,8 +88,8 @@ def embedding_bag_of_blocks(at: KernelContext, *args: Any, **kwargs: Any) -> Any
     ) -> tuple[Tensor, ...]:
         """Look up the bags that are in one rank's block of the result."""
         own = bags_of_member(here, at, result)
-        beside = {"offsets": offsets, "per_sample_weights": weights}
-        return look_up_bags(op, own, result.shape[0], weight, indices=indices, **beside, **arguments)
+        bounds_and_weights = {"offsets": offsets, "per_sample_weights": weights}
+        return look_up_bags(op, own, result.shape[0], weight, indices=indices, **bounds_and_weights, **arguments)
 
     return at.map(look_up_own_bags, weight, indices, offsets, weights)
 
@@ -104,33 +104,33 @@ def _all_gather_indices(at: KernelContext, name: str, x: Any) -> Any:
 
 
 @recorded_op
-def gradient_of_bags(op: Any, bags: range, count: int, grad: Tensor, **given: Any) -> Tensor:
+def gradient_of_bags(op: Any, bags: range, count: int, grad: Tensor, **settings: Any) -> Tensor:
     """Compute the gradient that some bags contribute: of the table, or of each index's weight (zeros for other bags)."""
-    indices, offsets = given["indices"], given["offsets"]
+    indices, offsets = settings["indices"], settings["offsets"]
     if len(bags) == count:
-        return cast(Tensor, op(grad, **given))
+        return cast(Tensor, op(grad, **settings))
     if not bags or not has_readable_bounds(offsets):
         embedded = _embed_in_zeros(grad, bags, count)
-        largest = given.get("maximum_indices")
+        largest = settings.get("maximum_indices")
         embedded_maximum = (
             {} if largest is None or largest.ndim < 2 else {"maximum_indices": _embed_in_zeros(largest, bags, count)}
         )
-        return cast(Tensor, op(embedded, **given | embedded_maximum))
+        return cast(Tensor, op(embedded, **settings | embedded_maximum))
     own_indices, own = index_range_of_bags(bags, count, indices, offsets), slice(bags.start, bags.stop)
-    places = given["offset2bag"]
+    places = settings["offset2bag"]
     own_arguments = {
         "indices": indices[own_indices],
         "offsets": offsets[own] - own_indices.start,
         "offset2bag": places[own_indices] - bags.start if len(places) else places,
     }
-    if "bag_size" in given:
-        own_arguments["bag_size"] = given["bag_size"][own]
-    if given.get("per_sample_weights") is not None:
-        own_arguments["per_sample_weights"] = given["per_sample_weights"][own_indices]
-    if given.get("scale_grad_by_freq"):
+    if "bag_size" in settings:
+        own_arguments["bag_size"] = settings["bag_size"][own]
+    if settings.get("per_sample_weights") is not None:
+        own_arguments["per_sample_weights"] = settings["per_sample_weights"][own_indices]
+    if settings.get("scale_grad_by_freq"):
         own_arguments["scale_grad_by_freq"] = False
-    gradient: Tensor = op(grad, **given | own_arguments)
-    if given.get("scale_grad_by_freq"):  # divide by the frequency in all bags
+    gradient: Tensor = op(grad, **settings | own_arguments)
+    if settings.get("scale_grad_by_freq"):  # divide by the frequency in all bags
         gradient /= torch.bincount(indices, minlength=len(gradient)).clamp_(min=1)[:, None]
     if gradient.ndim > 1:
         return gradient
@@ -146,7 +146,7 @@ def _embed_in_zeros(block: Tensor, bags: range, count: int) -> Tensor:
     return embedded
 
 
-def gradients_of_blocks(at: KernelContext, *args: Any, **kwargs: Any) -> Any:
+def embedding_bag_gradients(at: KernelContext, *args: Any, **kwargs: Any) -> Any:
     """Compute the gradient that each rank's own bags contribute (a kernel)."""
     op, grad_layout, arguments = at.compute_once(functional_overload), at.operands[0], at.arguments_by_name(args, kwargs)
     names = tuple(arguments)[1:]
@@ -162,7 +162,7 @@ def gradients_of_blocks(at: KernelContext, *args: Any, **kwargs: Any) -> Any:
 
 # --- declarations -------------------------------------------------------------------------------------------------------
 def embedding_bag_factors(call: Call) -> Factors | None:
-    """Return the factors of ``_embedding_bag``. If bags may have equal size, bags can be sharded together with their indices."""
+    """Return the factors of ``_embedding_bag``. If bags divide the number of indices, both can be sharded together."""
     results = [meta for meta in call.results if meta is not None]
     if len(results[0].shape) != 2 or len(call["indices"].shape) != 1:
         return None  # torch raises for these
@@ -205,7 +205,7 @@ def has_dense_gradient(choice: StrategyChoice) -> bool:
     return not choice.call.get("sparse")
 
 
-BAG_KERNELS = {"b": Kernel(gradients_of_blocks, lacking=Partial("sum"))}
+BAG_KERNELS = {"b": Kernel(embedding_bag_gradients, lacking=Partial("sum"))}
 BAG_OPERANDS = "offset2bag: [], bag_size: [], per_sample_weights: [], maximum_indices:"
 INDEX_OPERANDS = "indices: [], offsets: []"
 blockwise(

@@ -34,8 +34,7 @@ class BestWithIndex:
     op: str  # "max" or "min"
 
     def block(self, part: FoldContext, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the best value of one rank's block as int64 bits, and its row-major index in the folded dims of the global
-        tensor."""
+        """Return the best value of one rank's block as int64 bits, and its global row-major index in the folded dims."""
         rest = [d for d in range(x.ndim) if d not in part.dims]
         value, local = getattr(x.permute(*rest, *part.dims).flatten(len(rest)), self.op)(-1)
         index, step, local_step = torch.zeros_like(local), 1, 1

@@ -29,6 +29,7 @@ def run_in_global_order(at: KernelContext, matrix: Any, *args: Any, **kwargs: An
     dense = torch.empty_strided(global_layout.shape, global_layout.stride, device="meta").is_contiguous()
 
     def order_block(_: At, block: Tensor) -> Tensor:
+        """Copy one rank's matrices into the memory order of the global tensor, if they have another one."""
         if dense or block.shape[-1] < 2:
             return block.contiguous()
         return block.mT.contiguous().mT if block.is_contiguous() else block

@@ -35,22 +35,22 @@ def _to_copy(x: torch.Tensor, *, layout: Any = None, pin_memory: Any = None, **o
 # Torch's functions differ from the schema (argument order, packed lists, defaults), or mean something else.
 declare_traits(
     "arange full empty zeros ones rand randn randint normal linspace logspace scalar_tensor tensor empty_like full_like",
-    spelled=None,
+    local_function=None,
 )
 declare_traits(
-    "index_put index_put_ _index_put_impl_ _unsafe_index _unsafe_index_put where index norm split to set_", spelled=None
+    "index_put index_put_ _index_put_impl_ _unsafe_index _unsafe_index_put where index norm split to set_", local_function=None
 )
-declare_traits("data requires_grad_ is_same_size", spelled=None)
-declare_traits("slice", spelled=_slice, shows="slice")
-declare_traits("_to_copy", spelled=_to_copy)
-declare_traits("select unbind", shows="slice")
-declare_traits("_reshape_alias", shows="all", needs_strides=True)
-declare_traits("view.default", shows="all", needs_strides=True)
+declare_traits("data requires_grad_ is_same_size", local_function=None)
+declare_traits("slice", local_function=_slice, view_kind="slice")
+declare_traits("_to_copy", local_function=_to_copy)
+declare_traits("select unbind", view_kind="slice")
+declare_traits("_reshape_alias", view_kind="all", needs_strides=True)
+declare_traits("view.default", view_kind="all", needs_strides=True)
 declare_traits("view view_as_complex view_as_real", needs_strides=True)
-declare_traits("squeeze unsqueeze", shows="all")
-declare_traits("_conj _neg_view", shows="mirror")
+declare_traits("squeeze unsqueeze", view_kind="all")
+declare_traits("_conj _neg_view", view_kind="mirror")
 # Composites write through it into `out=`, although its schema does not declare a view.
-declare_traits("_unsafe_view", is_view=True, shows="all")
+declare_traits("_unsafe_view", is_view=True, view_kind="all")
 declare_list_prefix("_foreach_")
 for _name in ("add", "sub", "mul", "div"):
     declare_traits(f"_foreach_{_name}.Scalar _foreach_{_name}.ScalarList", takes_tensors=True)

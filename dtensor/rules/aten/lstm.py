@@ -47,8 +47,10 @@ def run_layer_gradients(x: Tensor, *args: Any) -> tuple[Tensor, ...]:
 
 
 def is_unpacked(choice: StrategyChoice) -> bool:
-    """Return True if sequences are not packed, or nothing is sharded. Packed sequences end one after another, so they have no
-    blocks."""
+    """Return True if sequences are not packed, or nothing is sharded.
+
+    Packed sequences end one after another, so they have no blocks.
+    """
     return not choice.call["batch_sizes"] or not choice.splits
 
 

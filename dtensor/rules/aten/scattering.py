@@ -42,7 +42,7 @@ index_write("embedding_renorm_", TABLE, combine_on_owner, unsharded="d1")  # the
 
 
 def allows_half_precision_product(choice: StrategyChoice) -> bool:
-    """Return True unless torch would multiply rows of one element in half precision, which it cannot, because of small blocks."""
+    """Return False if small blocks make ``index_reduce`` multiply rows of one element in half precision, which torch cannot."""
     call = choice.call
     if call["reduce"] != "prod" or call.operands[0].dtype not in (torch.float16, torch.bfloat16) or not choice.splits:
         return True
@@ -63,7 +63,7 @@ index_write("put", FLAT, combine_if_accumulate, put_by_dims, plain=("index",))
 
 # --- advanced indexing ---
 def single_value_factors(call: Call) -> Factors | None:
-    """Return elementwise factors of one value for all elements that a mask selects, or None."""
+    """Return elementwise factors of an ``index_put`` that writes one value where a single mask is True. None for other calls."""
     indices = [(d, item) for d, item in enumerate(call["indices"]) if item is not None]
     if len(indices) != 1 or math.prod(call["values"].shape) != 1:
         return None

@@ -1,4 +1,4 @@
-"""Attention of blocks of queries and keys, by the CPU operator, which accepts a mask for a block; elsewhere by a reference.
+"""Blocks of attention: output and gradients for a block of queries and a block of keys, by the CPU operator or a reference.
 
 A block of keys gives a partial output of every row. Partial outputs are combined by the logarithms of the rows' sums: ``out = sum
 over blocks of exp(lse_block - lse) * out_block`` (Rabe and Staats 2021, "Self-attention does not need O(n^2) memory"). With the
@@ -125,8 +125,7 @@ def sums_dtype(query: Tensor) -> torch.dtype:
 
 # --- a block of rows (queries) and a block of keys -------------------------------------------------------------------------
 class BlockPair(NamedTuple):
-    """The sequence positions of a block of queries (rows) and a block of keys, with the operator's other arguments and the whole
-    mask."""
+    """A block of queries (rows) and a block of keys: their sequence positions, the complete mask, and the operator's settings."""
 
     rows: range
     keys: range
@@ -169,8 +168,10 @@ def partial_attention(pair: BlockPair, query: Tensor, key: Tensor, value: Tensor
 
 
 def partial_gradients(pair: BlockPair, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Tensor) -> Gradients:
-    """Compute the gradients of rows and keys that come from this pair of blocks. ``rest``: outputs and log-sums of the rows over
-    all keys."""
+    """Compute the gradients of rows and keys that come from this pair of blocks.
+
+    ``rest``: outputs and log-sums of the rows over all keys.
+    """
     mask_arguments = pair.mask_arguments(query)
     if mask_arguments is None:
         return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
@@ -214,12 +215,12 @@ def attention_of_blocks(
 
     out, sums = at.map(attention_of_block, attn_mask, query, key, value)
     if "s" in at.splits:
-        terms, sums = scale_partial_output(out, sums, at.all_gather(sums))
-        out = at.all_reduce(terms, "sum")
+        addends, sums = scale_partial_output(out, sums, at.all_gather(sums))
+        out = at.all_reduce(addends, "sum")
     return finish_rows(query, out, sums)
 
 
-def gradients_of_blocks(at: KernelContext, *block: Any, attn_mask: Any = None, scale: Any = None) -> Any:
+def attention_gradients_of_blocks(at: KernelContext, *block: Any, attn_mask: Any = None, scale: Any = None) -> Any:
     """Compute each rank's addends of the gradients, from its block of queries or of keys."""
 
     def gradients_of_block(here: At, mask: Tensor | None, *block: Tensor) -> Gradients:

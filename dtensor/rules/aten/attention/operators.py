@@ -22,7 +22,7 @@ from ...declare import NO_FACTORS, kernel_rule
 from ...kernel_context import run_operator
 from ...registry import register
 from ...rule import Dims, Factors, Kernel, Rule
-from .blocks import attention_block, attention_gradients, attention_of_blocks, gradients_of_blocks
+from .blocks import attention_block, attention_gradients, attention_gradients_of_blocks, attention_of_blocks
 from .ring import ranks_in_ring, ring_attention, ring_gradients
 
 HEAD_DIMS = frozenset(("e", "v"))
@@ -30,10 +30,9 @@ HEAD_DIMS = frozenset(("e", "v"))
 
 # --- factors shared by all fused operators --------------------------------------------------------------------------
 def attention_sizes(call: Call) -> dict[str, int] | None:
-    """Return the sizes of the factors of attention: batch b, key heads h, query heads per key head g, queries l, keys s, and
-    head dims e and v.
+    """Return the size of each factor of attention by its letter, or None if the shapes do not fit or there is dropout.
 
-    Return None if the shapes do not fit, and with dropout.
+    The factors are batch b, key heads h, query heads per key head g, queries l, keys s, and head dims e and v.
     """
     q, k = call.shape(call.names.index("query")), call.shape(call.names.index("key"))
     if call["dropout_p"] > 0 or len(q) != 4 or len(k) != 4 or q[0] != k[0] or not k[1] or q[1] % k[1]:
@@ -85,9 +84,11 @@ def pad_dims(dims: Dims, ndim: int) -> Dims:
 
 
 # --- the CPU operator -----------------------------------------------------------------------------------------------
-def forward_factors(call: Call) -> Factors | None:
-    """Return the factors and kernels of the CPU attention operator: ring attention if queries and keys are sharded alike. None
-    if shapes do not fit."""
+def cpu_forward_factors(call: Call) -> Factors | None:
+    """Return factors and kernels of the CPU attention operator, or None if shapes do not fit.
+
+    If queries and keys are sharded alike, the kernel is ring attention.
+    """
     sizes = attention_sizes(call)
     if sizes is None:
         return None
@@ -101,14 +102,13 @@ def forward_factors(call: Call) -> Factors | None:
     return merge_sequence_factors(call, factors, Kernel(ring_attention, collectives=1, nbytes=ring_bytes))
 
 
-def backward_factors(call: Call) -> Factors | None:
-    """Return the factors and kernels of the backward of the CPU attention operator, like those of the forward. None if shapes do
-    not fit."""
+def cpu_backward_factors(call: Call) -> Factors | None:
+    """Return factors and kernels of the backward of the CPU attention operator, or None if shapes do not fit."""
     sizes = attention_sizes(call)
     if sizes is None:
         return None
     table = attention_table(call)
-    kernels = dict.fromkeys("ls", Kernel(gradients_of_blocks, lacking=Partial("sum"))) if call["is_causal"] else {}
+    kernels = dict.fromkeys("ls", Kernel(attention_gradients_of_blocks, lacking=Partial("sum"))) if call["is_causal"] else {}
     results = (table["query"], table["key"], table["value"])
     factors = Factors(
         operand_factors(call, table, sizes), results, sizes, HEAD_DIMS, dict.fromkeys("gls", "sum"), kernels=kernels
@@ -119,8 +119,10 @@ def backward_factors(call: Call) -> Factors | None:
 
 
 def merge_sequence_factors(call: Call, factors: Factors, ring: Kernel) -> Factors:
-    """Replace the factors of queries and keys by one factor ``t`` with the kernel ``ring``, for ring attention. The mask is
-    sharded by rows only."""
+    """Replace the factors of queries and keys by one factor ``t`` with the kernel ``ring``, for ring attention.
+
+    The mask is sharded by rows only.
+    """
 
     def rename_dims(dims: Dims, mask: bool) -> Dims:
         return tuple(() if mask and own == ("s",) else ("t",) if own in (("l",), ("s",)) else own for own in dims)
@@ -140,8 +142,7 @@ def ring_bytes(call: Call) -> int:
 
 # --- FLOPs of all rows with all keys, as torch counts them ------------------------------------------------------------------
 def _attention_flops(call: Call, keys: int, values: int) -> int:
-    """Return the FLOPs of an attention call that has ``keys`` products as wide as keys, and ``values`` products as wide as
-    values."""
+    """Return the FLOPs of attention with ``keys`` products as wide as keys, and ``values`` products as wide as values."""
     batch, heads, rows, e = call.shape(call.names.index("query"))
     _, _, s, v = call.shape(call.names.index("value"))
     return 2 * batch * heads * rows * s * (keys * e + values * v)
@@ -160,8 +161,8 @@ def partials_of_value(call: Call) -> tuple[str, ...]:
 
 
 CPU = "_scaled_dot_product_flash_attention_for_cpu"
-kernel_rule(CPU, forward_factors, partials=partials_of_value, local=attention_block, as_laid_out=True, **FORWARD)
-kernel_rule(f"{CPU}_backward", backward_factors, local=attention_gradients, as_laid_out=True, **BACKWARD)
+kernel_rule(CPU, cpu_forward_factors, partials=partials_of_value, local=attention_block, as_laid_out=True, **FORWARD)
+kernel_rule(f"{CPU}_backward", cpu_backward_factors, local=attention_gradients, as_laid_out=True, **BACKWARD)
 
 
 # --- the CUDA operators: unsharded sequences ------------------------------------------------------------------------
@@ -176,8 +177,10 @@ def _unsharded_sequence_factors(call: Call, sizes: dict[str, int]) -> tuple[dict
 
 
 def cuda_forward_factors(call: Call) -> Factors | None:
-    """Return the factors of a CUDA attention operator. Results beyond output and log-sums (seeds, lengths) are equal on all
-    ranks."""
+    """Return the factors of a CUDA attention operator, or None if shapes do not fit.
+
+    Results beyond output and log-sums (seeds, lengths) are equal on all ranks.
+    """
     sizes = attention_sizes(call)
     if sizes is None:
         return None
@@ -192,8 +195,10 @@ def cuda_forward_factors(call: Call) -> Factors | None:
 
 
 def cuda_backward_factors(call: Call) -> Factors | None:
-    """Return the factors of the backward of a CUDA attention operator. The gradient of a broadcast bias is a sum over batch or
-    heads."""
+    """Return the factors of the backward of a CUDA attention operator, or None if shapes do not fit.
+
+    The gradient of a broadcast bias is a sum over batch or heads.
+    """
     sizes = attention_sizes(call)
     if sizes is None:
         return None

@@ -28,13 +28,12 @@ from .blocks import BlockPair, Gradients, finish_rows, partial_attention, partia
 
 
 def ranks_in_ring(call: Call) -> int:
-    """Return the number of ranks that shard queries, keys and values alike along sequences of equal length (1: no ring
-    attention)."""
+    """Return the number of ranks that shard queries, keys and values alike along equal sequences (1: no ring)."""
     query, key, value = (call.operands[call.names.index(name)] for name in ("query", "key", "value"))
     if query.shape[2] != key.shape[2]:
         return 1
-    cuts = [() if layout.splits[2] is None else layout.splits[2].mesh_dims for layout in (query, key, value)]
-    return math.prod(call.mesh.shape[dim] for dim in cuts[0] if dim in cuts[1] and dim in cuts[2])
+    mesh_dims = [() if layout.splits[2] is None else layout.splits[2].mesh_dims for layout in (query, key, value)]
+    return math.prod(call.mesh.shape[dim] for dim in mesh_dims[0] if dim in mesh_dims[1] and dim in mesh_dims[2])
 
 
 SequencePieces = tuple[range, ...]  # sequence positions of a rank, in its memory order
@@ -82,8 +81,7 @@ class Ring:
         return [[BlockPair(own, other, self.causal, self.scale, mask) for other in keys] for own in self.rows(member)]
 
     def send_to_next(self, block: Any, step: int) -> Callable[[], Any]:
-        """Start to send every rank's ``block`` to the next rank. Return a function that waits for the block from the previous
-        rank."""
+        """Start to send every rank's ``block`` to the next rank, and return a function that waits for the block received."""
         ranks, group_of = self.ranks, functools.partial(self.mesh.members_of, self.mesh_dims)
 
         def make_chunks(member: int, block: Tensor) -> list[Tensor]:
@@ -124,8 +122,7 @@ def make_ring(at: KernelContext, scale: float | None) -> Ring:
 def ring_attention(
     at: KernelContext, query: Any, key: Any, value: Any, *flags: Any, attn_mask: Any = None, scale: Any = None
 ) -> Any:
-    """Compute attention by the ring, with the arguments of the CPU operator (a kernel): output and log-sums of each rank's
-    queries."""
+    """Compute attention by the ring, with the CPU operator's arguments: output and log-sums of own queries (a kernel)."""
     return attend_on_ring(make_ring(at, scale), query, key, value, attn_mask)
 
 
@@ -137,7 +134,7 @@ def attend_on_ring(ring: Ring, query: Any, key: Any, value: Any, mask: Any = Non
 
         def attend_on_rank(member: int, mask: Any, query: Tensor, block: Tensor) -> tuple[Tensor, Tensor]:
             key, value = ring.unpack_block(member, step, block)
-            return attend_pieces(ring.block_pairs(member, step, mask), query, key, value)
+            return attend_on_pieces(ring.block_pairs(member, step, mask), query, key, value)
 
         return attend_on_rank
 
@@ -153,7 +150,7 @@ def attend_on_ring(ring: Ring, query: Any, key: Any, value: Any, mask: Any = Non
     return finish_rows(query, *merged)
 
 
-def attend_pieces(pairs: list[list[BlockPair]], query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def attend_on_pieces(pairs: list[list[BlockPair]], query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Compute partial attention for rows and keys that consist of several pieces of the sequence."""
     if len(pairs) == len(pairs[0]) == 1:
         return partial_attention(pairs[0][0], query, key, value)
@@ -185,8 +182,7 @@ def ring_gradients(
 def attend_on_ring_backward(
     ring: Ring, grad: Any, query: Any, key: Any, value: Any, out: Any, sums: Any, mask: Any = None
 ) -> tuple[Any, Any, Any]:
-    """Compute the gradients of each rank's queries, keys and values. Gradients of keys and values go around the ring to their
-    owners."""
+    """Compute the gradients of each rank's queries, keys and values, where those of keys and values go around the ring."""
 
     def block_gradients(step: int) -> Callable[..., tuple[Tensor, Tensor]]:
         """Return the function that computes one rank's gradients on the keys of ring step ``step``."""
@@ -213,13 +209,13 @@ def attend_on_ring_backward(
         if arriving is not None:
             blocks = arriving()
 
-    def finish_gradients(member: int, total: Tensor, query: Tensor, both: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def unpack_gradients(member: int, total: Tensor, query: Tensor, both: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Unpack the gradients of a rank's own keys and values, and convert all to the dtype of the query."""
         dk, dv = ring.unpack_block(member, 0, both)
         return total.to(query.dtype), dk.to(query.dtype), dv.to(query.dtype)
 
     gradients: tuple[Any, Any, Any] = ring.map(
-        finish_gradients,
+        unpack_gradients,
         total,
         query,
         own_key_gradients if arriving_gradients is None else own_key_gradients + arriving_gradients(),
