@@ -121,19 +121,19 @@ def draw(layout: Layout, sample: Callable[[torch.device], torch.Tensor]) -> Any:
     return comm.map_outside_too(lambda member: take_block(full, layout, member))
 
 
-def map_from_one_state(mesh: DeviceMesh, generator: torch.Generator | None, one: Callable[..., Any], *locals_: Any) -> Any:
-    """Call ``one(member, *locals_)`` for each rank from the same generator state, so that the generator advances once."""
+def map_from_one_state(mesh: DeviceMesh, generator: torch.Generator | None, run_member: Callable[..., Any], *locals_: Any) -> Any:
+    """Call ``run_member(member, *locals_)`` for each rank from the same generator state, so that the generator advances once."""
     synchronize(mesh)
     comm = communicator_of(mesh)
     if not comm.holds_all:
-        return comm.map_outside_too(one, *locals_)  # ranks outside of the mesh generate too
+        return comm.map_outside_too(run_member, *locals_)  # ranks outside of the mesh generate too
     source = mesh_generator(mesh) if generator is None else generator
     state = read_state(source)
 
     def from_start(member: int, *values: Any) -> Any:
-        """Reset the generator to the saved state, and call ``one`` for one rank."""
+        """Reset the generator to the saved state, and call ``run_member`` for one rank."""
         write_state(source, state)
-        return one(member, *values)
+        return run_member(member, *values)
 
     return comm.map(from_start, *locals_)
 

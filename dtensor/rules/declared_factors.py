@@ -171,7 +171,7 @@ class WeightedMeans(Declaration):
         assert result is not None
 
         def weighted_mean(here: At, args: Any, kwargs: Any) -> torch.Tensor:
-            """Return the mean of one rank's block times the block's share of all elements; zeros for an empty block."""
+            """Compute the mean of one rank's block times the block's share of all elements; zeros for an empty block."""
             fraction = math.prod(block_fractions(at, here.member))
             if not fraction:
                 return torch.zeros(result.shape_of(here.member), dtype=result.dtype, device=device_of(args))

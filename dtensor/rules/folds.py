@@ -211,7 +211,7 @@ class _FoldPlan:
         return block if block.dtype is self.dtype or not self.dtype.is_floating_point else block.to(self.dtype)
 
     def shape_results(self, member: int, values: tuple[Tensor, ...]) -> Any:
-        """Return one rank's results in the dtypes and shapes of their layouts."""
+        """Convert one rank's results to the dtypes and local shapes of the result layouts."""
         shapes = self.shapes.get(member)
         if shapes is None:
             shapes = tuple([layout.shape_of(member) for layout in self.results])

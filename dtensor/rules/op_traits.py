@@ -17,7 +17,7 @@ from .registry import load_rules
 from .rule import Rule
 
 MetaArguments = dict[str, Any]  # arguments by name, with meta tensors
-RunInference = Callable[..., Any]  # ``run(arguments, func)`` runs the operator (or ``func``) on meta tensors
+RunInference = Callable[..., Any]  # ``default(arguments, func)`` runs the operator (or ``func``) on meta tensors
 StrideFunction = Callable[[Meta, MetaArguments], tuple[int, ...]]
 
 
@@ -27,7 +27,7 @@ class OperatorTraits:
 
     Attributes:
         strides: the strides of a new result, if inference differs from the kernels.
-        infer: ``infer(ask, given, device)`` returns results without data, instead of the operator's own inference.
+        infer: ``infer(default, arguments, device)`` returns results without data, instead of the operator's own inference.
         by_device: strides or auxiliary shapes depend on the library that computes (LAPACK, MKL or cuSOLVER, cuFFT, oneDNN or
             cuDNN).
         checks: checks that raise what the kernel raises and inference does not. They get the name and the arguments, tensors as

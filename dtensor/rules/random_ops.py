@@ -1,5 +1,4 @@
-"""Random operators as declarations: a rank's block of one global random tensor, also if operand values decide what is
-generated."""
+"""Random ops as declarations: each rank generates its block of one global random tensor, also if values decide what."""
 
 from __future__ import annotations
 

@@ -216,9 +216,9 @@ class Rule:
     samples: tuple[Any, ...] = ()
 
     def allows(self, choice: StrategyChoice) -> bool:
-        """Return True if the block sizes of a choice give the right result.
+        """Return True if the chosen blocks give right results: none is refused as empty, no mean is uneven, ``when`` is true.
 
-        No empty block that the operator refuses, no mean of uneven blocks, and ``when`` is true.
+        A mean of means is the mean only if all blocks have one size.
         """
         reduced = choice.factors.reduced
         for name, split in choice.splits.items():

@@ -35,7 +35,7 @@ class Scan(Declaration):
         sum_dtypes = [_SUM_DTYPES.get(dtype, dtype) for dtype in dtypes]
 
         def scan_block(here: Any, own: Tensor) -> Tensors:
-            """Scan one rank's block by itself, in the dtype of sums."""
+            """Scan one rank's block by itself (without the blocks before it), in the dtype of sums."""
             scanned = self.block(own if own.dtype is sum_dtypes[0] else own.to(sum_dtypes[0]), dim, here.offset)
             if self.parts == 1:
                 return (scanned if scanned.dtype is sum_dtypes[0] else scanned.to(sum_dtypes[0]),)

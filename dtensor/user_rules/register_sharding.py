@@ -109,7 +109,7 @@ def register_sharding(op: Any, notation: str | by | None = None, *, samples: Seq
         return _register_rules({each: _make_notation_rule(each, notation, samples, words) for each in overloads})
     if words:
         raise RuleError(f'register_sharding takes {", ".join(sorted(words))} with a notation only, for example "s* -> s*"')
-    return functools.partial(_declare_table, overloads, samples)
+    return functools.partial(_register_table, overloads, samples)
 
 
 def unregister_sharding(op: Any) -> None:
@@ -134,7 +134,7 @@ def unregister_sharding(op: Any) -> None:
     clear_plans()
 
 
-def _declare_table(overloads: Sequence[Any], samples: Sequence[Any], table: Table) -> Table:
+def _register_table(overloads: Sequence[Any], samples: Sequence[Any], table: Table) -> Table:
     """Register a user's function that lists strategies as the rule of these overloads, and return the function (a decorator)."""
     if not callable(table):
         raise RuleError(f"register_sharding decorates a function that returns strategies, got {table!r}")
@@ -168,7 +168,7 @@ def _make_notation_rule(overload: Any, notation: str | by, samples: Sequence[Any
     patterns = [parse_notation(one) for text in texts for one in text.split("|")]
     for pattern in patterns:
         _check_pattern(pattern, overload)
-    _check_words(patterns, overload, words)
+    _check_keywords(patterns, overload, words)
     kernel = words.get("kernel")
     if callable(kernel) and not isinstance(kernel, Fold):
         words = words | {"kernel": Kernel(kernel)}
@@ -219,7 +219,7 @@ def _result_count(overload: Any) -> int:
     return sum("Tensor" in str(result.type) for result in overload._schema.returns)
 
 
-def _check_words(patterns: Sequence[Pattern], overload: Any, words: Mapping[str, Any]) -> None:
+def _check_keywords(patterns: Sequence[Pattern], overload: Any, words: Mapping[str, Any]) -> None:
     """Raise RuleError if a keyword names letters that no notation has, arguments that the operator lacks, or no reduction."""
     letters = {name.strip("@!*.") for pattern in patterns for term in pattern.operands for dim in term.dims for name in dim}
     sizes, partials = words.get("sizes") or {}, words.get("partials", ())

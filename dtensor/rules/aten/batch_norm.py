@@ -71,7 +71,7 @@ def describe_batch_norm(call: Call) -> NormCall:
     return NormCall(dims, sizes, tuple(name for name in sizes if name != "c"))
 
 
-def reduced_dims(call: Call) -> tuple[int, ...]:
+def dims_except_channels(call: Call) -> tuple[int, ...]:
     return tuple(d for d in range(len(input_shape(call))) if d != 1)
 
 
@@ -88,7 +88,11 @@ def count_per_channel(call: Call) -> int:
 
 def batch_norm(at: KernelContext, *args: Any, **kwargs: Any) -> Any:
     """Normalize each rank's block with the mean and variance of all ranks, and update the running statistics (a kernel)."""
-    own, count, dims = at.arguments_by_name(args, kwargs), at.compute_once(count_per_channel), at.compute_once(reduced_dims)
+    own, count, dims = (
+        at.arguments_by_name(args, kwargs),
+        at.compute_once(count_per_channel),
+        at.compute_once(dims_except_channels),
+    )
     blocks, counts = gather_moments(at, own["input"], dims, count)
     eps, step = own.get("eps", own.get("epsilon")), own.get("momentum", own.get("exponential_average_factor"))
     parameters = [own.get(name) for name in ("weight", "bias", *RUNNING_STATISTICS)]
@@ -121,7 +125,7 @@ def normalize_and_save(
 
 def batch_norm_backward(at: KernelContext, *args: Any, **kwargs: Any) -> Any:
     """Compute the gradients of a batch norm: an all-reduce of two sums per channel gives all of them (a kernel)."""
-    own, dims = at.arguments_by_name(args, kwargs), at.compute_once(reduced_dims)
+    own, dims = at.arguments_by_name(args, kwargs), at.compute_once(dims_except_channels)
     mean, rstd = (
         broadcast_per_channel(own["save_mean"], dims),
         broadcast_per_channel(own.get("save_invstd", own.get("save_var")), dims),

@@ -95,7 +95,7 @@ blockwise(
     shapes=True,
 )
 declare_traits(
-    "linear_backward", infer=lambda ask, given, device: linear_gradients(*given.values())
+    "linear_backward", infer=lambda default, arguments, device: linear_gradients(*arguments.values())
 )  # torch's meta kernel ignores half of the mask
 
 
@@ -132,7 +132,7 @@ blockwise(
     local=on_each_rank(matmul_gradients),
     shapes=True,
 )
-declare_traits("matmul_backward", infer=lambda ask, given, device: matmul_gradients(*given.values()))
+declare_traits("matmul_backward", infer=lambda default, arguments, device: matmul_gradients(*arguments.values()))
 
 
 def einsum_factors(call: Call) -> Factors | None:

@@ -65,7 +65,7 @@ def ctc_gradients(at: KernelContext, grad: Any, log_probs: Any, targets: Any, in
     return at.map(ctc_gradients_of_block, grad, log_probs, targets, losses, table)
 
 
-def with_length_lists(name: str) -> Any:
+def make_length_list_operator(name: str) -> Any:
     """Return a function that converts length tensors to lists (all ranks read them once) and calls the operator."""
     op = getattr(aten, name).default
     first = 2 if name == "_ctc_loss" else 3
@@ -81,5 +81,5 @@ for _library in ("cudnn", "miopen"):
         register(f"_use_{_library}_ctc_loss{_overload}", Rule(NO_FACTORS, answer=lambda call: False, kind="answer"))
 blockwise("_ctc_loss", LOSSES, kernels={"n": Kernel(ctc_losses)}, plain=("targets",))
 blockwise("_ctc_loss_backward", GRADIENTS, kernels={"n": Kernel(ctc_gradients)})
-composed("_ctc_loss.Tensor", with_length_lists("_ctc_loss"), plain=("targets", "input_lengths", "target_lengths"))
-composed("_ctc_loss_backward.Tensor", with_length_lists("_ctc_loss_backward"))
+composed("_ctc_loss.Tensor", make_length_list_operator("_ctc_loss"), plain=("targets", "input_lengths", "target_lengths"))
+composed("_ctc_loss_backward.Tensor", make_length_list_operator("_ctc_loss_backward"))

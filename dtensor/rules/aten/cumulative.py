@@ -26,7 +26,7 @@ scan("cumprod", lambda x, dim, start: torch.cumprod(x, dim), torch.mul)
 scan("logcumsumexp", lambda x, dim, start: torch.logcumsumexp(x, dim), torch.logaddexp)
 
 
-def keep_later_best(wins: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensors, Tensors], Tensors]:
+def make_later_best_join(wins: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensors, Tensors], Tensors]:
     """Return the join of ``cummax`` and ``cummin``: of equal values the last index is kept, and NaN is best."""
 
     def join(left: Tensors, right: Tensors) -> Tensors:
@@ -49,5 +49,5 @@ def add_block_offset(best: Callable[[Tensor, int], Tensors]) -> Callable[[Tensor
     return scan_block
 
 
-scan("cummax", add_block_offset(torch.cummax), keep_later_best(torch.ge), parts=2)
-scan("cummin", add_block_offset(torch.cummin), keep_later_best(torch.le), parts=2)
+scan("cummax", add_block_offset(torch.cummax), make_later_best_join(torch.ge), parts=2)
+scan("cummin", add_block_offset(torch.cummin), make_later_best_join(torch.le), parts=2)

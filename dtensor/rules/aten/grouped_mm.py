@@ -123,7 +123,7 @@ def grouped_mm_of_blocks(
 
 
 def _can_run_operator(at: KernelContext, result: Layout) -> bool:
-    """Return True if torch's operator accepts every rank's blocks: groups are not sharded, and rows are multiples of 16 bytes."""
+    """Return True if torch's operator accepts all blocks: ragged and group dims unsharded, rows of multiples of 16 bytes."""
     if "by operator" not in at.cache:
         step, sharded, rows = 16 // at.operands[0].dtype.itemsize, set(), set()
         for layout, names in zip((*at.operands[:2], result), _dim_names(at.call), strict=True):

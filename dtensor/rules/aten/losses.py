@@ -59,7 +59,7 @@ def count_samples(call: Call) -> int:
     return call.shape(call.names.index("self"))[0]
 
 
-def mean_gradient(count: Count) -> Any:
+def make_mean_gradient(count: Count) -> Any:
     """Return a kernel function for a mean's gradient, because the local operator would divide by the local count."""
 
     def gradient_of_mean(at: KernelContext, grad: Any, *args: Any, **kwargs: Any) -> Any:
@@ -79,7 +79,7 @@ blockwise(
 blockwise(
     "mse_loss_backward smooth_l1_loss_backward huber_loss_backward soft_margin_loss_backward binary_cross_entropy_backward",
     by("reduction", {NONE: ELEMENTWISE, MEAN: "each: [s*] -> s*", SUM: ELEMENTWISE}),
-    kernel=Kernel(mean_gradient(count_elements), joint=True, order_invariant=True),
+    kernel=Kernel(make_mean_gradient(count_elements), joint=True, order_invariant=True),
 )
 
 
@@ -134,7 +134,7 @@ def margin_gradient_factors(call: Call) -> Factors:
     """Return the factors of the backward of a margin loss, with a kernel if it is a mean."""
     dims, samples = margin_operand_dims(call, 1)
     grad: Dims = (("n",),) if call.shape(0) else ()
-    kernels = {"n": Kernel(mean_gradient(count_samples), order_invariant=True)} if call["reduction"] == MEAN else {}
+    kernels = {"n": Kernel(make_mean_gradient(count_samples), order_invariant=True)} if call["reduction"] == MEAN else {}
     return Factors((grad, *dims), (dims[0],), {"n": samples}, kernels=kernels)
 
 

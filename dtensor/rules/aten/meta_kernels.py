@@ -15,22 +15,22 @@ import torch
 
 from ...layout.layout import Layout
 from ..op_traits import MetaArguments, RunInference, declare_traits
-from .output_strides import as_if_empty_like, fft_strides, row_major, suggested_format
+from .output_strides import make_empty_like_strides, make_fft_strides, make_suggested_strides, row_major
 
 META = torch.device("meta")
 
 
 # --- results of inference -----------------------------------------------------------------------------------------------
-def empty_like_argument(name: str) -> Callable[[RunInference, MetaArguments, str], Any]:
+def make_like_argument_inference(name: str) -> Callable[[RunInference, MetaArguments, str], Any]:
     """Return an inference of results in the shape and dtype of argument ``name``, for gradients without a meta kernel."""
-    return lambda ask, arguments, device: torch.empty(arguments[name].shape, dtype=arguments[name].dtype, device=META)
+    return lambda default, arguments, device: torch.empty(arguments[name].shape, dtype=arguments[name].dtype, device=META)
 
 
-def with_converted_argument(
+def make_converting_inference(
     name: str, convert: Callable[[Any, MetaArguments], Any]
 ) -> Callable[[RunInference, MetaArguments, str], Any]:
     """Return an inference that converts argument ``name`` and then runs the operator's own inference."""
-    return lambda ask, arguments, device: ask({**arguments, name: convert(arguments[name], arguments)})
+    return lambda default, arguments, device: default({**arguments, name: convert(arguments[name], arguments)})
 
 
 def convert_byte_labels(target: torch.Tensor, arguments: MetaArguments) -> torch.Tensor:
@@ -43,25 +43,25 @@ def convert_to_input_dtype(weight: torch.Tensor | None, arguments: MetaArguments
     return None if weight is None else weight.to(arguments["self"].dtype)
 
 
-def infer_last_dim(ask: RunInference, arguments: MetaArguments, device: str) -> Any:
+def infer_last_dim(default: RunInference, arguments: MetaArguments, device: str) -> Any:
     """Infer a Fourier transform from its last dim, which alone changes size. Torch 2.11 fails on dims that are out of order."""
-    return ask({**arguments, "self": arguments["self"].contiguous(), "dim": arguments["dim"][-1:]})
+    return default({**arguments, "self": arguments["self"].contiguous(), "dim": arguments["dim"][-1:]})
 
 
-def sums_in_query_dtype(ask: RunInference, arguments: MetaArguments, device: str) -> Any:
+def infer_sums_in_query_dtype(default: RunInference, arguments: MetaArguments, device: str) -> Any:
     """Infer the results of CPU attention, with log-sums in float64 for float64 queries, where torch 2.11 infers float32."""
-    return [x.to(torch.promote_types(x.dtype, arguments["query"].dtype)) for x in ask(arguments)]
+    return [x.to(torch.promote_types(x.dtype, arguments["query"].dtype)) for x in default(arguments)]
 
 
-def infer_scaled_mm(ask: RunInference, arguments: MetaArguments, device: str) -> Any:
+def infer_scaled_mm(default: RunInference, arguments: MetaArguments, device: str) -> Any:
     """Infer the result of ``_scaled_mm`` on CPU in any strides and sizes; the meta kernel accepts only those of GPUs."""
     if device != "cpu":
-        return ask(arguments)
+        return default(arguments)
     rows, columns = arguments["self"], arguments["mat2"]
     return torch.empty(rows.shape[0], columns.shape[1], dtype=arguments.get("out_dtype") or rows.dtype, device=META)
 
 
-def infer_view_copy(ask: RunInference, arguments: MetaArguments, device: str) -> Any:
+def infer_view_copy(default: RunInference, arguments: MetaArguments, device: str) -> Any:
     """Infer the result of ``view_copy``: the kernel copies what cannot be viewed, its meta kernel raises."""
     return arguments["self"].clone(memory_format=torch.contiguous_format).view(arguments["size"])
 
@@ -222,24 +222,24 @@ def refuse_zero_dims(name: str, arguments: dict[str, Any]) -> None:
         raise RuntimeError("zero-dimensional tensors cannot be concatenated")
 
 
-def infer_grid_sample(ask: RunInference, arguments: MetaArguments, device: str) -> Any:
+def infer_grid_sample(default: RunInference, arguments: MetaArguments, device: str) -> Any:
     """Infer the result of a grid sampler: samples and channels of the image, positions of the grid."""
     return arguments["self"].new_empty((*arguments["self"].shape[:2], *arguments["grid"].shape[1:-1]))
 
 
-def infer_lstm_cell(ask: RunInference, arguments: MetaArguments, device: str) -> Any:
+def infer_lstm_cell(default: RunInference, arguments: MetaArguments, device: str) -> Any:
     """Infer output, next state and gates of a fused LSTM cell. Torch's meta kernel reads biases that may be absent."""
     state = arguments["cx"]
     return torch.empty_like(state), torch.empty_like(state), torch.empty_like(arguments["input_gates"])
 
 
-def infer_gru_cell(ask: RunInference, arguments: MetaArguments, device: str) -> Any:
+def infer_gru_cell(default: RunInference, arguments: MetaArguments, device: str) -> Any:
     """Infer next state and workspace of a fused GRU cell: five values for each element of the state."""
     state = arguments["hx"]
     return torch.empty_like(state), state.new_empty(state.shape[0], 5 * state.shape[1])
 
 
-def infer_gru_gradients(ask: RunInference, arguments: MetaArguments, device: str) -> Any:
+def infer_gru_gradients(default: RunInference, arguments: MetaArguments, device: str) -> Any:
     """Infer the gradients of a fused GRU cell: of both gates, the state before, and both biases."""
     grad = arguments["grad_hy"]
     rows, gates = grad.shape[0], 3 * grad.shape[1]
@@ -253,42 +253,44 @@ declare_traits(
     by_device=True,
 )
 for _name in ("_fft_c2c", "_fft_r2c", "_fft_c2r"):
-    declare_traits(_name, by_device=True, infer=infer_last_dim, strides=fft_strides(_name))
+    declare_traits(_name, by_device=True, infer=infer_last_dim, strides=make_fft_strides(_name))
 declare_traits(
-    "multi_margin_loss_backward multilabel_margin_loss_backward fractional_max_pool3d_backward", infer=empty_like_argument("self")
+    "multi_margin_loss_backward multilabel_margin_loss_backward fractional_max_pool3d_backward",
+    infer=make_like_argument_inference("self"),
 )
-declare_traits("_ctc_loss_backward", infer=empty_like_argument("log_probs"))
+declare_traits("_ctc_loss_backward", infer=make_like_argument_inference("log_probs"))
 declare_traits("cudnn_grid_sampler", infer=infer_grid_sample)
 declare_traits(
-    "cudnn_grid_sampler_backward", infer=lambda ask, given, device: [torch.empty_like(given[name]) for name in ("self", "grid")]
+    "cudnn_grid_sampler_backward",
+    infer=lambda default, arguments, device: [torch.empty_like(arguments[name]) for name in ("self", "grid")],
 )
 declare_traits("_thnn_fused_lstm_cell", infer=infer_lstm_cell)
 declare_traits("_thnn_fused_gru_cell", infer=infer_gru_cell)
 declare_traits("_thnn_fused_gru_cell_backward", infer=infer_gru_gradients)
-declare_traits("glu_jvp", infer=empty_like_argument("glu"))
-declare_traits("glu_backward_jvp", infer=empty_like_argument("grad_x"))
+declare_traits("glu_jvp", infer=make_like_argument_inference("glu"))
+declare_traits("glu_backward_jvp", infer=make_like_argument_inference("grad_x"))
 declare_traits("view_copy.default", infer=infer_view_copy)
 declare_traits(
     "soft_margin_loss.default huber_loss.default",
-    infer=with_converted_argument("target", lambda x, given: x.to(given["self"].dtype)),
+    infer=make_converting_inference("target", lambda x, arguments: x.to(arguments["self"].dtype)),
 )
-declare_traits("_scaled_dot_product_flash_attention_for_cpu.default", infer=sums_in_query_dtype)
+declare_traits("_scaled_dot_product_flash_attention_for_cpu.default", infer=infer_sums_in_query_dtype)
 declare_traits(
     "nll_loss nll_loss2d nll_loss_forward nll_loss_backward nll_loss2d_backward",
-    infer=with_converted_argument("target", convert_byte_labels),
+    infer=make_converting_inference("target", convert_byte_labels),
 )
-declare_traits("nll_loss2d_forward", infer=with_converted_argument("target", convert_byte_labels), strides=row_major)
+declare_traits("nll_loss2d_forward", infer=make_converting_inference("target", convert_byte_labels), strides=row_major)
 declare_traits("_scaled_mm _scaled_mm_v2", infer=infer_scaled_mm)
 for _side, _other in (("l", "left"), ("r", "right")):  # the kernels accept bool shifts, their meta kernels do not
     for _form, _end in (("", ""), ("i", "_")):
         _same = getattr(torch.ops.aten, f"bitwise_{_other}_shift{_end}")
-        declare_traits(f"__{_form}{_side}shift__", infer=lambda ask, given, device, same=_same: ask(given, same))
+        declare_traits(f"__{_form}{_side}shift__", infer=lambda default, arguments, device, same=_same: default(arguments, same))
 
 _LONG, _INT = torch.int64, torch.int32
 declare_traits("index_add index_select", checks=(require_index_dtypes(_INT, _LONG),))
 declare_traits("index_reduce", checks=(require_index_dtypes(_INT, _LONG), check_dim_in_range))
 declare_traits("index_copy put", checks=(require_index_dtypes(_LONG),))
-declare_traits("index_fill", checks=(require_index_dtypes(_LONG, error=IndexError),), strides=as_if_empty_like("self"))
+declare_traits("index_fill", checks=(require_index_dtypes(_LONG, error=IndexError),), strides=make_empty_like_strides("self"))
 declare_traits(
     "index.Tensor _unsafe_index.Tensor index_put.default index_put_.default _index_put_impl_.default _unsafe_index_put.default",
     checks=(check_indices,),
@@ -296,17 +298,17 @@ declare_traits(
 declare_traits(
     "binary_cross_entropy",
     checks=(require_same_dtype("target"),),
-    infer=with_converted_argument("weight", convert_to_input_dtype),
-    strides=as_if_empty_like("self"),
+    infer=make_converting_inference("weight", convert_to_input_dtype),
+    strides=make_empty_like_strides("self"),
 )
 declare_traits("masked_scatter", checks=(require_same_dtype("source"),))
 declare_traits("slice_scatter select_scatter diagonal_scatter", checks=(check_dims_exist,))
 declare_traits("unique_dim unique_consecutive unique_dim_consecutive", checks=(check_dim_in_range,))
 declare_traits(
     "addmm _addmm_activation",
-    checks=(require_expandable("self", lambda given: (*given["mat1"].shape[:1], *given["mat2"].shape[1:])),),
+    checks=(require_expandable("self", lambda arguments: (*arguments["mat1"].shape[:1], *arguments["mat2"].shape[1:])),),
 )
-declare_traits("addmv", checks=(require_expandable("self", lambda given: given["mat"].shape[:1]),))
+declare_traits("addmv", checks=(require_expandable("self", lambda arguments: arguments["mat"].shape[:1]),))
 declare_traits("select_backward", checks=(require_view_sizes(torch.Tensor.select),))
 declare_traits("slice_backward", checks=(require_view_sizes(torch.ops.aten.slice.Tensor),))
 declare_traits("diagonal_backward", checks=(require_view_sizes(torch.Tensor.diagonal),))
@@ -318,7 +320,7 @@ declare_traits("native_layer_norm native_group_norm", checks=(check_weight_dtype
 declare_traits(
     "native_batch_norm _native_batch_norm_legit.default _native_batch_norm_legit.no_stats",
     checks=(check_weight_dtypes,),
-    strides=suggested_format("input"),
+    strides=make_suggested_strides("input"),
 )
 declare_traits("cat.default", checks=(refuse_zero_dims,))
 declare_traits("cumsum_", checks=(refuse_bools,))

@@ -232,13 +232,13 @@ def describe_layer_norm(call: Call) -> NormCall:
     return NormCall(dims, sizes, inner=tuple(sizes)[count:], outer=tuple(sizes)[:count])
 
 
-def last_dims(normalized_shape: Any) -> tuple[int, ...]:
+def normalized_dims(normalized_shape: Any) -> tuple[int, ...]:
     return tuple(range(-len(normalized_shape), 0))
 
 
 def layer_norm(at: KernelContext, x: Any, normalized_shape: Any, weight: Any, bias: Any, eps: float) -> Any:
     """Layer-normalize each rank's block by the moments of all ranks' blocks (a kernel)."""
-    parts = gather_moments(at, x, last_dims(normalized_shape), math.prod(normalized_shape))
+    parts = gather_moments(at, x, normalized_dims(normalized_shape), math.prod(normalized_shape))
     return normalize_layer(x, *parts, eps, weight, bias, at.dtype(1))
 
 
@@ -251,7 +251,7 @@ def layer_norm_backward(
     """Compute the requested gradients of layer norm on each rank's block: one all-reduce (a kernel)."""
     rows = tuple(range(len(at.call["input"].shape) - len(normalized_shape)))
     return normalized_backward(
-        at, grad, x, mean, rstd, weight, mask, last_dims(normalized_shape), math.prod(normalized_shape), rows
+        at, grad, x, mean, rstd, weight, mask, normalized_dims(normalized_shape), math.prod(normalized_shape), rows
     )
 
 
@@ -268,7 +268,7 @@ def scale_by_rms(x: Tensor, squares: Tensor, count: int, weight: Any, eps: float
 
 def rms_norm(at: KernelContext, x: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> Any:
     """RMS-normalize each rank's block by the all-reduced sum of squares (a kernel)."""
-    total = at.all_reduce(sum_squares(x, last_dims(normalized_shape)), "sum")
+    total = at.all_reduce(sum_squares(x, normalized_dims(normalized_shape)), "sum")
     return scale_by_rms(x, total, math.prod(normalized_shape), weight, eps, at.dtype(1))
 
 

@@ -121,7 +121,7 @@ view("slice_scatter", WindowFactors("operand 1", slice_positions), partials=SCAT
 
 # --- splits: consecutive slices ---
 def split_factors(call: Call) -> Factors:
-    """Return the factors of a split: each result is a window of the dim of the operand."""
+    """Return the factors of a split (``split``, ``split_with_sizes``): each result is a window of the operand's dim."""
     dims, sizes = factors_of_first_operand(call)
     d = call["dim"] % len(dims)
     windows, start = {}, 0

@@ -208,7 +208,7 @@ def block_pair_of(at: KernelContext, here: At, scale: float | None, mask: Tensor
 def attention_of_blocks(
     at: KernelContext, query: Any, key: Any, value: Any, *flags: Any, attn_mask: Any = None, scale: Any = None
 ) -> Any:
-    """Compute attention with sharded queries or sharded keys. With sharded keys, partial outputs are weighted and all-reduced."""
+    """Compute attention with sharded queries or keys: for keys, partial outputs are weighted and all-reduced (a kernel)."""
 
     def attention_of_block(here: At, mask: Tensor | None, *block: Tensor) -> tuple[Tensor, Tensor]:
         return partial_attention(block_pair_of(at, here, scale, mask), *block)
@@ -221,7 +221,7 @@ def attention_of_blocks(
 
 
 def attention_gradients_of_blocks(at: KernelContext, *block: Any, attn_mask: Any = None, scale: Any = None) -> Any:
-    """Compute each rank's addends of the gradients, from its block of queries or of keys."""
+    """Compute each rank's addends of attention's gradients, for sharded queries or sharded keys (a kernel)."""
 
     def gradients_of_block(here: At, mask: Tensor | None, *block: Tensor) -> Gradients:
         return partial_gradients(block_pair_of(at, here, scale, mask), *block)

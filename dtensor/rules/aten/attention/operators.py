@@ -48,8 +48,8 @@ def attention_sizes(call: Call) -> dict[str, int] | None:
     }
 
 
-def attention_table(call: Call) -> dict[str, Dims]:
-    """Return the factors of the dims of query, key, value, output and log-sums, by argument name."""
+def attention_dims_by_argument(call: Call) -> dict[str, Dims]:
+    """Return the factors of the dims of query, key, value, output and log-sums, each by its argument name."""
     query: Dims = (("b",), ("h", "g"), ("l",), ("e",))
     key: Dims = (("b",), ("h",), ("s",), ("e",))
     out: Dims = (*query[:3], ("v",))
@@ -66,7 +66,7 @@ def bias_dims(shape: tuple[int, ...], sizes: dict[str, int]) -> Dims:
     )
 
 
-def operand_factors(call: Call, table: dict[str, Dims], sizes: dict[str, int]) -> tuple[Dims, ...]:
+def attention_operand_dims(call: Call, table: dict[str, Dims], sizes: dict[str, int]) -> tuple[Dims, ...]:
     """Return the factors of the dims of all operands. Those that are not in ``table`` (seeds, lengths) are replicated."""
     operand_dims = []
     for name, layout in zip(call.names, call.operands, strict=True):
@@ -92,11 +92,11 @@ def cpu_forward_factors(call: Call) -> Factors | None:
     sizes = attention_sizes(call)
     if sizes is None:
         return None
-    table = attention_table(call)
+    table = attention_dims_by_argument(call)
     rows: dict[str, Kernel] = {"l": Kernel(attention_of_blocks)} if call["is_causal"] else {}
     keys = Kernel(attention_of_blocks, collectives=2, nbytes=lambda call: 2 * call.operands[0].nbytes)
     results = (table["out"], table["logsumexp"])
-    factors = Factors(operand_factors(call, table, sizes), results, sizes, HEAD_DIMS, kernels=rows | {"s": keys})
+    factors = Factors(attention_operand_dims(call, table, sizes), results, sizes, HEAD_DIMS, kernels=rows | {"s": keys})
     if ranks_in_ring(call) == 1:
         return factors
     return merge_sequence_factors(call, factors, Kernel(ring_attention, collectives=1, nbytes=ring_bytes))
@@ -107,11 +107,11 @@ def cpu_backward_factors(call: Call) -> Factors | None:
     sizes = attention_sizes(call)
     if sizes is None:
         return None
-    table = attention_table(call)
+    table = attention_dims_by_argument(call)
     kernels = dict.fromkeys("ls", Kernel(attention_gradients_of_blocks, lacking=Partial("sum"))) if call["is_causal"] else {}
     results = (table["query"], table["key"], table["value"])
     factors = Factors(
-        operand_factors(call, table, sizes), results, sizes, HEAD_DIMS, dict.fromkeys("gls", "sum"), kernels=kernels
+        attention_operand_dims(call, table, sizes), results, sizes, HEAD_DIMS, dict.fromkeys("gls", "sum"), kernels=kernels
     )
     if ranks_in_ring(call) == 1:
         return factors
@@ -172,8 +172,8 @@ def unshard_sequences(dims: Dims) -> Dims:
 
 def _unsharded_sequence_factors(call: Call, sizes: dict[str, int]) -> tuple[dict[str, Dims], tuple[Dims, ...]]:
     """Return the factors of results (by name) and of operands of a CUDA operator, which needs unsharded sequences."""
-    table = {name: unshard_sequences(dims) for name, dims in attention_table(call).items()}
-    return table, tuple(unshard_sequences(dims) for dims in operand_factors(call, table, sizes))
+    table = {name: unshard_sequences(dims) for name, dims in attention_dims_by_argument(call).items()}
+    return table, tuple(unshard_sequences(dims) for dims in attention_operand_dims(call, table, sizes))
 
 
 def cuda_forward_factors(call: Call) -> Factors | None:
