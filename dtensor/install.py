@@ -19,7 +19,7 @@ from .interop.torch_debug_modes import install_debug_modes
 from .layout.layout import Layout
 from .mesh.device_mesh import DeviceMesh
 from .placement import Monoid, Partial, Partition, Replicate, Shard
-from .rules.registry import register_declaring_module
+from .rules.registry import add_rule_module
 from .tensor.async_tensor import AsyncCollectiveTensor
 from .tensor.dtensor import DTensor
 from .tensor.overrides.table import install_overrides
@@ -32,7 +32,7 @@ from .watchdog.levels import set_level_from_environment
 
 def install_library() -> None:
     """Register providers of higher packages, set the check level, and install the patches of torch."""
-    register_declaring_module("dtensor.rules.aten.library")
+    add_rule_module("dtensor.rules.aten.library")
     register_provider("dtensor.sharding_spec.scattered_tensor", "reshard", "sharding_metadata")
     register_provider("dtensor.checkpoint.dcp_protocol", "write_items", "chunks", "shard_at")
     register_provider("dtensor.debug.html", "html_of")

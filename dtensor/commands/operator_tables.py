@@ -213,7 +213,7 @@ def table_entry_of(name: str, rule: Rule) -> OperatorEntry:
     queries = [query for sample in samples_of(name) if (query := _query_sample(name, sample)) is not None and query.rule is rule]
     if not queries:
         return OperatorEntry("decomposition" if rule.decompose is not None else "rule", "")
-    best = max(queries, key=lambda query: len(query.factors.sizes.keys() - query.factors.whole))
+    best = max(queries, key=lambda query: len(query.factors.sizes.keys() - query.factors.unsharded))
     return describe_rule(rule, best.factors, best.call)
 
 
@@ -290,7 +290,7 @@ def rename_factors(factors: Factors) -> Factors:
         operands=tuple(map(rename_dims, factors.operands)),
         results=tuple(map(rename_dims, factors.results)),
         sizes=rename_keys(factors.sizes),
-        whole=frozenset(letters.get(name, name) for name in factors.whole),
+        unsharded=frozenset(letters.get(name, name) for name in factors.unsharded),
         reduced=rename_keys(factors.reduced),
         kernels=rename_keys(factors.kernels),
         listed_strategies=tuple(map(rename_strategy, factors.listed_strategies)),
@@ -311,7 +311,7 @@ def _dim_text(dim: tuple[str, ...], size: int, factors: Factors) -> str:
     """Return one tensor dim in the notation of rules, such as ``a``, ``[d]`` or ``(a b)``."""
     if any(name[0] == "@" for name in dim):
         return "{" + ", ".join(name.lstrip("@") for name in dim) + "}"
-    names = [f"[{name}]" if name in factors.whole else name for name in dim]
+    names = [f"[{name}]" if name in factors.unsharded else name for name in dim]
     if not names:
         return "1" if size == 1 else "[]"
     return names[0] if len(names) == 1 else f"({' '.join(names)})"

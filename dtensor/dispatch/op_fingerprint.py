@@ -38,7 +38,7 @@ _REPR_TYPES = str | bool | int | float | complex | None | torch.dtype | torch.la
 
 def record_calls(operator: OperatorSchema, run: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``run``, the dispatch of an operator, to add each call to the log that ranks compare under ``"strict"``."""
-    stores, unordered = operator.traits.stores or operator.is_view, operator.traits.accumulates
+    stores, unordered = operator.traits.stores_gradient or operator.is_view, operator.traits.accumulates_gradient
 
     def run_recorded(cls: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Log the fingerprints of the call and of its result layouts, if it is recorded, and run the call."""
@@ -68,7 +68,7 @@ def record_error(operator: OperatorSchema, error: Exception, args: tuple[Any, ..
     All errors of one type are equal: their messages may be about a rank's own data.
     """
     record_operation_error(error)
-    if operator.traits.stores and isinstance(autograd_node(), AccumulateGrad):
+    if operator.traits.stores_gradient and isinstance(autograd_node(), AccumulateGrad):
         return
     layouts, text = list(_layouts_of(args, kwargs)), f"{operator.name}, which raised {type(error).__name__}"
     if not _is_recording():
@@ -105,8 +105,8 @@ class PlanFingerprints:
         """Make ``find``, the look-up of plans that records calls, with all that it reads as local variables."""
         self._operator, stores, unordered, many = (
             operator,
-            operator.traits.stores,
-            operator.traits.accumulates,
+            operator.traits.stores_gradient,
+            operator.traits.accumulates_gradient,
             OperationHash.MANY,
         )
         special = stores or unordered
@@ -142,7 +142,7 @@ class PlanFingerprints:
     def _fingerprint_of(self, cache_key: tuple[Any, ...]) -> tuple[OperationHash | None, int, str]:
         """Return the hash that calls with this cache key enter (None: they are not recorded), with their fingerprint and text."""
         op_hash = None
-        if not self._operator.is_view and self._operator.traits.touches != "nothing":
+        if not self._operator.is_view and self._operator.traits.memory_use != "nothing":
             op_hash = operation_hash_of(list(_iter_layouts(cache_key)))
         if op_hash is None:
             return None, 0, ""

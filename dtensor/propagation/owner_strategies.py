@@ -280,7 +280,7 @@ def _layout_on_rank(owned: Layout, meta: Meta | Layout, dim: int, mesh_dim: int,
 def _is_pure_tensor_function(rule: Rule, call: Call) -> bool:
     """Return True if the operator only computes tensors from tensors: no view, write, random number or rank."""
     schema, traits = call.func._schema, traits_of(call.func)
-    if schema.is_mutable or returns_view(call.func) or traits.flat or traits.per_element or traits.touches != "all":
+    if schema.is_mutable or returns_view(call.func) or traits.reads_flat or traits.per_element or traits.memory_use != "all":
         return False
     if torch.Tag.nondeterministic_seeded in call.func.tags or any(str(returned.type) != "Tensor" for returned in schema.returns):
         return False

@@ -86,7 +86,7 @@ def propagate_sharding(
         choose: the function that selects strategies.
         known: facts of operands in addition to their layouts, by slot.
     """
-    for check in operator.traits.refuses:
+    for check in operator.traits.checks:
         check(operator.name, bound)
     call, slots = make_call(operator, mesh, bound, plain, known)
     element_rule = element_rule_of(operator.func) if operator.traits.per_element else None
@@ -287,7 +287,7 @@ def _plan_per_element(
         factors = rule.factors(element)
         if factors is None or rule.run is not None or rule.local is not None:
             return None
-        factors = replace(factors, kernels={}, whole=factors.whole.union(factors.kernels))
+        factors = replace(factors, kernels={}, unsharded=factors.unsharded.union(factors.kernels))
         mutated = [k for k, (name, _) in enumerate(element_slots) if name in operator.mutated]
         selection = choose(rule, factors, element, dict(enumerate(mutated[:1])))
         if selection is None:

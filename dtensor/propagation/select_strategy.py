@@ -340,7 +340,7 @@ def _result_outgrows_operands(name: str, factors: Factors, call: Call, sizes: Se
     Parts show in blocks of which the first is not the largest. Results that are only shaped like an operand keep its blocks,
     because gradients are stored in them.
     """
-    computed = traits_of(call.func).touches == "all" and all(
+    computed = traits_of(call.func).memory_use == "all" and all(
         result_sizes.alias_info is None for result_sizes in call.func._schema.returns
     )
     if sizes[0] == max(sizes) or not computed:

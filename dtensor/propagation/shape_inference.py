@@ -219,7 +219,7 @@ def infer_from_operator(operator: OperatorSchema, arguments: dict[str, Any]) -> 
     """
     fake_mode = symbolic_fake_mode(arguments.values())
     if operator.traits.per_element and not operator.returns:
-        if operator.traits.each is not None and fake_mode is None:  # this only checks that sizes fit
+        if operator.traits.element_operator is not None and fake_mode is None:  # this only checks that sizes fit
             with suppress(ShapeInferenceError):
                 _run_inference(operator, {name: _to_meta_tensors(value) for name, value in arguments.items()}, arguments)
         return ()

@@ -144,7 +144,7 @@ def _operand_seconds(call: Call, i: int, source: DimPlacement, target: DimPlacem
         cost += _redistribute_seconds(target, source, layout, mesh_dim)  # and redistribute it back
     if isinstance(target, Partial):
         return cost
-    copies = [_from_reduced_copy_seconds(dim, target, layout, mesh_dim) for dim in call.reduced_copy_dims(i, mesh_dim)]
+    copies = [_from_reduced_copy_seconds(dim, target, layout, mesh_dim) for dim in call.cached_reduction_dims(i, mesh_dim)]
     cost = min([cost, *copies])
     return cost / 2 if call.is_reduction_deferred(i, mesh_dim) else cost  # shared with later uses
 

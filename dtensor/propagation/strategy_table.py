@@ -137,7 +137,7 @@ def get_or_build_table(factors: Factors, partials: Partials, call: Call) -> Stra
     key = (
         factors.operands,
         factors.results,
-        frozenset(factors.whole),
+        frozenset(factors.unsharded),
         frozenset(factors.additive),
         frozenset(factors.reduced.items()),
         tuple([(name, kernel.lacking) for name, kernel in factors.kernels.items()]),

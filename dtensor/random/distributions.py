@@ -31,36 +31,40 @@ class RandomBlock:
     device: torch.device
 
     def uniform(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return uniform numbers on [0, 1): multiples of 2**-digits of ``dtype``, by default the block's dtype."""
+        """Generate the block with uniform numbers on [0, 1): multiples of 2**-digits of ``dtype`` (default: the block's)."""
         dtype = self.dtype if dtype is None else dtype
         return self._fill_from_words(dtype, dtype == torch.float64, lambda w: _to_fraction(w, dtype))
 
     def open_uniform(self) -> torch.Tensor:
-        """Return uniform numbers on (0, 1), in float32 or float64, so that their logarithm is finite."""
+        """Generate the block with uniform numbers on (0, 1), in float32 or float64, so that their logarithm is finite."""
         dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
         digits = 53 if dtype == torch.float64 else 23
         half_step = 2.0 ** -(digits + 1)
         return self._fill_from_words(dtype, dtype == torch.float64, lambda w: _to_fraction(w, dtype, digits) + half_step)
 
     def normal(self) -> torch.Tensor:
-        """Return standard normal numbers (Box and Muller), pairs of adjacent columns from pairs of uniform numbers."""
+        """Generate the block with standard normal numbers, pairs of adjacent columns from pairs of uniform numbers."""
         dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
         return self._fill_from_words(dtype, dtype == torch.float64, lambda w: _box_muller(_to_fraction(w, dtype)))
 
     def integers(self, low: int, high: int) -> torch.Tensor:
-        """Return uniform integers from low to high - 1, as int64; exactly uniform only over powers of two, as in torch."""
+        """Generate the block with uniform integers from low to high - 1, as int64.
+
+        They are exactly uniform only over powers of two, as in torch.
+        """
         span = high - low
         if span <= 1 << 31:
             return self._fill_from_words(torch.int64, False, lambda w: ((w * span) >> 32).add_(low))
         narrowed = (1 << 63) - 1
 
         def to_range(words: torch.Tensor) -> torch.Tensor:
+            """Convert pairs of 32-bit words to integers in the range, by the remainder of 63 bits."""
             return ((words[:, 0::2] << 32 | words[:, 1::2]) & narrowed).remainder_(span).add_(low)
 
         return self._fill_from_words(torch.int64, True, to_range)
 
     def _fill_from_words(self, dtype: torch.dtype, wide: bool, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """Fill the block. ``make`` converts words to elements: one word for each element, or two if ``wide``."""
+        """Generate the block's random words, and convert them to elements by ``make``: one word each, or two if ``wide``."""
         per_group = 2 if wide else 4
         width, start = (self.size[-1], self.offset[-1]) if self.size else (1, 0)
         first, last = start // per_group, -(-(start + width) // per_group)
@@ -75,7 +79,7 @@ class RandomBlock:
         return result.reshape(self.size)
 
     def _global_rows(self) -> torch.Tensor:
-        """Return the global row number of every row of the block."""
+        """Return the row number, in the global tensor, of every row of the block."""
         rows = torch.zeros(1, dtype=torch.int64, device=self.device)
         for full, start, size in zip(self.shape[:-1], self.offset[:-1], self.size[:-1], strict=True):
             numbers = torch.arange(start, start + size, device=self.device)
@@ -83,16 +87,16 @@ class RandomBlock:
         return rows
 
 
-def _to_fraction(drawn: torch.Tensor, dtype: torch.dtype, digits: int | None = None) -> torch.Tensor:
-    """Return random 32-bit words as fractions in [0, 1) with ``digits`` bits; float64 takes two words each."""
+def _to_fraction(words: torch.Tensor, dtype: torch.dtype, digits: int | None = None) -> torch.Tensor:
+    """Convert random 32-bit words to fractions in [0, 1) with ``digits`` bits; float64 takes two words for each."""
     digits = digits or _MANTISSA_DIGITS[dtype]
     if dtype == torch.float64:
-        return ((drawn[:, 0::2] << 21) | (drawn[:, 1::2] >> 11)).to(dtype) * 2.0**-53
-    return (drawn >> (32 - digits)).to(dtype) * 2.0**-digits
+        return ((words[:, 0::2] << 21) | (words[:, 1::2] >> 11)).to(dtype) * 2.0**-53
+    return (words >> (32 - digits)).to(dtype) * 2.0**-digits
 
 
 def _box_muller(uniform: torch.Tensor) -> torch.Tensor:
-    """Return standard normal values from pairs of uniform values in [0, 1)."""
+    """Convert pairs of uniform values in [0, 1) to pairs of standard normal values."""
     radius = (1 - uniform[:, 0::2]).log_().mul_(-2).sqrt_()
     angle = uniform[:, 1::2] * (2 * math.pi)
     return torch.stack((radius * angle.cos(), radius * angle.sin()), -1).flatten(1)
@@ -118,7 +122,7 @@ def _sample_bernoulli(block: RandomBlock, arguments: Arguments) -> torch.Tensor:
 
 
 def _sample_integers(block: RandomBlock, arguments: Arguments) -> torch.Tensor:
-    """Return random integers from ``low`` to ``high``, by default up to the largest of the dtype."""
+    """Sample a block of integers in the range of the arguments, by default from 0 up to the largest of the dtype."""
     low = arguments.get("from", arguments.get("low"))
     high = arguments.get("to", arguments.get("high"))
     if high is None:
@@ -127,7 +131,7 @@ def _sample_integers(block: RandomBlock, arguments: Arguments) -> torch.Tensor:
 
 
 def _max_random_integer(dtype: torch.dtype) -> int:
-    """Return the maximum of ``random_()``: of a floating dtype, the last integer up to which all are exact."""
+    """Return the largest integer that ``random_()`` generates: for a floating dtype the last one up to which all are exact."""
     if dtype == torch.bool:
         return 1
     return 2 ** _MANTISSA_DIGITS[dtype] if dtype in _MANTISSA_DIGITS else min(torch.iinfo(dtype).max, 2**63 - 2)
@@ -149,15 +153,15 @@ SAMPLERS: dict[str, Sampler] = {
 }
 
 
-def sampler_of(name: str) -> Sampler | None:
-    """Return the sampler of an operator by its base name, or None if only the exact mode supports it."""
+def find_sampler(name: str) -> Sampler | None:
+    """Return the counter-mode sampler of a random operator by its base name, or None if only the exact mode supports it."""
     return SAMPLERS.get(name.removesuffix("_"))
 
 
 def sample_block(
     sampler: Sampler, arguments: Arguments, key: int, shape: Sequence[int], offset: Any, size: Any, like: Any
 ) -> torch.Tensor:
-    """Return one block in the dtype and on the device of ``like``. Complex numbers are pairs of real numbers."""
+    """Generate one block of a global random tensor in counter mode, in the dtype and on the device of ``like``."""
     dtype: torch.dtype = like[0]
     if dtype.is_complex:
         real = torch.empty((), dtype=dtype, device="cpu").real.dtype

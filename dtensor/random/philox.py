@@ -18,7 +18,7 @@ _CHUNK = 1 << 15  # counters at a time: the working set of the rounds fits a cor
 
 
 def philox(counter: tuple[torch.Tensor, ...], key: tuple[int, int]) -> tuple[torch.Tensor, ...]:
-    """Return four words for each counter: four int64 tensors that broadcast, with values in [0, 2**32).
+    """Return four random words for each counter and key: int64 tensors with values in [0, 2**32), which broadcast.
 
     >>> zero = torch.zeros((), dtype=torch.int64)
     >>> [hex(int(word)) for word in philox((zero, zero, zero, zero), (0, 0))]
@@ -36,7 +36,7 @@ def philox(counter: tuple[torch.Tensor, ...], key: tuple[int, int]) -> tuple[tor
 
 
 def generate_words(key: int, rows: torch.Tensor, first: int, count: int) -> Iterator[tuple[slice, slice, torch.Tensor]]:
-    """Yield the words of the counters (column, row) for ``count`` columns from ``first``, at the given rows.
+    """Yield the random words of ``count`` counters from column ``first`` on, for each of the given rows, in chunks.
 
     Args:
         key: 64 bits.

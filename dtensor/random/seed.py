@@ -44,7 +44,7 @@ def manual_seed(seed: int, device_mesh: DeviceMesh | None = None, *, mode: str |
 
 
 def _check_seeds_agree(seed: int, mesh: DeviceMesh) -> None:
-    """Raise if ranks of the mesh passed different seeds, and mark the mesh as seeded."""
+    """Raise if ranks of the mesh passed different seeds, else mark its generators as synchronized."""
     comm = communicator_of(mesh)
     if not comm.has_other_processes:
         return
@@ -59,7 +59,9 @@ def _check_seeds_agree(seed: int, mesh: DeviceMesh) -> None:
 
 @mode_context
 def random_mode(mode: str) -> Iterator[None]:
-    """Set how random numbers are generated inside of a block. All ranks must enter it together. Neither mode communicates.
+    """Set how random numbers are generated inside of a ``with`` block, which all ranks must enter together.
+
+    Neither mode communicates.
 
     Args:
         mode: ``"exact"``: the values of one device with the same seed. Each rank generates the complete tensor and keeps its

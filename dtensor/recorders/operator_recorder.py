@@ -181,7 +181,7 @@ class OperatorRecorder(CallListener):
         self.tracker.check_resized()
         self.tracker.record_results(values, rank, self._allocation_origin(operation))
         if operation is not None and not self.collective_depth and not returns_view(func):
-            touches = traits_of(func).touches
+            touches = traits_of(func).memory_use
             read, written = operands if touches == "all" else [], values if touches != "nothing" else []
             reads, writes = self.tracker.touched_storages(read), self.tracker.touched_storages(written)
             nbytes = sum(x.numel() * x.element_size() for x in (*read, *written))

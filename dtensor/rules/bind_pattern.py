@@ -14,7 +14,7 @@ from typing import Any
 from ..base.caches import memoize
 from ..placement import Monoid
 from .call import Call
-from .notation import EACH, Pattern, Term, argument_of, is_group, is_selected
+from .notation import EACH, Pattern, Term, is_group, is_selected, selector_argument
 from .rule import Declaration, Dims, Factors, Shapes
 
 Reduction = str | Monoid
@@ -32,14 +32,14 @@ class PatternMatch:
     """The factors of all dims, without sizes.
 
     Attributes:
-        whole: factors that must be unsharded.
+        unsharded: factors that must be unsharded.
         summed: factors of operands that some result lacks.
         products: some dim consists of several factors.
     """
 
     operands: tuple[Dims, ...]
     results: tuple[Dims, ...]
-    whole: frozenset[str]
+    unsharded: frozenset[str]
     summed: tuple[str, ...]
     additive: frozenset[int]
     products: bool
@@ -52,9 +52,9 @@ def match_pattern(
     fixed: frozenset[int],
     ndims: tuple[int, ...],
     out_ndims: tuple[int | None, ...],
-    picked: SelectedDims,
+    selected: SelectedDims,
 ) -> PatternMatch | None:
-    """Return the factors of operands and results with these numbers of dims, or None if they do not fit.
+    """Return the factors of each tensor dim for tensors with these numbers of dims; None if the pattern does not fit.
 
     ``names``: the argument of each operand, of which ``fixed`` are numbers. A number of dims None is no tensor.
     """
@@ -63,7 +63,7 @@ def match_pattern(
         return None
     result_ndims = [ndim for ndim in out_ndims if ndim is not None]
     try:
-        return PatternBinder(pattern, dict(picked)).bind(
+        return PatternBinder(pattern, dict(selected)).bind(
             [(Term(()) if k == NUMBER_TERM else pattern.operands[k], ndim) for k, ndim in zip(terms, ndims, strict=True)],
             [(pattern.results[k], ndim) for k, ndim in zip(outs, result_ndims, strict=True)],
         )
@@ -72,7 +72,7 @@ def match_pattern(
 
 
 def match_operand_terms(pattern: Pattern, names: tuple[str, ...], fixed: frozenset[int]) -> tuple[int, ...] | None:
-    """Return for each operand its term in the pattern, or None if some operand has none."""
+    """Return for each operand the index of its term in the pattern, or None if some operand has none."""
     if pattern.operands[0].name == EACH:
         terms = [0] * len(names)
     elif pattern.named:
@@ -86,7 +86,7 @@ def match_operand_terms(pattern: Pattern, names: tuple[str, ...], fixed: frozens
 
 
 def match_result_terms(pattern: Pattern, ndims: Sequence[int | None]) -> tuple[int, ...] | None:
-    """Return for each tensor result its term in the pattern, or None if some result has none."""
+    """Return for each tensor result the index of its term in the pattern, or None if some result has none."""
     each = pattern.results[0].name == EACH
     terms = tuple([0 if each else i for i, ndim in enumerate(ndims) if ndim is not None])
     return None if terms and terms[-1] >= len(pattern.results) else terms
@@ -95,32 +95,32 @@ def match_result_terms(pattern: Pattern, ndims: Sequence[int | None]) -> tuple[i
 class PatternBinder:
     """Find the number of dims of each group, then name the dims."""
 
-    def __init__(self, pattern: Pattern, picked: Mapping[str, Any]) -> None:
-        self.pattern, self.picked = pattern, picked
+    def __init__(self, pattern: Pattern, selected: Mapping[str, Any]) -> None:
+        self.pattern, self.selected = pattern, selected
         self.lengths: dict[str, int] = {}
-        self.whole = {word.strip("@!*.") for word in pattern.whole}
+        self.unsharded = {word.strip("@!*.") for word in pattern.unsharded}
 
     def bind(self, operands: Sequence[tuple[Term, int]], results: Sequence[tuple[Term, int]]) -> PatternMatch:
-        """Name the dims of all operands and results by the factors of the pattern."""
+        """Assign factors to the dims of all operands and results. Raise ``PatternMismatch`` if they do not fit."""
         for term, ndim in sorted((*operands, *results), key=lambda item: not any(map(is_selected, item[0].dims))):
             self.measure_groups(term, ndim)
         operand_dims = tuple([self.name_dims(term, ndim, ()) for term, ndim in operands])
         operand_factors = frozenset(name for dims in operand_dims for dim in dims for name in dim)
         result_dims = tuple(
             [
-                self.drop_new_dims(self.name_dims(*self.find_kept_dims(term, ndim, operands)), operand_factors)
-                for term, ndim in results
+                tuple([dim if operand_factors.issuperset(dim) else () for dim in dims])  # () is a new dim
+                for dims in [self.name_dims(term, ndim, self.find_kept_dims(term, ndim, operands)) for term, ndim in results]
             ]
         )
         summed = reduced_factors(operand_dims, result_dims)
-        whole = frozenset(name for name in operand_factors if notation_label(name) in self.whole)
+        unsharded = frozenset(name for name in operand_factors if notation_label(name) in self.unsharded)
         additive = frozenset(i for i, (term, _) in enumerate(operands) if term.additive)
         products = any(len(dim) > 1 for dims in (*operand_dims, *result_dims) for dim in dims)
-        return PatternMatch(operand_dims, result_dims, whole, summed, additive, products)
+        return PatternMatch(operand_dims, result_dims, unsharded, summed, additive, products)
 
-    def selected_places(self, name: str, ndim: int) -> tuple[int, ...]:
-        """Return the dims that an argument selects of a tensor of ``ndim`` dims. None or an empty list select all."""
-        value = self.picked[name]
+    def selected_dims_of(self, name: str, ndim: int) -> tuple[int, ...]:
+        """Return the dims, as non-negative numbers, that an argument selects of a tensor. None or an empty list select all."""
+        value = self.selected[name]
         if value is None or value == ():
             return () if value == () and name[-1] == "!" else tuple(range(ndim))
         dims = tuple(v + ndim if v < 0 else v for v in ((value,) if isinstance(value, int) else value)) if ndim else ()
@@ -129,14 +129,14 @@ class PatternBinder:
         return tuple(dict.fromkeys(dims))
 
     def measure_groups(self, term: Term, ndim: int) -> None:
-        """Record the number of dims of a term's groups, if the term determines them."""
+        """Record how many tensor dims each group (``a*``) of a term has, if the term determines it."""
         groups = [k for k, dim in enumerate(term.dims) if is_group(dim)]
-        picking = next((k for k, dim in enumerate(term.dims) if is_selected(dim)), None)
-        if picking is not None:
-            start, stop, picked = self.selected_region(term, picking, ndim)
-            rest, first = stop - start - len(picked), min(picked, default=stop)
-            before = sum(p not in picked for p in range(start, first)) if picking + 1 in groups else rest
-            for k, length in ((picking - 1, before), (picking + 1, rest - before if picking - 1 in groups else rest)):
+        selector = next((k for k, dim in enumerate(term.dims) if is_selected(dim)), None)
+        if selector is not None:
+            start, stop, selected = self.find_selected_region(term, selector, ndim)
+            rest, first = stop - start - len(selected), min(selected, default=stop)
+            before = sum(p not in selected for p in range(start, first)) if selector + 1 in groups else rest
+            for k, length in ((selector - 1, before), (selector + 1, rest - before if selector - 1 in groups else rest)):
                 if k in groups and self.lengths.setdefault(term.dims[k][0], length) != length:
                     raise PatternMismatch
         elif len(unknown := [k for k in groups if len(groups) == 1 or term.dims[k][0] not in self.lengths]) == 1:
@@ -145,36 +145,35 @@ class PatternBinder:
             if length >= 0 and not term.additive:
                 self.lengths[name] = max(length, self.lengths.get(name, 0))
 
-    def selected_region(self, term: Term, picking: int, ndim: int) -> tuple[int, int, tuple[int, ...]]:
-        """Return start, stop of the dims that the selected dim and the ``a*`` groups next to it cover, and the selected dims."""
-        start = picking - (picking > 0 and is_group(term.dims[picking - 1]))
-        after = picking + 1 + (picking + 1 < len(term.dims) and is_group(term.dims[picking + 1]))
+    def find_selected_region(self, term: Term, selector: int, ndim: int) -> tuple[int, int, tuple[int, ...]]:
+        """Return start and stop of the dims that the selected dims and adjacent groups cover, and the selected dims."""
+        start = selector - (selector > 0 and is_group(term.dims[selector - 1]))
+        after = selector + 1 + (selector + 1 < len(term.dims) and is_group(term.dims[selector + 1]))
         stop = ndim - (len(term.dims) - after)
-        picked = self.selected_places(argument_of(term.dims[picking]), ndim)
-        if any(not start <= p < stop for p in picked):
+        selected = self.selected_dims_of(selector_argument(term.dims[selector]), ndim)
+        if any(not start <= p < stop for p in selected):
             raise PatternMismatch
-        return start, stop, picked
+        return start, stop, selected
 
-    def find_kept_dims(self, term: Term, ndim: int, operands: Sequence[tuple[Term, int]]) -> tuple[Term, int, tuple[int, ...]]:
-        """Return a result term with its number of dims, and the dims of size one that ``keepdim`` keeps."""
-        picked: tuple[int, ...] = ()
-        if not any(map(is_selected, term.dims)) and not term.additive:
-            operand = next(((t, n) for t, n in operands if any(map(is_selected, t.dims))), None)
-            if operand is not None:
-                selected = self.selected_places(next(argument_of(dim) for dim in operand[0].dims if is_selected(dim)), operand[1])
-                own_ndim = sum(self.lengths.get(dim[0], 0) if is_group(dim) else 1 for dim in term.dims)
-                if selected and own_ndim + len(selected) == ndim:
-                    picked = selected
-        return term, ndim, picked
+    def find_kept_dims(self, term: Term, ndim: int, operands: Sequence[tuple[Term, int]]) -> tuple[int, ...]:
+        """Return the dims of a result that have size one because ``keepdim`` keeps them, or () if it has none."""
+        operand = next(((t, n) for t, n in operands if any(map(is_selected, t.dims))), None)
+        if operand is None or any(map(is_selected, term.dims)) or term.additive:
+            return ()
+        selected = self.selected_dims_of(next(selector_argument(dim) for dim in operand[0].dims if is_selected(dim)), operand[1])
+        own_ndim = sum(self.lengths.get(dim[0], 0) if is_group(dim) else 1 for dim in term.dims)
+        return selected if own_ndim + len(selected) == ndim else ()
 
     def name_dims(self, term: Term, ndim: int, kept: tuple[int, ...]) -> Dims:
         """Return the factors of one tensor's dims. ``kept``: dims of size one in place of reduced dims."""
         dims = term.dims
         if term.additive and not any(map(is_group, dims)):
             dims = dims[-ndim:] if 0 < ndim < len(dims) else () if not ndim else dims
-        picking = next((k for k, dim in enumerate(dims) if is_selected(dim)), None)
+        selector = next((k for k, dim in enumerate(dims) if is_selected(dim)), None)
         names = list(
-            self.name_around_selected(term, picking, ndim) if picking is not None else self.name_in_order(dims, ndim - len(kept))
+            self.name_around_selected(term, selector, ndim)
+            if selector is not None
+            else self.name_in_order(dims, ndim - len(kept))
         )
         for place in sorted(kept):
             names.insert(place, ())
@@ -183,7 +182,7 @@ class PatternBinder:
         return tuple(names)
 
     def name_in_order(self, dims: Sequence[tuple[str, ...]], ndim: int) -> Iterator[tuple[str, ...]]:
-        """Yield the factors of each dim; a group of dims takes as many as the tensor has."""
+        """Yield the factors of each dim of a term without selected dims; a group takes as many dims as the tensor has."""
         groups = [dim for dim in dims if is_group(dim)]
         for dim in dims:
             if is_group(dim):
@@ -194,30 +193,26 @@ class PatternBinder:
                 yield dim
 
     def name_group(self, dim: tuple[str, ...], full: int, own: int) -> Iterator[tuple[str, ...]]:
-        """Return the factors of a group, right-aligned."""
+        """Yield a numbered factor (``s.0``) for each dim of a group, right-aligned if the tensor has fewer of them."""
         label = dim[0].rstrip("*.")
         return ((f"{label}.{full - own + i}",) for i in range(own))
 
-    def name_around_selected(self, term: Term, picking: int, ndim: int) -> Iterator[tuple[str, ...]]:
-        """Yield the dims of a term with selected dims among those of the adjacent groups."""
-        start, stop, picked = self.selected_region(term, picking, ndim)
-        label = argument_of(term.dims[picking]).rstrip("!")
+    def name_around_selected(self, term: Term, selector: int, ndim: int) -> Iterator[tuple[str, ...]]:
+        """Yield the factors of each dim of a term with selected dims, which are among the dims of the adjacent groups."""
+        start, stop, selected = self.find_selected_region(term, selector, ndim)
+        label = selector_argument(term.dims[selector]).rstrip("!")
         others = iter(
             [name for dim in term.dims if is_group(dim) for name in self.name_group(dim, *(self.lengths.get(dim[0], 0),) * 2)]
         )
         head, tail = iter(term.dims[:start]), iter(term.dims[len(term.dims) - (ndim - stop) :])
         for place in range(ndim):
-            if place in picked:
-                yield (f"{label}.{picked.index(place)}",)
+            if place in selected:
+                yield (f"{label}.{selected.index(place)}",)
             else:
                 next_dim = next(head if place < start else others if place < stop else tail, None)
                 if next_dim is None:
                     raise PatternMismatch
                 yield next_dim
-
-    def drop_new_dims(self, dims: Dims, operand_factors: frozenset[str]) -> Dims:
-        """Return the dims of a result without factors that no operand has."""
-        return tuple(dim if operand_factors.issuperset(dim) else () for dim in dims)
 
 
 def reduced_factors(operands: Sequence[Dims], results: Sequence[Dims]) -> tuple[str, ...]:
@@ -227,7 +222,7 @@ def reduced_factors(operands: Sequence[Dims], results: Sequence[Dims]) -> tuple[
 
 
 def notation_label(factor: str) -> str:
-    """Return the label of a factor in the notation: ``m``, ``s`` for a factor of group ``s*``, ``dim`` for a selected one."""
+    """Return the label of a factor in the notation: ``s`` for factor ``s.0`` of group ``s*``, ``dim`` for ``dim.0``."""
     return factor.partition(".")[0]
 
 
@@ -236,7 +231,7 @@ def notation_label(factor: str) -> str:
 class BoundPattern:
     """The factors of a call's tensors, and the pattern match that they come from."""
 
-    recipe: PatternMatch
+    match: PatternMatch
     operands: tuple[Dims, ...]
     results: tuple[Dims, ...]
     sizes: dict[str, int]
@@ -244,48 +239,47 @@ class BoundPattern:
     @property
     def summed(self) -> tuple[str, ...]:
         """Factors of operands that some result lacks."""
-        return self.recipe.summed if self.results == self.recipe.results else reduced_factors(self.operands, self.results)
+        return self.match.summed if self.results == self.match.results else reduced_factors(self.operands, self.results)
 
 
 def bind_pattern(pattern: Pattern, call: Call, sizes: Sizes, left_out: frozenset[int] = frozenset()) -> BoundPattern | None:
-    """Return the factors of ``call`` under a pattern, without the results ``left_out``. None if the number of dims does not
-    fit."""
+    """Match a pattern with a call, and return the factors of each tensor dim with their sizes. None if it does not fit."""
     metas = [None if meta is None or i in left_out else meta.shape for i, meta in enumerate(call.results)]
     shapes = [layout.shape for layout in call.operands]
     out_ndims = tuple([None if shape is None else len(shape) for shape in metas])
-    recipe = match_pattern(
-        pattern, call.names, call.fixed_operands, tuple(map(len, shapes)), out_ndims, selected_dims(pattern, call)
+    match = match_pattern(
+        pattern, call.names, call.fixed_operands, tuple(map(len, shapes)), out_ndims, selector_values(pattern, call)
     )
-    if recipe is None:
+    if match is None:
         return None
     result_shapes = [shape for shape in metas if shape is not None]
-    sizes_by_factor = factor_sizes(recipe, shapes, result_shapes, call, sizes)
+    sizes_by_factor = factor_sizes(match, shapes, result_shapes, call, sizes)
     if sizes_by_factor is None:
         return None
     operands = tuple(
-        [_drop_broadcast_dims(dims, shape, sizes_by_factor) for dims, shape in zip(recipe.operands, shapes, strict=True)]
+        [_drop_broadcast_dims(dims, shape, sizes_by_factor) for dims, shape in zip(match.operands, shapes, strict=True)]
     )
     results = tuple(
-        [_drop_broadcast_dims(dims, shape, sizes_by_factor) for dims, shape in zip(recipe.results, result_shapes, strict=True)]
+        [_drop_broadcast_dims(dims, shape, sizes_by_factor) for dims, shape in zip(match.results, result_shapes, strict=True)]
     )
-    return BoundPattern(recipe, operands, results, sizes_by_factor)
+    return BoundPattern(match, operands, results, sizes_by_factor)
 
 
 def factors_of_pattern(pattern: Pattern, call: Call, reduce_op: Any = "sum", sizes: Sizes | None = None) -> Factors | None:
-    """Return the factors of a call under a pattern. None if the number of dims does not fit."""
+    """Return the :class:`Factors` of a call by a pattern, reducing absent factors by ``reduce_op``. None if it does not fit."""
     bound = bind_pattern(pattern, call, sizes or {})
     if bound is None:
         return None
     reduced = {} if reduce_op is None else dict.fromkeys(bound.summed, reduce_op)
-    return Factors(bound.operands, bound.results, bound.sizes, bound.recipe.whole, reduced, bound.recipe.additive)
+    return Factors(bound.operands, bound.results, bound.sizes, bound.match.unsharded, reduced, bound.match.additive)
 
 
-def selected_dims(pattern: Pattern, call: Call) -> SelectedDims:
-    """Return the values of the arguments that select dims."""
-    if not pattern.picking:
+def selector_values(pattern: Pattern, call: Call) -> SelectedDims:
+    """Return (name, value in this call) of each argument that selects dims in the pattern."""
+    if not pattern.selectors:
         return ()
     selected = []
-    for name in pattern.picking:
+    for name in pattern.selectors:
         value = call.arguments.get(name.rstrip("!"))
         selected.append((name, tuple(value) if isinstance(value, (list, tuple)) else value))
     return tuple(selected)
@@ -293,33 +287,33 @@ def selected_dims(pattern: Pattern, call: Call) -> SelectedDims:
 
 # --- factor sizes of a call -------------------------------------------------------------------------------------------
 def factor_sizes(
-    recipe: PatternMatch,
+    match: PatternMatch,
     shapes: Sequence[Sequence[int]],
     result_shapes: Sequence[Sequence[int]],
     call: Call,
     declared_sizes: Sizes,
 ) -> dict[str, int] | None:
-    """Return the size of each factor: the largest that it has anywhere. None if the sizes of a product contradict each other."""
+    """Return the size of each factor: the largest in any operand. None if the sizes of products contradict each other."""
     sizes: dict[str, int] = {}
-    for dims, shape in zip(recipe.operands, shapes, strict=True):
+    for dims, shape in zip(match.operands, shapes, strict=True):
         for dim, size in zip(dims, shape, strict=True):
             if len(dim) == 1 and sizes.get(dim[0], 1) == 1:
                 sizes[dim[0]] = size
-    if recipe.products:
+    if match.products:
         for letter, value in declared_sizes.items():
             sizes[letter] = int(value(call) if callable(value) else call[value])
-        tensors = [*zip(recipe.operands, shapes, strict=True), *zip(recipe.results, result_shapes, strict=False)]
+        tensors = [*zip(match.operands, shapes, strict=True), *zip(match.results, result_shapes, strict=False)]
         for dims, shape in (*tensors, *tensors):
             for dim, size in zip(dims, shape, strict=True):
                 if len(dim) > 1 and not _infer_factor_size(dim, size, sizes):
                     return None
-        if any(name not in sizes for dims in recipe.operands for dim in dims for name in dim):
+        if any(name not in sizes for dims in match.operands for dim in dims for name in dim):
             return None
     return sizes
 
 
 def _infer_factor_size(dim: tuple[str, ...], size: int, sizes: dict[str, int]) -> bool:
-    """Infer the one unknown factor size of a product. Return True if the product can be ``size``."""
+    """Infer the one unknown factor size of a dim that is a product of factors. Return False if the product cannot be ``size``."""
     unknown = [name for name in dim if name not in sizes]
     known_product = math.prod(sizes.get(name, 1) for name in dim)
     if len(unknown) == 1:
@@ -329,7 +323,7 @@ def _infer_factor_size(dim: tuple[str, ...], size: int, sizes: dict[str, int]) -
 
 
 def _drop_broadcast_dims(dims: Dims, shape: Sequence[int], sizes: Mapping[str, int]) -> Dims:
-    """Return ``dims`` without the factors of broadcast dims of size one."""
+    """Replace the factors of dims of size one that broadcast by ()."""
     for dim, size in zip(dims, shape, strict=True):
         if len(dim) == 1 and sizes[dim[0]] != size:
             return tuple([d if len(d) != 1 or sizes[d[0]] == n else () for d, n in zip(dims, shape, strict=True)])
@@ -344,51 +338,53 @@ class ShapesOf(Declaration):
     patterns: tuple[Pattern, ...]
 
     def __call__(self, call: Call) -> Shapes | None:
+        """Return the result shapes of a call, or None if they do not follow from the pattern and the operand shapes."""
         shapes = [layout.shape for layout in call.operands]
         ndims, count, keepdim = tuple(map(len, shapes)), len(call.func._schema.returns), bool(call.get("keepdim"))
         matches = (
-            _match_forward(one, call.names, call.fixed_operands, ndims, count, selected_dims(one, call), keepdim)
+            _match_operands(one, call.names, call.fixed_operands, ndims, count, selector_values(one, call), keepdim)
             for one in self.patterns
         )
-        recipe = next((one for one in matches if one is not None), None)
-        if recipe is None or recipe.products:
+        match = next((one for one in matches if one is not None), None)
+        if match is None or match.products:
             return None
         sizes: dict[str, int] = {}
-        for dims, shape in zip(recipe.operands, shapes, strict=True):
+        for dims, shape in zip(match.operands, shapes, strict=True):
             for dim, size in zip(dims, shape, strict=True):
                 if dim and sizes.setdefault(dim[0], size) != size:
                     return None
-        return tuple([tuple([sizes[dim[0]] if dim else 1 for dim in dims]) for dims in recipe.results])
+        return tuple([tuple([sizes[dim[0]] if dim else 1 for dim in dims]) for dims in match.results])
 
 
 @memoize(4096)
-def _match_forward(
+def _match_operands(
     pattern: Pattern,
     names: tuple[str, ...],
     fixed: frozenset[int],
     ndims: tuple[int, ...],
     count: int,
-    picked: SelectedDims,
+    selected: SelectedDims,
     keepdim: bool,
 ) -> PatternMatch | None:
-    """Return the match as :func:`match_pattern` does, for ``count`` results of which the numbers of dims are not known yet."""
+    """Match a pattern with operands alone: infer how many dims each of ``count`` results has, then return the complete match."""
     terms, outs = match_operand_terms(pattern, names, fixed), match_result_terms(pattern, (0,) * count)
-    operands = match_pattern(pattern, names, fixed, ndims, (), picked)
+    operands = match_pattern(pattern, names, fixed, ndims, (), selected)
     if operands is None or terms is None or outs is None:
         return None
-    binder = PatternBinder(pattern, dict(picked))
+    binder = PatternBinder(pattern, dict(selected))
     operand_terms = [(pattern.operands[k], ndim) for k, ndim in zip(terms, ndims, strict=True) if k != NUMBER_TERM]
     for term, ndim in sorted(operand_terms, key=lambda item: not any(map(is_selected, item[0].dims))):
         binder.measure_groups(term, ndim)
     letters = {name for dims in operands.operands for dim in dims for name in dim}
-    gone = {name: sum(notation_label(letter) == name.rstrip("!") for letter in letters) for name, _ in picked}
+    gone = {name: sum(notation_label(letter) == name.rstrip("!") for letter in letters) for name, _ in selected}
     ndims_out = []
     for k in outs:
         dims = pattern.results[k].dims
         if any(not dim or (is_selected(dim) and not any(dim in term.dims for term, _ in operand_terms)) for dim in dims):
             return None  # the dim has a size of its own
         own = sum(
-            binder.lengths.get(dim[0], 0) if is_group(dim) else gone[argument_of(dim)] if is_selected(dim) else 1 for dim in dims
+            binder.lengths.get(dim[0], 0) if is_group(dim) else gone[selector_argument(dim)] if is_selected(dim) else 1
+            for dim in dims
         )
         ndims_out.append(own + (sum(gone.values()) if keepdim and not any(map(is_selected, dims)) else 0))
-    return match_pattern(pattern, names, fixed, ndims, tuple(ndims_out), picked)
+    return match_pattern(pattern, names, fixed, ndims, tuple(ndims_out), selected)

@@ -38,7 +38,9 @@ class NumberKind(IntEnum):
 
 
 def classify_number(number: complex) -> NumberKind:
-    """Return the kind of a number: for a complex number the less specific kind of its two parts.
+    """Return the class of a number's magnitude, on which plans depend.
+
+    A complex number has the less specific class of its two parts.
 
     >>> classify_number(0.5), classify_number(1e30), classify_number(float("nan"))
     (<NumberKind.HALF: 1>, <NumberKind.WIDE: 2>, <NumberKind.ANY: 3>)
@@ -83,13 +85,12 @@ class Call:
 
     @property
     def disjoint_splits(self) -> tuple[DisjointSplit | None, ...]:
-        """The disjoint rows of each operand, or () if no operand has any."""
+        """The disjoint rows (see :class:`DisjointSplit`) of each operand, or () if no operand has any."""
         disjoint = tuple([None if each is None else each.disjoint_rows for each in self.operand_facts])
         return disjoint if any(disjoint) else ()
 
-    def reduced_copy_dims(self, operand: int, mesh_dim: int) -> tuple[int | None, ...]:
-        """Return the dims along which cached reductions of the operand over the mesh dim are sharded, None for a replicated
-        one."""
+    def cached_reduction_dims(self, operand: int, mesh_dim: int) -> tuple[int | None, ...]:
+        """Return the sharded tensor dims of cached reductions of an operand over a mesh dim. None is a replicated one."""
         facts = self.operand_facts[operand] if self.operand_facts else None
         return () if facts is None else tuple([at for over, at in facts.cached_reductions if over == mesh_dim])
 
@@ -99,31 +100,30 @@ class Call:
         return facts is not None and mesh_dim in facts.deferred_dims
 
     def local_index_split(self, operand: int) -> Split | None:
-        """Return the split of a dim if the operand holds positions in it, and each rank's positions are in its own block. Else
-        None."""
+        """Return the split of the dim that an index operand indexes, if each rank indexes its own block only; else None."""
         facts = self.operand_facts[operand] if self.operand_facts else None
         return None if facts is None else facts.local_indices
 
     def with_preferred_layouts(self) -> Call:
-        """Return the call with operands in their preferred layouts, where these are known."""
+        """Return the call with each operand in its preferred layout (that of an earlier redistribution), if it has one."""
         preferred = [None if facts is None else facts.preferred_layout for facts in self.operand_facts]
         if not any(preferred):
             return self
         return replace(self, operands=tuple([at or x for at, x in zip(preferred, self.operands, strict=True)]))
 
     def has_preferred_layout(self, operand: int) -> bool:
-        """Return True if the operand has a preferred layout: an operator redistributed it, so that later ones will."""
+        """Return True if an earlier operator redistributed the operand to a layout that later operators will use, too."""
         facts = self.operand_facts[operand] if self.operand_facts else None
         return facts is not None and facts.preferred_layout is not None
 
     @property
     def fixed_operands(self) -> frozenset[int]:
-        """Positions of operands that never change: numbers and 0-d plain tensors. Plain tensors with dims may be sharded."""
+        """Positions of operands that no strategy shards: numbers and 0-d plain tensors."""
         return frozenset(i for i in self.plain if not self.operands[i].shape) if self.plain else self.plain
 
     @property
     def number_kinds(self) -> tuple[tuple[int | str, NumberKind], ...]:
-        """The kind of each number (zero, or its range of magnitude), by its position among the operands or by its name."""
+        """The value class of each number in the call, by its position among the operands or by its name."""
         kinds: list[tuple[int | str, NumberKind]] = []
         for i in sorted(self.plain):
             if isinstance(number := self.arguments[self.names[i]], (int, float, complex)):
@@ -134,6 +134,7 @@ class Call:
         return tuple(kinds)
 
     def __getitem__(self, name: str) -> Any:
+        """Return an argument by name. Raise ``RuleError`` for a number that may differ in other calls with the same plan."""
         if name in self.stale:
             raise RuleError(
                 f"{self.func}: the value of {name!r} may change between calls that share this plan; read it from "
@@ -144,9 +145,8 @@ class Call:
     def get(self, name: str, default: Any = None) -> Any:
         return self[name] if name in self.arguments else default
 
-    def for_all_numbers(self) -> Call:
-        """Return the call as kernels see it. A kernel also runs for calls with other numbers, so reading such a number raises
-        ``RuleError``."""
+    def forbid_number_reads(self) -> Call:
+        """Return a copy of the call in which reading a number raises ``RuleError``, because other numbers may share the plan."""
         names = self.scalars.union([self.names[i] for i in self.plain]) if self.plain else self.scalars
         stale = [name for name in names if isinstance(self.arguments.get(name), (int, float, complex))]
         return replace(self, stale=frozenset(stale)) if stale else self
@@ -159,16 +159,16 @@ class Call:
         return [math.prod(meta.shape) * meta.dtype.itemsize for meta in self.results if meta is not None]
 
     def operands_of(self, name: str) -> list[int]:
-        """Return the positions of the operands that belong to one argument."""
+        """Return the positions of the operands in argument ``name``, several if it is a list of tensors."""
         return [position for position, owner in enumerate(self.names) if owner == name]
 
     def dims(self, name: str, ndim: int) -> tuple[int, ...]:
-        """Return the dims that argument ``name`` (an int, a list, or None for all) selects, as non-negative numbers."""
+        """Return the dims that argument ``name`` selects of a tensor with ``ndim`` dims, as non-negative numbers (None: all)."""
         return normalize_dims(self.arguments.get(name), ndim)
 
 
 def normalize_dims(value: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:
-    """Return dims as non-negative ints. None and an empty list mean all dims.
+    """Return dims as non-negative numbers. None and an empty list mean all dims.
 
     >>> normalize_dims(-1, 3), normalize_dims(None, 2)
     ((2,), (0, 1))

@@ -32,14 +32,14 @@ from .declared_factors import DeclaredFactors, ReduceChoice, by, fitting
 from .folds import DtypeRestrictedKernel, Fold
 from .notation import Pattern, parse_notation
 from .partial_rules import combine_partials
-from .registry import register, register_tagged
+from .registry import register, register_for_tag
 from .rule import ANY_PARTIAL, Declaration, Factors, Kernel, LocalView, Rule, parse_labels
 
 MakeKernel = Callable[[Call], Kernel | None]
 
 
 def _parse_patterns(text: str | Pattern | by | fitting) -> Pattern | by | fitting:
-    """Return the parsed pattern. ``"a b -> b a | s* -> s*"`` is the first that fits."""
+    """Parse the notation of a rule. Alternatives (``"a b -> b a | s* -> s*"``) give :class:`fitting`, tables :class:`by`."""
     if isinstance(text, (Pattern, fitting)):
         return text
     if isinstance(text, by):
@@ -50,7 +50,7 @@ def _parse_patterns(text: str | Pattern | by | fitting) -> Pattern | by | fittin
 def einsum(
     names: str, pattern: str, *, linear: bool = True, partials: Any = (), sizes: Sizes | None = None, **options: Any
 ) -> Rule:
-    """Declare a rule by pattern.
+    """Declare operators that are products and sums, by their notation.
 
     ``linear``: linear in each operand. Letters absent on the right are summed, and partial sums pass beside finite operands.
     """
@@ -62,11 +62,11 @@ def einsum(
 
 
 def blockwise(names: str, pattern: str | Pattern | by | fitting, **options: Any) -> Rule:
-    """Declare a rule by pattern that is not taken to be linear. ``options`` are those of :func:`by_pattern`."""
-    return register(names, by_pattern(pattern, **options))
+    """Declare operators that compute block by block and are not taken to be linear (see :func:`make_blockwise_rule`)."""
+    return register(names, make_blockwise_rule(pattern, **options))
 
 
-def by_pattern(
+def make_blockwise_rule(
     pattern: str | Pattern | by | fitting,
     *,
     sums: str | Mapping[str, ReduceChoice] = "",
@@ -79,7 +79,9 @@ def by_pattern(
     kind: str = "blockwise",
     **options: Any,
 ) -> Rule:
-    """Return a rule by pattern, or by several (``by("left", {True: ..., False: ...})``), that is not taken to be linear.
+    """Make a rule from a notation, or one for each value of an argument, and do not register it.
+
+    The operator is not taken to be linear. ``by("left", {True: ..., False: ...})`` selects by an argument.
 
     Args:
         sums: letters, groups and selected dims (``"*"``: all) with blocks that leave partial results, combined by ``reduce``. Or
@@ -91,15 +93,15 @@ def by_pattern(
         shapes: True if each letter has one size in operands and results, whatever other arguments say.
     """
     reduce_ops = sums if not isinstance(sums, str) else {sums: reduce} if sums else {}
-    left = {label: op for words, op in reduce_ops.items() for label in parse_labels(words) or {"*"}}
+    reductions = {label: op for words, op in reduce_ops.items() for label in parse_labels(words) or {"*"}}
     if refuses_nothing:
         options.setdefault("nonempty", "reduced")
     parsed = _parse_patterns(pattern)
     if options.get("shapes") is True:
         assert not isinstance(parsed, by)  # the pattern that an argument chooses is unknown here
         options["shapes"] = ShapesOf(parsed.patterns if isinstance(parsed, fitting) else (parsed,))
-    kernel_of_pattern = kernel.kernel(parsed) if isinstance(kernel, Fold) else kernel
-    factors = DeclaredFactors(parsed, left, refuses_nothing, kernel_of_pattern, kernels or {}, sizes or {})
+    kernel_of_pattern = kernel.make_kernel(parsed) if isinstance(kernel, Fold) else kernel
+    factors = DeclaredFactors(parsed, reductions, refuses_nothing, kernel_of_pattern, kernels or {}, sizes or {})
     return Rule(factors, combine_partials(partials), kind=kind, **options)
 
 
@@ -111,7 +113,7 @@ def reduce(names: str, op: ReduceChoice, dim: str = "dim", *, kernel: Kernel | M
 
 
 def along(names: str, dim: str = "dim", *, kernel: Kernel | MakeKernel | None = None, **options: Any) -> Rule:
-    """Declare operators with operands and results of one shape that need the dims in argument ``dim`` unsharded.
+    """Declare operators along argument ``dim`` (softmax, sort): these dims must be unsharded, and all tensors have one shape.
 
     ``kernel`` computes with such a dim sharded: a :class:`Kernel`, or a function that returns one or None for a call.
     """
@@ -132,7 +134,7 @@ def fold(
     takes: str = "",
     **options: Any,
 ) -> Rule:
-    """Declare a fold over the dims in brackets: a state of each block, combined over the ranks, finished on each rank.
+    """Declare operators that reduce each block to a state, combine the states over ranks, and finish on each rank.
 
     Args:
         block: ``block(part, *blocks)``, with a block of each operand, returns the state: dims ``part.dims`` have size one.
@@ -143,7 +145,7 @@ def fold(
         takes: ``"floating"``, ``"real"`` or ``"numbers"`` (no bools). Other operands must be unsharded.
     """
     parsed = _parse_patterns(pattern)
-    kernel = Fold(block, monoid, finish, numbers, dtype).kernel(parsed)
+    kernel = Fold(block, monoid, finish, numbers, dtype).make_kernel(parsed)
     if isinstance(parsed, Pattern):
         options.setdefault("shapes", True)
     options.setdefault("kind", "fold")
@@ -155,22 +157,22 @@ def _multilinear_partials(pattern: Pattern) -> tuple[str, ...]:
 
     The other operands are finite. An added operand is one more addend of the sum (or of the mean).
     """
-    rows = []
+    strategies = []
     results = len(pattern.results)
     added = [term.additive for term in pattern.operands]
     for i, additive in enumerate(added):
         if not additive:
             for op, bias in (("sum", "sum"), ("avg", "R"), *([("avg", "avg")] if any(added) else [])):
                 operands = [op if j == i else bias if added[j] else "finite" for j in range(len(added))]
-                rows.append(f"{','.join(operands)} -> {','.join([op] * results)}")
+                strategies.append(f"{','.join(operands)} -> {','.join([op] * results)}")
     if any(added):
-        rows.append(f"{','.join('avg' if a else 'R' for a in added)} -> {','.join(['avg'] * results)}")
-    return tuple(rows)
+        strategies.append(f"{','.join('avg' if a else 'R' for a in added)} -> {','.join(['avg'] * results)}")
+    return tuple(strategies)
 
 
 # --- element by element -------------------------------------------------------------------------------------------------
 def pointwise(names: str, *, partials: Any = (), **options: Any) -> Rule:
-    """Declare operators that act element by element on broadcast operands."""
+    """Declare operators that compute element by element on operands that broadcast."""
     return register(names, _make_pointwise_rule(partials, **options))
 
 
@@ -181,12 +183,12 @@ def _make_pointwise_rule(partials: Any = (), **options: Any) -> Rule:
 _BROADCAST = parse_notation("each: s* -> each: s*")
 POINTWISE = DeclaredFactors(_BROADCAST)
 ONE_SHAPE = ShapesOf((_BROADCAST,))
-register_tagged(torch.Tag.pointwise, _make_pointwise_rule())
+register_for_tag(torch.Tag.pointwise, _make_pointwise_rule())
 
 
 # --- functions of the call ----------------------------------------------------------------------------------------------
 def view(names: str, factors: str | Callable[[Call], Factors | None], **options: Any) -> Rule:
-    """Declare operators that only rename, split, merge, drop or repeat dims. Partial values of any kind pass."""
+    """Declare operators that only rename, split, merge, drop or repeat dims; partial operands of any kind stay partial."""
     options["partials"] = combine_partials(options.pop("partials", ANY_PARTIAL))
     sizes = options.pop("sizes", {})
     factors_of_call = DeclaredFactors(_parse_patterns(factors), sizes=sizes) if isinstance(factors, str) else factors
@@ -194,14 +196,14 @@ def view(names: str, factors: str | Callable[[Call], Factors | None], **options:
 
 
 def kernel_rule(names: str, factors: Callable[[Call], Factors | None], *, partials: Any = (), **options: Any) -> Rule:
-    """Declare a rule with a function of the call that returns the factors and their kernels."""
+    """Declare operators by a function of the call that returns their factors and kernels, where no notation can."""
     if not callable(factors):
         raise RuleError(f"kernel_rule({names!r}) needs a function of the call")
     return register(names, Rule(factors, combine_partials(partials), kind="kernel", **options))
 
 
 def composed(names: str, function: Callable[..., Any], plain: tuple[str, ...] = ()) -> Rule:
-    """Declare operators as a function of other operators. It is called with DTensors, and each part follows its own rule."""
+    """Declare that operators run as a function of other operators, which is called with DTensors (a decomposition)."""
     return register(names, Rule(NO_FACTORS, decompose=function, kind="decomposition", plain=plain))
 
 

@@ -58,8 +58,8 @@ class DeclaredFactors(Declaration):
 
     Attributes:
         pattern: a pattern, or a function that chooses one for a call.
-        left: the reduction of results that lack a letter (a group, a selected dim; "*": any). Letters without an entry must be
-            unsharded. Means of uneven blocks are weighted.
+        reductions: the reduction of results that lack a letter (a group, a selected dim; "*": any). Letters without an entry must
+            be unsharded. Means of uneven blocks are weighted.
         refuses_nothing: the operator refuses to reduce empty blocks by a reduction with an identity other than 0. The identity
             replaces their results.
         kernel: the kernel of the factors in brackets, or a function that returns one or None for a call.
@@ -68,28 +68,29 @@ class DeclaredFactors(Declaration):
     """
 
     pattern: Pattern | by | fitting
-    left: Mapping[str, ReduceChoice] = field(default_factory=dict)
+    reductions: Mapping[str, ReduceChoice] = field(default_factory=dict)
     refuses_nothing: bool = False
     kernel: Kernel | Callable[[Call], Kernel | None] | None = None
     kernels: Mapping[str, Kernel] = field(default_factory=dict)
     sizes: Sizes = field(default_factory=dict)
 
     def __call__(self, call: Call) -> Factors | None:
+        """Return the factors of a call by its pattern, or by the first of several that matches. None if none matches."""
         if isinstance(self.pattern, fitting):
             return next(
-                (found for pattern in self.pattern.patterns if (found := self._factors_under(pattern, call)) is not None), None
+                (found for pattern in self.pattern.patterns if (found := self._match_factors(pattern, call)) is not None), None
             )
         pattern = self.pattern if isinstance(self.pattern, Pattern) else self.pattern(call)
-        return None if pattern is None else self._factors_under(pattern, call)
+        return None if pattern is None else self._match_factors(pattern, call)
 
-    def _factors_under(self, pattern: Pattern, call: Call) -> Factors | None:
-        """Return the factors of the call by one pattern, with kernels and unsharded factors; None if it does not fit."""
-        empty_results = _empty_results(pattern, call)
+    def _match_factors(self, pattern: Pattern, call: Call) -> Factors | None:
+        """Match one pattern with a call, and return the factors with reductions and kernels. None if it does not match."""
+        empty_results = _unrequested_results(pattern, call)
         factors = bind_pattern(pattern, call, self.sizes, empty_results)
         if factors is None:
             return None
-        reduced, kernels = self._reduced_factors(call, factors) if self.left else ({}, {})
-        unsharded = factors.recipe.whole
+        reduced, kernels = self._reductions_and_kernels(call, factors) if self.reductions else ({}, {})
+        unsharded = factors.match.unsharded
         kernel = self.kernel(call) if callable(self.kernel) else self.kernel
         if kernel is not None:
             kernels.update(dict.fromkeys(sorted(unsharded), kernel))
@@ -99,13 +100,13 @@ class DeclaredFactors(Declaration):
         if empty_results:  # empty results lack every factor, and are equal on all ranks
             kernels = {name: Kernel(run_operator) for name in factors.sizes if name not in unsharded} | kernels
         results = factors.results if not empty_results else _insert_empty_results(factors, empty_results, call)
-        return Factors(factors.operands, results, factors.sizes, unsharded, reduced, factors.recipe.additive, kernels)
+        return Factors(factors.operands, results, factors.sizes, unsharded, reduced, factors.match.additive, kernels)
 
-    def _reduced_factors(self, call: Call, factors: BoundPattern) -> tuple[dict[str, Reduced], dict[str, Kernel]]:
-        """Return the reductions of absent factors, and kernels for blocks that the operator does not reduce by itself."""
+    def _reductions_and_kernels(self, call: Call, factors: BoundPattern) -> tuple[dict[str, Reduced], dict[str, Kernel]]:
+        """Return the reduction of each factor that a result lacks, and kernels in its place if blocks are empty or uneven."""
         reduced: dict[str, Reduced] = {}
         for name in factors.summed:
-            choice = self.left.get(notation_label(name), self.left.get("*"))
+            choice = self.reductions.get(notation_label(name), self.reductions.get("*"))
             op = choice(call) if callable(choice) and not isinstance(choice, Monoid) else choice
             if op is not None:
                 reduced[name] = op
@@ -127,11 +128,11 @@ class DeclaredFactors(Declaration):
 
 
 # --- results that were not requested: empty tensors of shape (0,) ------------------------------------------------------
-def _empty_results(pattern: Pattern, call: Call) -> frozenset[int]:
-    """Return the positions of results that the call does not request, which are empty tensors."""
+def _unrequested_results(pattern: Pattern, call: Call) -> frozenset[int]:
+    """Return the positions of results of shape (0,) that the pattern does not describe: the call does not request them."""
     empty = [i for i, meta in enumerate(call.results) if meta is not None and meta.shape == (0,)]
     return (
-        frozenset([i for i in empty if i < len(pattern.results) and _is_unrequested(pattern.results[i])])
+        frozenset([i for i in empty if i < len(pattern.results) and _must_be_unrequested(pattern.results[i])])
         if empty
         else NO_EMPTY_RESULTS
     )
@@ -140,16 +141,17 @@ def _empty_results(pattern: Pattern, call: Call) -> frozenset[int]:
 NO_EMPTY_RESULTS: frozenset[int] = frozenset()
 
 
-def _is_unrequested(term: Term) -> bool:
+def _must_be_unrequested(term: Term) -> bool:
+    """Return True if a requested result of this term cannot have the shape (0,): it has no dim, or several."""
     own = sum(not is_group(dim) for dim in term.dims)
     return own > 1 or (own == 0 and not term.dims)
 
 
-def _insert_empty_results(factors: BoundPattern, markers: frozenset[int], call: Call) -> Any:
-    """Return the results of a pattern with an entry for each empty result."""
+def _insert_empty_results(factors: BoundPattern, empty: frozenset[int], call: Call) -> Any:
+    """Return the dims of all results: those of the pattern, and one dim without factors for each result in ``empty``."""
     following = iter(factors.results)
-    positions = [i for i, meta in enumerate(call.results) if meta is not None or i in markers]
-    return tuple([((),) if i in markers else next(following) for i in positions])
+    positions = [i for i, meta in enumerate(call.results) if meta is not None or i in empty]
+    return tuple([((),) if i in empty else next(following) for i in positions])
 
 
 # --- blocks that the operator does not reduce by itself ----------------------------------------------------------------
@@ -163,12 +165,13 @@ class WeightedMeans(Declaration):
     weight 0."""
 
     def __call__(self, at: KernelContext, *args: Any, **kwargs: Any) -> Any:
+        """Return the mean of each rank's block, weighted by the block's share of all elements."""
         op = at.call.func.overloadpacket
         result = at.results[0]
         assert result is not None
 
         def weighted_mean(here: At, args: Any, kwargs: Any) -> torch.Tensor:
-            """Return the mean of a block times the fraction of the elements that the block has."""
+            """Compute the mean of one rank's block times the block's share of all elements; zeros for an empty block."""
             fraction = math.prod(block_fractions(at, here.member))
             if not fraction:
                 return torch.zeros(result.shape_of(here.member), dtype=result.dtype, device=device_of(args))
@@ -179,7 +182,10 @@ class WeightedMeans(Declaration):
 
 
 def block_fractions(at: KernelContext, member: int) -> list[float]:
-    """Return the fraction of each kernel factor in a rank's block. Of an empty factor it is 1, so that the mean is still NaN."""
+    """Return, for each sharded factor of a kernel, the fraction of its positions in a rank's block.
+
+    It is 1 if the factor has size 0, so that a mean is still NaN.
+    """
     mesh, fractions = at.call.mesh, []
     for split in at.splits.values():
         own, total = split.sizes[mesh.index_over(split.mesh_dims, mesh.coordinates[member])], sum(split.sizes)
@@ -201,11 +207,12 @@ class OperatorOrIdentity(Declaration):
     ops: tuple[Any, ...]
 
     def __call__(self, at: KernelContext, *args: Any, **kwargs: Any) -> Any:
+        """Reduce each rank's block, and return identities of the reductions on ranks with an empty block."""
         op = at.call.func.overloadpacket
         layouts = [layout for layout in at.results if layout is not None]
 
         def reduce_block(here: At, args: Any, kwargs: Any) -> Any:
-            """Reduce a block; an empty block gives the identities of the reductions."""
+            """Run the operator on one rank's block. For an empty block return the identities of the reductions."""
             blocks = tensor_leaves(args)
             if all(block.numel() for block in blocks):
                 return op(*args, **kwargs)
@@ -222,7 +229,7 @@ WEIGHTED_MEANS = Kernel(WeightedMeans(), Partial("sum"), joint=True, order_invar
 
 @memoize(256)
 def make_identity_kernel(op: Reduced) -> Kernel:
-    """Return the kernel of a reduction with an operator that refuses empty blocks (cached)."""
+    """Return a kernel that runs the operator on blocks with elements, and returns the identity of ``op`` for empty ones."""
     ops = op if isinstance(op, tuple) else (op,)
     lacking = tuple(Partial(each) for each in ops)
     return Kernel(OperatorOrIdentity(ops), lacking if len(lacking) > 1 else lacking[0], joint=True, order_invariant=True)

@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 
 
 def count_below(window: range, bound: int) -> int:
-    """Return how many positions of the window are less than ``bound``.
+    """Return how many positions of a window are less than ``bound``.
 
     >>> count_below(range(1, 9, 3), 5)
     2
@@ -20,7 +20,7 @@ def count_below(window: range, bound: int) -> int:
 
 
 def window_block_sizes(sizes: Sequence[int], window: range) -> tuple[int, ...]:
-    """Return how many positions of the window each block has.
+    """Return how many positions of a window are in each block of its factor.
 
     >>> window_block_sizes((4, 0, 3), range(1, 7, 2))
     (2, 0, 1)
@@ -30,7 +30,7 @@ def window_block_sizes(sizes: Sequence[int], window: range) -> tuple[int, ...]:
 
 
 def cover_window_sizes(default: Sequence[int], pieces: Iterable[tuple[Sequence[int], range]]) -> tuple[int, ...]:
-    """Return block sizes of a factor with which its windows have the given block sizes, as close to ``default`` as possible.
+    """Return block sizes of a factor, close to ``default``, with which windows of it have the given block sizes.
 
     Return ``default`` if no split gives those sizes, or only one with a block more than twice as large.
 

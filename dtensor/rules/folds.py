@@ -1,4 +1,4 @@
-"""Folds: a state of each block, combined by a monoid in one collective, and finished on every rank.
+"""Folds: reductions along sharded dims, by a state of each block, one all-reduce of the states, and a final step on each rank.
 
 A fold computes with blocks of the dims in brackets. Its parts are mathematics on plain tensors, independent of ranks. Its cost
 follows from the state: its numbers for each element that is left after the reduction.
@@ -30,7 +30,7 @@ REDUCED_PATTERN = "a* [@dim] b* -> each: a* b*"
 
 
 @dataclass(frozen=True, slots=True)
-class InPairs:
+class ReduceInPairs:
     """Combine states of several numbers, stacked along dim 0, in pairs.
 
     ``combine`` distinguishes numbers (dim 0 of a state), but not elements.
@@ -39,6 +39,7 @@ class InPairs:
     combine: Callable[[Tensor, Tensor], Tensor]
 
     def __call__(self, stack: Tensor) -> Tensor:
+        """Reduce the states in dim 0 of ``stack`` to one, by combining pairs of them."""
         return reduce_pairwise(self.combine, stack.movedim(0, 1), 1)
 
 
@@ -52,12 +53,12 @@ class FoldContext:
 
     __slots__ = ("_arguments", "_member", "_plan", "dims", "dtype")
 
-    def __init__(self, plan: _Plan, member: int, arguments: Mapping[str, Any]) -> None:
+    def __init__(self, plan: _FoldPlan, member: int, arguments: Mapping[str, Any]) -> None:
         self._plan, self._member, self._arguments = plan, member, arguments
         self.dims, self.dtype = plan.dims, plan.dtype
 
     def __getitem__(self, name: str) -> Any:
-        """Return the value of an argument in this call."""
+        """Return an argument of this call, or None if the call does not give it."""
         return self._arguments.get(name)
 
     @property
@@ -67,7 +68,7 @@ class FoldContext:
 
     @property
     def count(self) -> int:
-        """The number of global elements that are folded into one."""
+        """The number of global elements that the fold reduces to one."""
         return self._plan.count
 
     @property
@@ -105,16 +106,17 @@ class Fold(Declaration):
     pattern: Pattern | by | fitting | None = None
 
     def __call__(self, at: KernelContext, *args: Any, **kwargs: Any) -> Any:
-        if "fold" not in at.known:
-            at.known["fold"] = _Plan.make(self, at)
-        plan: _Plan = at.known["fold"]
+        """Reduce each rank's block to a state, all-reduce the states, and return each rank's results."""
+        if "fold" not in at.cache:
+            at.cache["fold"] = _FoldPlan.make(self, at)
+        plan: _FoldPlan = at.cache["fold"]
         arguments = dict(zip(plan.names, args, strict=False)) | kwargs
         blocks = [plan.to_state_dtype(arguments[name]) for name in plan.tensors]
         contexts: dict[int, FoldContext] = {}
 
         def state_of(here: At, *blocks: Tensor) -> Tensor:
             context = contexts[here.member] = FoldContext(plan, here.member, arguments)
-            return self.state(context, plan, *blocks)
+            return self.block_state(context, plan, *blocks)
 
         state = at.map(state_of, *blocks)
         if self.finish is not None:
@@ -132,8 +134,8 @@ class Fold(Declaration):
 
         return at.map(finish_block, state, *blocks)
 
-    def state(self, part: FoldContext, plan: _Plan, *blocks: Tensor) -> Tensor:
-        """Return the state of a block."""
+    def block_state(self, part: FoldContext, plan: _FoldPlan, *blocks: Tensor) -> Tensor:
+        """Return the state of one rank's block. For an empty block it is the identity of the monoid."""
         first = blocks[0]
         if all(map(torch.numel, blocks)):
             block_state = self.block(part, *blocks)
@@ -145,8 +147,8 @@ class Fold(Declaration):
         shape = shape if self.numbers == 1 else [self.numbers, *shape]
         return reduction_identity(plan.monoid, first.new_empty(shape, dtype=plan.dtype))
 
-    def kernel(self, pattern: Pattern | by | fitting) -> Kernel:
-        """Return the kernel for a notation, with its costs."""
+    def make_kernel(self, pattern: Pattern | by | fitting) -> Kernel:
+        """Return the fold as a kernel for the factors in brackets of a notation, with its communication costs."""
         bound_fold = replace(self, pattern=pattern)
         if self.finish is None:
             assert isinstance(self.monoid, (str, Monoid))
@@ -154,14 +156,14 @@ class Fold(Declaration):
         return Kernel(bound_fold, R, collectives=1, nbytes=bound_fold.nbytes, joint=True)
 
     def nbytes(self, call: Call) -> int:
-        """Return the bytes of a state."""
+        """Return the bytes of one rank's state, which the all-reduce sends."""
         shape, dims = call.shape(0), _folded_dims(self.pattern, call)
         rows = math.prod(size for d, size in enumerate(shape) if d not in dims)
         return rows * self.numbers * _state_dtype(self, call).itemsize
 
 
 def _state_dtype(fold: Fold, call: Call) -> torch.dtype:
-    """Return the dtype of the state: that of the fold, else at least float32."""
+    """Return the dtype of a fold's state: the declared one, else that of the result but at least float32."""
     if fold.dtype is not None:
         return fold.dtype
     result = next((meta for meta in call.results if meta is not None), None)
@@ -169,15 +171,15 @@ def _state_dtype(fold: Fold, call: Call) -> torch.dtype:
 
 
 def _folded_dims(pattern: Pattern | by | fitting | None, call: Call) -> tuple[int, ...]:
-    """Return the dims of operand 0 that are in brackets."""
+    """Return the dims of operand 0 that the notation has in brackets, over which the fold reduces."""
     chosen: Any = pattern(call) if isinstance(pattern, (by, fitting)) else pattern
     factors = factors_of_pattern(chosen, call, None)
     assert factors is not None  # otherwise the kernel would not run
-    return tuple(d for d, dim in enumerate(factors.operands[0]) if not factors.whole.isdisjoint(dim))
+    return tuple(d for d, dim in enumerate(factors.operands[0]) if not factors.unsharded.isdisjoint(dim))
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class _FoldPlan:
     """The facts that a fold computes once for all runs of a plan."""
 
     names: tuple[str, ...]
@@ -191,25 +193,25 @@ class _Plan:
     shapes: dict[int, tuple[tuple[int, ...], ...]] = field(default_factory=dict, compare=False)  # result shapes, by rank
 
     @classmethod
-    def make(cls, fold: Fold, at: KernelContext) -> _Plan:
-        """Make the plan of a fold for one call: its dims, monoid, state dtype and results."""
+    def make(cls, fold: Fold, at: KernelContext) -> _FoldPlan:
+        """Compute the constants of a fold for one dispatch plan: folded dims, monoid, state dtype, results."""
         call = at.call
         given = tuple(dict.fromkeys(name for i, name in enumerate(call.names) if i not in call.fixed_operands))
         monoid = fold.monoid if isinstance(fold.monoid, (str, Monoid)) else fold.monoid(call)
         results = tuple(layout for layout in at.results if layout is not None)
         folded, dims = at.operands[0], _folded_dims(fold.pattern, call)
         count = math.prod([folded.shape[d] for d in dims])
-        return cls(at.once(schema_argument_names), given, dims, _state_dtype(fold, call), monoid, folded, count, results)
+        return cls(at.compute_once(schema_argument_names), given, dims, _state_dtype(fold, call), monoid, folded, count, results)
 
     def state_shape(self, block: Tensor) -> list[int]:
-        """Return the shape of the state of a block of operand 0."""
+        """Return the shape of one number of the state of an operand-0 block: folded dims have size one."""
         return [1 if d in self.dims else size for d, size in enumerate(block.shape)]
 
     def to_state_dtype(self, block: Tensor) -> Tensor:
         return block if block.dtype is self.dtype or not self.dtype.is_floating_point else block.to(self.dtype)
 
     def shape_results(self, member: int, values: tuple[Tensor, ...]) -> Any:
-        """Return the results in their dtypes, without the folded dims if they lack them."""
+        """Convert one rank's results to the dtypes and local shapes of the result layouts."""
         shapes = self.shapes.get(member)
         if shapes is None:
             shapes = tuple([layout.shape_of(member) for layout in self.results])

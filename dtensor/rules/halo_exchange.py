@@ -36,21 +36,21 @@ class SlidingWindow:
         return (self.size - 1) * self.dilation + 1
 
     def positions_read(self, outputs: range) -> range:
-        """Return the positions that these outputs read, those of the padding included."""
+        """Return the range of input positions that these outputs read, including positions in the padding."""
         start = outputs.start * self.stride - self.padding
         return range(start, start + (len(outputs) - 1) * self.stride + self.width) if outputs else range(0)
 
     def inputs_read(self, outputs: range) -> range:
-        """Return the inputs that these outputs read, without padding."""
+        """Return the range of inputs that these outputs read, without padding."""
         read = self.positions_read(outputs)
         start = min(max(read.start, 0), self.inputs)
         return range(start, max(start, min(read.stop, self.inputs)))
 
     def factor_windows(self, input_blocks: tuple[int, ...] | None) -> tuple[int, range, range]:
-        """Return the size of the factor, and the windows of inputs and outputs in it.
+        """Return the size of the common factor of inputs and outputs, and the positions of each in it.
 
         With padding an output is aligned to the input of its number. Without padding it is aligned to the first input that it
-        reads, or to the last, if blocks of the outputs are then more even. ``cut``: the block sizes of the inputs.
+        reads, or to the last, if blocks of the outputs are then more even.
         """
         beyond = self.width - 1
         later = (
@@ -59,21 +59,21 @@ class SlidingWindow:
             and max(input_blocks[0] - beyond, *input_blocks[1:]) < max(*input_blocks[:-1], input_blocks[-1] - beyond)
         )
         first = beyond if later else 0
-        stands = range(first, first + self.outputs * self.stride, self.stride)
-        return max(self.inputs, stands.stop - self.stride + 1), range(self.inputs), stands
+        outputs = range(first, first + self.outputs * self.stride, self.stride)
+        return max(self.inputs, outputs.stop - self.stride + 1), range(self.inputs), outputs
 
     @property
     def halo(self) -> int:
-        """The number of inputs of other ranks that a block reads."""
+        """The number of inputs that a block reads beyond its edge."""
         return max(0, self.width - min(self.stride, self.width))
 
 
-def held_positions(layout: Layout | None, dim: int) -> PositionsOf:
-    """Return a function from a rank to the positions of a dim that it has."""
+def make_range_lookup(layout: Layout | None, dim: int) -> PositionsOf:
+    """Return a function from a rank to the range of positions that its block has along a tensor dim."""
     assert layout is not None
 
     def positions_of(member: int) -> range:
-        """Return the positions of the dim that one rank has."""
+        """Return the range of positions of the dim in one rank's block."""
         coordinate = layout.mesh.coordinates[member]
         start = layout.local_offset(coordinate)[dim]
         return range(start, start + layout.local_shape(coordinate)[dim])
@@ -82,36 +82,36 @@ def held_positions(layout: Layout | None, dim: int) -> PositionsOf:
 
 
 def intersect_ranges(one: range, other: range) -> range:
-    """Return the positions that are in both ranges."""
+    """Return the range of positions that are in both ranges."""
     start = max(one.start, other.start)
     return range(start, max(start, min(one.stop, other.stop)))
 
 
 def exchange_halos(at: KernelContext, x: Any, dim: int, layout: Layout, held: PositionsOf, needed: PositionsOf) -> list[Any]:
-    """Return for each group position the part of its block ``x`` that this rank needs (``layout``, except along ``dim``)."""
+    """Exchange the parts of blocks ``x`` that ranks need along ``dim``; return those received, by group position."""
     mesh, mesh_dims = at.call.mesh, at.mesh_dims
 
     def make_chunks(here: At, block: Tensor) -> list[Tensor]:
-        """Return the part of this rank's block that each rank of the group needs."""
+        """Return, for each rank of the group, the part of this rank's block that it needs."""
         own = held(here.member)
         overlaps = [intersect_ranges(own, needed(other)) for other in mesh.members_of(mesh_dims, here.member)]
         return [block.narrow(dim, overlap.start - own.start if overlap else 0, len(overlap)).contiguous() for overlap in overlaps]
 
-    def shape_of(source: int, target: int) -> tuple[int, ...]:
-        """Return the shape of what one rank sends to another."""
+    def shape_between(source: int, target: int) -> tuple[int, ...]:
+        """Return the shape of the part that one rank sends to another."""
         shape = list(layout.shape_of(source))
         shape[dim] = len(intersect_ranges(held(source), needed(target)))
         return tuple(shape)
 
-    return list(at.comm.all_to_all(at.map(make_chunks, x), mesh_dims, shape_of).wait())
+    return list(at.comm.all_to_all(at.map(make_chunks, x), mesh_dims, shape_between).wait())
 
 
 def read_with_halo(at: KernelContext, x: Any, dim: int, layout: Layout, reach: SlidingWindow, outputs: PositionsOf) -> Any:
-    """Return the inputs that a rank's outputs read, with zeros for padding."""
-    held = held_positions(layout, dim)
+    """Return each rank's block with its halo: all inputs that the rank's outputs read, and zeros for padding."""
+    held = make_range_lookup(layout, dim)
 
     def join_and_pad(here: At, *parts: Tensor) -> Tensor:
-        """Concatenate the received parts, and pad them at the ends of the global dim."""
+        """Concatenate the parts received from all ranks, and pad them with zeros at the ends of the global dim."""
         block, read = torch.cat(parts, dim), reach.positions_read(outputs(here.member))
         before = min(len(read), max(0, -read.start))
         around = before, len(read) - block.shape[dim] - before
@@ -121,8 +121,8 @@ def read_with_halo(at: KernelContext, x: Any, dim: int, layout: Layout, reach: S
 
 
 def add_halo_gradients(at: KernelContext, grad: Any, dim: int, layout: Layout, reach: SlidingWindow, outputs: PositionsOf) -> Any:
-    """Return the gradient of a rank's block from the gradient of the result of :func:`read_with_halo`."""
-    held = held_positions(layout, dim)
+    """Return the gradient of each rank's block: send gradients of halo positions back to their owners and add them."""
+    held = make_range_lookup(layout, dim)
 
     def needed(member: int) -> range:
         return reach.inputs_read(outputs(member))
@@ -132,7 +132,7 @@ def add_halo_gradients(at: KernelContext, grad: Any, dim: int, layout: Layout, r
         return grad.narrow(dim, inside.start - reach.positions_read(outputs(here.member)).start if inside else 0, len(inside))
 
     def sum_parts(here: At, *parts: Tensor) -> Tensor:
-        """Add the received gradients to the positions of this rank's block."""
+        """Add the gradients received from all ranks to the positions of this rank's block."""
         own, mesh = held(here.member), at.call.mesh
         total = parts[0].new_zeros(layout.shape_of(here.member))
         for other, part in zip(mesh.members_of(at.mesh_dims, here.member), parts, strict=True):

@@ -1,7 +1,7 @@
 """Indexing rules: declarations of operators that read or write elements by index.
 
-- ``reads("take", FLAT)`` is ``result[i] = self[index[i]]``.
-- ``writes("index_add", ROWS, adds)`` is ``self[.., index[i], ..] += source[.., i, ..]``.
+- ``index_read("take", FLAT)`` is ``result[i] = self[index[i]]``.
+- ``index_write("index_add", ROWS, adds)`` is ``self[.., index[i], ..] += source[.., i, ..]``.
 
 The dims of the indices replace the indexed dims, in the result of a read and in the source of a write.
 """
@@ -30,9 +30,9 @@ from .rule import (
     Rule,
     Strategy,
     StrategyChoice,
-    all_unsharded,
     factors_of_first_operand,
-    name_dims,
+    make_factor_per_dim,
+    make_unsharded_factors,
 )
 from .sharded_index_exchange import read_by_exchange, write_by_exchange
 from .sharded_index_local import Address, index_dims_position, read_local_masked, run_local, write_local_masked
@@ -45,8 +45,8 @@ REPLACE_PARTIALS = (*((op, op) for op in REDUCE_OPS), *(pair for op in CONSTANT_
 ADD_PARTIALS = (("sum", "sum"), ("avg", "avg"), ("avg", "R"), ("R", "avg"))
 
 
-def reads(names: str, address: Address, op: Any = None, **options: Any) -> Rule:
-    """Declare operators that read the elements of operand 0 at an index.
+def index_read(names: str, address: Address, op: Any = None, **options: Any) -> Rule:
+    """Declare operators that read the elements of operand 0 at given indices.
 
     ``op`` reads from a block, if the operator itself does not take an index for each dim.
     """
@@ -59,49 +59,52 @@ def reads(names: str, address: Address, op: Any = None, **options: Any) -> Rule:
     )
 
 
-def writes(
-    names: str, address: Address, combined: CombineOp, op: Any = None, *, whole: str = "", masks: Any = None, **options: Any
+def index_write(
+    names: str, address: Address, combined: CombineOp, op: Any = None, *, unsharded: str = "", masks: Any = None, **options: Any
 ) -> Rule:
-    """Declare operators that write to the elements of operand 0 at an index.
+    """Declare operators that write to the elements of operand 0 at given indices.
 
     Args:
         combined: a function of the call that returns the reduction of written and existing values, so that ranks may divide the
             indices. None: values are replaced. ``""``: only one rank may combine.
         op: writes to a block, if the operator itself does not take an index for each dim.
-        whole: further factors that must be unsharded.
+        unsharded: further factors that must be unsharded.
         masks: a function that returns the factors if a mask selects the elements.
     """
     kernel = Kernel(partial(write_local_masked, address, op), joint=True)
     exchange = Kernel(partial(write_by_exchange, address, op), collectives=1, nbytes=_source_share_bytes)
     local = Kernel(partial(run_local, address, op, 0))
-    factors = IndexingFactors(address, kernel, combined, frozenset(whole.split()), masks, exchange, local)
+    factors = IndexingFactors(address, kernel, combined, frozenset(unsharded.split()), masks, exchange, local)
     options.setdefault("partials", WritePartials(combined))
     options["when"] = IndexingCondition(factors, options.get("when"))
     return register(names, Rule(factors, kind="write", **options))
 
 
 # --- reductions of written and existing values ------------------------------------------------------------------------
-def adds(call: Call) -> str:
-    """Return the reduction of a write that adds."""
+def combine_by_sum(call: Call) -> str:
+    """Return "sum": the operator adds written values to the existing ones, so ranks may divide the indices."""
     return "sum"
 
 
-def replaces(call: Call) -> None:
-    """Return None: a write that replaces."""
+def replace_written(call: Call) -> None:
+    """Return None: written values replace the existing ones."""
 
 
 def combine_on_owner(call: Call) -> str:
-    """Return the mark of a write of which no rank can do a part."""
+    """Return "": one rank must combine all values that are written to an element."""
     return ""
 
 
-def accumulate_if_asked(call: Call) -> str | None:
-    """Return the reduction that argument ``accumulate`` states."""
+def combine_if_accumulate(call: Call) -> str | None:
+    """Return "sum" if argument ``accumulate`` is true, else None: written values replace."""
     return "sum" if call["accumulate"] else None
 
 
 def combine_by_reduce(call: Call) -> str | None:
-    """Return the reduction that arguments ``reduce`` and ``include_self`` state."""
+    """Return how arguments ``reduce`` and ``include_self`` combine written values.
+
+    It is a reduction over ranks, None to replace, or "" if only one rank may combine.
+    """
     reduce_op = call.get("reduce")
     partial_ops = {"add": "sum", "sum": "sum", "amax": "max", "amin": "min"} if call.get("include_self", True) else {}
     return None if reduce_op is None else partial_ops.get(reduce_op, "")
@@ -115,6 +118,7 @@ class WritePartials(Declaration):
     combined: CombineOp
 
     def __call__(self, call: Call) -> tuple[str, ...]:
+        """Return the strategies in which the destination, the source or both are partial."""
         combine_op, indices = self.combined(call), len(_index_operands(call))
         sources = len(call.operands) - 1 - indices
         pairs = ADD_PARTIALS if combine_op == "sum" else REPLACE_PARTIALS if combine_op is None else ()
@@ -128,7 +132,7 @@ class WritePartials(Declaration):
 
 
 def allows_zero_fill(choice: StrategyChoice) -> bool:
-    """Return True if no kernel that fills with zeros meets a partial value of a user's monoid, which zeros may change."""
+    """Return True if the chosen kernels, which fill with zeros, meet no partial value of a user's monoid: zeros may change it."""
     return all(strategy.kernel is None for strategy in choice.strategies) or not any(
         isinstance(spec, Partial) and isinstance(spec.reduce_op, Monoid)
         for strategy in choice.strategies
@@ -139,32 +143,35 @@ def allows_zero_fill(choice: StrategyChoice) -> bool:
 # --- factors ----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class IndexingFactors(Declaration):
-    """The factors of an operator that reads (``combined`` is None) or writes elements of operand 0; see :func:`writes`."""
+    """The factors of an operator that reads (``combined`` is None) or writes elements of operand 0; see :func:`index_write`."""
 
     address: Address
     kernel: Kernel
     combined: CombineOp | None = None
-    whole: frozenset[str] = frozenset()
+    unsharded: frozenset[str] = frozenset()
     masks: Callable[[Call], Factors | None] | None = None
     exchange_kernel: Kernel | None = None
     local_kernel: Kernel | None = None
 
     def __call__(self, call: Call) -> Factors | None:
+        """Return the factors of a call, by the form of its address; those of ``masks`` (or None) if a mask selects."""
         dims = self.address.dims(call)
         if dims is None:
             return None if self.masks is None else self.masks(call)
         if not call.shape(0) and self.address.form in ("rows", "elements"):
-            return all_unsharded(call)
-        return self._by_element(call, *dims) if self.address.form == "elements" else self._by_index(call, dims)
+            return make_unsharded_factors(call)
+        return (
+            self._index_each_element(call, *dims) if self.address.form == "elements" else self._replace_indexed_dims(call, dims)
+        )
 
     def __str__(self) -> str:
         return f"by {self.address.form}"
 
-    def _by_index(self, call: Call, indexed_dims: Sequence[int]) -> Factors | None:
-        """Return the factors if the dims of indices replace the indexed dims, in front if these are not adjacent."""
+    def _replace_indexed_dims(self, call: Call, indexed_dims: Sequence[int]) -> Factors | None:
+        """Return the factors if index dims replace the indexed dims (``x[:, i]``); None if the source does not fit."""
         dims, sizes = factors_of_first_operand(call)
         shapes = [call.shape(i) for i in _index_operands(call)]
-        index_dims, index_sizes = name_dims("i", torch.broadcast_shapes(*shapes) if shapes[1:] else shapes[0])
+        index_dims, index_sizes = make_factor_per_dim("i", torch.broadcast_shapes(*shapes) if shapes[1:] else shapes[0])
         sizes |= index_sizes
         indices = [_broadcast_dims(index_dims, shape, sizes) or () for shape in shapes]
         if self.address.form == "rows":
@@ -183,16 +190,16 @@ class IndexingFactors(Declaration):
                 )
             return None
         # the source may have the same number of elements in another shape
-        misfit = set(index_sizes) if is_flat and any(shape != shapes[0] for shape in sources) else set()
+        misfits = set(index_sizes) if is_flat and any(shape != shapes[0] for shape in sources) else set()
         operands = (dims, *indices, *(term or ((),) * len(shape) for term, shape in zip(source_dims, sources, strict=True)))
-        return self._make_factors(call, operands, elements, sizes, tuple(index_sizes), indexed_dims, misfit)
+        return self._make_factors(call, operands, elements, sizes, tuple(index_sizes), indexed_dims, misfits)
 
-    def _by_element(self, call: Call, indexed_dim: int) -> Factors:
-        """Return the factors if the dims that are not indexed correspond. A shorter tensor has a window of them."""
+    def _index_each_element(self, call: Call, indexed_dim: int) -> Factors:
+        """Return the factors if the index has an entry for each element (``gather``): all other dims correspond."""
         dims, sizes = factors_of_first_operand(call)
         shapes = [call.shape(i) for i in range(1, len(call.operands))]
         if any(len(shape) != len(dims) for shape in shapes):
-            return all_unsharded(call)
+            return make_unsharded_factors(call)
         sizes["i"] = max(shape[indexed_dim] for shape in shapes)
         elements = (*dims[:indexed_dim], ("i",), *dims[indexed_dim + 1 :])
         tensor_shapes = {("operand", i): shape for i, shape in enumerate(shapes, 1)}
@@ -200,9 +207,9 @@ class IndexingFactors(Declaration):
             tensor_shapes["result", 0] = shapes[0]
         each = [(at, name, size) for at, shape in tensor_shapes.items() for (name,), size in zip(elements, shape, strict=True)]
         windows = {(*at, name): range(size) for at, name, size in each if size < sizes[name]}
-        longer = {name for _, name, size in each if size > sizes[name]}
+        misfits = {name for _, name, size in each if size > sizes[name]}
         return self._make_factors(
-            call, (dims, *(elements,) * len(shapes)), elements, sizes, ("i",), (indexed_dim,), longer, windows
+            call, (dims, *(elements,) * len(shapes)), elements, sizes, ("i",), (indexed_dim,), misfits, windows
         )
 
     def _make_factors(
@@ -213,24 +220,24 @@ class IndexingFactors(Declaration):
         sizes: Mapping[str, int],
         index_factors: tuple[str, ...],
         indexed_dims: Sequence[int],
-        whole: set[str],
+        misfits: set[str],
         windows: Mapping[tuple[str, int, str], range] = MappingProxyType({}),
     ) -> Factors:
-        """Return the factors with their kernels and strategies. ``index_factors``: the factors of the indices."""
+        """Return factors with the kernels of the indexed dims and the exchange strategies, for a read or a write."""
         kernels = dict.fromkeys([f"d{d}" for d in indexed_dims], self.kernel)
-        fits = not windows and not (whole and self.address.form == "elements")
+        fits = not windows and not (misfits and self.address.form == "elements")
         strategies = self._exchange_strategies(call, operands, sizes, index_factors, indexed_dims) if fits else ()
         if self.combined is None:
             return Factors(
-                operands, (elements,), sizes, frozenset(whole), kernels=kernels, windows=windows, listed_strategies=strategies
+                operands, (elements,), sizes, frozenset(misfits), kernels=kernels, windows=windows, listed_strategies=strategies
             )
         combine_op = self.combined(call)
-        unsharded = self.whole.union(whole, () if combine_op else index_factors)
+        unsharded_factors = self.unsharded.union(misfits, () if combine_op else index_factors)
         reduced, additive = (
             dict.fromkeys(index_factors, combine_op) if combine_op else {},
             frozenset({0} if combine_op == "sum" else ()),
         )
-        return Factors(operands, (operands[0],), sizes, unsharded, reduced, additive, kernels, strategies, windows)
+        return Factors(operands, (operands[0],), sizes, unsharded_factors, reduced, additive, kernels, strategies, windows)
 
     def _exchange_strategies(
         self,
@@ -240,8 +247,10 @@ class IndexingFactors(Declaration):
         index_factors: tuple[str, ...],
         indexed_dims: Sequence[int],
     ) -> tuple[Strategy, ...]:
-        """Return strategies with operand 0 sharded along an indexed dim, and the indexed elements sharded along the first index
-        dim."""
+        """Return strategies with an indexed dim and the first index dim both sharded, by an exchange.
+
+        Indices that are marked as local need no exchange.
+        """
         count = len(_index_operands(call))
         if self.exchange_kernel is None or self.address.form not in ("rows", "places", "elements") or not index_factors:
             return ()
@@ -265,8 +274,7 @@ class IndexingFactors(Declaration):
         return tuple(strategies)
 
     def are_indices_local(self, choice: StrategyChoice) -> bool:
-        """Return True if indices that are marked as local are local in this choice: they and the source have the same splits as
-        when marked."""
+        """Return True if the splits of a choice are those for which indices were marked as local to each rank's block."""
         call, operands = choice.call, choice.factors.operands
         for strategy in choice.strategies:
             if strategy.kernel is self.local_kernel and strategy.factor is not None:
@@ -288,11 +296,12 @@ class IndexingCondition(Declaration):
     rule: Callable[[StrategyChoice], bool] | None = None
 
     def __call__(self, choice: StrategyChoice) -> bool:
+        """Return True if indices that are marked as local are local in the choice, and the rule's own condition holds."""
         return self.factors.are_indices_local(choice) and (self.rule is None or self.rule(choice))
 
 
 def _is_worth_exchanging(call: Call, index_dims: Sequence[Dims], first: str, size: Any) -> bool:
-    """Return True if indices are sharded, or if each rank gets at least one (or their number is symbolic)."""
+    """Return True if an exchange strategy is worth listing: indices are sharded, or each rank gets at least one of them."""
     if not isinstance(size, int) or size >= call.mesh.size():
         return True
     splits = [
@@ -308,12 +317,12 @@ def _contains_run(dims: Dims, listed: Dims) -> bool:
 
 
 def _result_share_bytes(call: Call) -> int:
-    """Return the bytes of a rank's share of the result, which other ranks may have to send."""
+    """Return the bytes of a read's exchange: a rank's share of the result."""
     return call.result_bytes()[0] // call.mesh.size()
 
 
 def _source_share_bytes(call: Call) -> int:
-    """Return the bytes of a rank's share of the source, which it may have to send."""
+    """Return the bytes of a write's exchange: a rank's share of the source."""
     return call.operands[-1].nbytes // call.mesh.size()
 
 
@@ -322,7 +331,7 @@ def _index_operands(call: Call) -> list[int]:
 
 
 def _broadcast_dims(dims: Dims, shape: Sequence[int], sizes: Mapping[str, int]) -> Dims | None:
-    """Return the last of ``dims``, as many as ``shape`` has, without those of broadcast elements. None if they do not fit."""
+    """Return the last ``dims`` for a tensor of ``shape``, () where it broadcasts. None if they do not fit."""
     aligned = dims[max(0, len(dims) - len(shape)) :]
     if len(aligned) < len(shape):
         return None

@@ -8,7 +8,7 @@ into one, also those that read shapes. ``at.map`` also passes the position of th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
 from itertools import product
@@ -77,7 +77,7 @@ class KernelContext:
     sizes: tuple[int, ...]
     splits: Mapping[str, Split] = field(default_factory=dict)
     places: dict[int, At] = field(default_factory=dict, compare=False)  # by rank, filled at first use
-    known: dict[Any, Any] = field(default_factory=dict, compare=False)  # what a kernel computes once
+    cache: dict[Any, Any] = field(default_factory=dict, compare=False)  # what a kernel computes once
 
     @property
     def comm(self) -> Any:
@@ -89,107 +89,102 @@ class KernelContext:
         return sum(self.sizes)
 
     def all_reduce(self, x: Any, op: str | Monoid, factors: tuple[str, ...] | None = None, *, spent: bool = False) -> Any:
-        """Return the reduction of ``x`` over the group on every rank. In a joint kernel: over the ranks that shard ``factors``.
+        """All-reduce ``x`` over the ranks that shard the kernel's factor. In a joint kernel: those that shard ``factors``.
 
         ``spent``: ``x`` is row-major memory of the kernel that it needs no more, and that the result may reuse.
         """
         key = factors, op, x.dtype
-        bound_reduction: BoundReduction | None = self.known.get(key)
+        bound_reduction: BoundReduction | None = self.cache.get(key)
         if bound_reduction is None or ACTIVE_RECORDERS:
-            mesh_dims = self.mesh_dims if factors is None else self._mesh_dims_of(factors)
-            if factors is not None and not mesh_dims:
-                return x
+            mesh_dims = self.mesh_dims
+            if factors is not None:
+                mesh_dims = tuple([mesh_dim for name in factors for mesh_dim in self.splits[name].mesh_dims])
+                if not mesh_dims:
+                    return x
             if ACTIVE_RECORDERS:  # a recorder records the method
                 return self.comm.all_reduce(x, mesh_dims, op).wait()
-            bound_reduction = self.known[key] = self.comm.bind_all_reduce(mesh_dims, op, x.dtype)
+            bound_reduction = self.cache[key] = self.comm.bind_all_reduce(mesh_dims, op, x.dtype)
         return ((bound_reduction.run_donated if spent else None) or bound_reduction.run)(x).wait()
 
-    def _mesh_dims_of(self, factors: Iterable[str]) -> tuple[int, ...]:
-        """Return the mesh dims that shard these factors."""
-        return tuple([mesh_dim for name in factors for mesh_dim in self.splits[name].mesh_dims])
-
     def all_gather(self, x: Any, shape_of: Callable[[int], tuple[int, ...]] | None = None) -> list[Any]:
-        """Return ``x`` of every group position. ``shape_of(member)`` returns their shapes; None if the shapes of one group are
-        equal."""
+        """All-gather ``x`` over the ranks that shard the kernel's factor; return one tensor for each group position.
+
+        ``shape_of(member)``: their shapes, if they differ in a group.
+        """
         if shape_of is None:
             shapes = dict(zip(self.comm.held, [hashable_sizes(own.shape) for own in shards_of(x)], strict=False))
             alike = next(iter(shapes.values()))  # a process that has one rank only asks for ranks of its group
             shape_of = lambda member: shapes.get(member, alike)  # noqa: E731
         return list(self.comm.all_gather(x, self.mesh_dims, shape_of).wait())
 
-    def once(self, find: Callable[[Call], T]) -> T:
-        """Return ``find(call)``, computed once for all runs of the plan."""
-        if find not in self.known:
-            self.known[find] = find(self.call)
-        value: T = self.known[find]
+    def compute_once(self, find: Callable[[Call], T]) -> T:
+        """Return ``find(call)``. It is computed in the first run of a dispatch plan and cached for its later runs."""
+        if find not in self.cache:
+            self.cache[find] = find(self.call)
+        value: T = self.cache[find]
         return value
 
-    def counts(self, total: int) -> list[int]:
-        """Return how many of ``total`` elements, a product of factor sizes, each group position has."""
+    def block_counts(self, total: int) -> list[int]:
+        """Return how many of a result's ``total`` global elements the block of each group position has."""
         key = "counts", total
-        if key not in self.known:
-            self.known[key] = self._element_counts(total)
-        return cast("list[int]", self.known[key])
+        if key not in self.cache:
+            block_sizes = [math.prod(sizes) for sizes in product(*(split.sizes for split in self.splits.values()))]
+            self.cache[key] = [total * share // max(1, sum(block_sizes)) for share in block_sizes]
+        return cast("list[int]", self.cache[key])
 
-    def _element_counts(self, total: int) -> list[int]:
-        block_sizes = [math.prod(sizes) for sizes in product(*(split.sizes for split in self.splits.values()))]
-        return [total * share // max(1, sum(block_sizes)) for share in block_sizes]
-
-    def held(self, name: str, dim: int, member: int) -> range:
-        """Return the positions along a dim of argument ``name`` in a rank's block."""
-        positions: range | None = self.known.get(key := (name, dim, member))
+    def block_range(self, name: str, dim: int, member: int) -> range:
+        """Return the range of global positions that a rank's block of argument ``name`` has along a dim."""
+        positions: range | None = self.cache.get(key := (name, dim, member))
         if positions is None:
             layout, coordinate = self.operands[self.call.names.index(name)], self.call.mesh.coordinates[member]
             start = layout.local_offset(coordinate)[dim]
-            positions = self.known[key] = range(start, start + layout.local_shape(coordinate)[dim])
+            positions = self.cache[key] = range(start, start + layout.local_shape(coordinate)[dim])
         return positions
 
-    def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return the kernel's arguments by name, for overloads with different orders."""
-        return dict(zip(self.once(schema_argument_names), args, strict=False)) | kwargs
+    def arguments_by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return a dict of the kernel's arguments by schema name, because overloads differ in their order."""
+        return dict(zip(self.compute_once(schema_argument_names), args, strict=False)) | kwargs
 
     def dtype(self, result: int) -> torch.dtype:
-        """Return the dtype of a tensor result."""
+        """Return the dtype of the result at position ``result``, which is a tensor."""
         layout = self.results[result]
         assert layout is not None
         return layout.dtype
 
     def map(self, fn: Callable[..., Any], *args: Any) -> Any:
-        """Call ``fn(at, *args)`` for each rank of this process, with that rank's local tensors."""
-        if (own_position := self.known.get("alone")) is not None:  # the only rank of this process
+        """Call ``fn(at, *args)`` for each rank of this process, with its position and its local tensors; join the results."""
+        if (own_position := self.cache.get("alone")) is not None:  # the only rank of this process
             return fn(own_position, *args)
         if not self.comm.holds_all and self.comm.held:
-            self.known["alone"] = self.at(*self.comm.held)
-        return self.comm.map(lambda member, *locals_: fn(self.at(member), *locals_), *args)
+            self.cache["alone"] = self.position_of(*self.comm.held)
+        return self.comm.map(lambda member, *locals_: fn(self.position_of(member), *locals_), *args)
 
-    def at(self, member: int) -> At:
-        """Return one rank's position in the group. A joint kernel cannot use it, because its group shards several factors."""
+    def position_of(self, member: int) -> At:
+        """Return one rank's index in the group and its block of the sharded factor (cached).
+
+        A joint kernel shards several factors and cannot use it.
+        """
         position = self.places.get(member)
         if position is None:
-            position = self.places[member] = self._locate_member(member)
+            mesh = self.call.mesh
+            index = mesh.index_over(self.mesh_dims, mesh.coordinates[member]) if self.sizes else 0
+            offset, size = (offsets_of(self.sizes)[index], self.sizes[index]) if self.sizes else (0, 0)
+            position = self.places[member] = At(member, index, offset, size)
         return position
-
-    def _locate_member(self, member: int) -> At:
-        """Return where one rank's block is along the sharded dim."""
-        if not self.sizes:
-            return At(member, 0, 0, 0)
-        index = self.call.mesh.index_over(self.mesh_dims, self.call.mesh.coordinates[member])
-        return At(member, index, offsets_of(self.sizes)[index], self.sizes[index])
 
 
 def schema_argument_names(call: Call) -> tuple[str, ...]:
-    """Return the names of all arguments, in order."""
+    """Return the names of the operator's arguments in the order of the schema."""
     return tuple([argument.name for argument in call.func._schema.arguments])
 
 
 # --- functions for kernels of several families --------------------------------------------------------------------------
 def on_each_rank(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function`` as the ``local`` of a rule though it reads shapes: it is called with one rank's plain tensors at a
-    time."""
+    """Wrap a function that reads shapes, for use as ``local`` of a rule: it is called once per rank, with plain tensors."""
 
     @wraps(function)
     def run_on_each_rank(*args: Any, **kwargs: Any) -> Any:
-        """Run the function once, or for each rank if an argument has values by rank."""
+        """Call the function for each rank of this process if an argument is a ``PerRank``, else once."""
         if TYPES_WITHOUT_RANKS.issuperset(map(type, args)) and not (
             kwargs and not TYPES_WITHOUT_RANKS.issuperset(map(type, kwargs.values()))
         ):
@@ -201,7 +196,7 @@ def on_each_rank(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def drop_unrequested_results(call: Call, results: Sequence[Dims]) -> tuple[Dims, ...]:
-    """Return those of ``results`` that ``output_mask`` requests, and set the metas of the others to None.
+    """Return the dims of the results that ``output_mask`` requests, and set ``call.results`` of the others to None.
 
     Not all meta kernels of torch do so.
     """
@@ -211,13 +206,12 @@ def drop_unrequested_results(call: Call, results: Sequence[Dims]) -> tuple[Dims,
 
 
 def to_sum_dtype(x: Any) -> Any:
-    """Return ``x`` in the dtype in which sums are computed: at least float32."""
+    """Convert ``x`` to the dtype in which sums are computed: half precision to float32."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def make_index_tensor(device: torch.device, numbers: Sequence[int]) -> Tensor:
-    """Return known integers as a tensor on a device. It is made on the CPU and copied, because fake devices cannot convert a
-    list."""
+    """Make an int64 tensor of known numbers on a device: on the CPU first, because fake devices cannot convert a list."""
     return torch.tensor(numbers, dtype=torch.int64, device="cpu").to(device)
 
 
@@ -228,8 +222,7 @@ def statistics_bytes(call: Call, count: int) -> int:
 
 @recorded_op  # values decide, so each replay checks its own
 def check_range(index: Tensor, legal: range, ignored: int | None, make_error: Callable[[int], Exception]) -> None:
-    """Raise ``make_error(element)`` if an element of ``index`` is neither in ``legal`` nor ``ignored``. On a device it is
-    asserted."""
+    """Raise ``make_error(element)`` for an index that is neither in ``legal`` nor ``ignored``. On a device, assert it."""
     has_values = index.device.type == "cpu" and type(index) is Tensor  # a FakeTensor has no values
     if index.dtype is not torch.int64:  # a bound outside of the dtype does not apply
         legal = range(legal.start, min(legal.stop, torch.iinfo(index.dtype).max + 1))
@@ -245,7 +238,7 @@ def check_range(index: Tensor, legal: range, ignored: int | None, make_error: Ca
 
 
 def on_contiguous(op: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``op`` on contiguous blocks, because it reads its operands as contiguous without a check."""
+    """Wrap an operator that wrongly assumes contiguous operands: it is called with contiguous copies of its tensors."""
 
     def run_contiguous(*args: Any, **kwargs: Any) -> Any:
         return op(*[arg.contiguous() if isinstance(arg, Tensor) else arg for arg in args], **kwargs)
@@ -254,17 +247,17 @@ def on_contiguous(op: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def run_operator(at: KernelContext, *args: Any, **kwargs: Any) -> Any:
-    """Run the operator itself. It is a kernel only because results that lack the factor are replicated instead of partial."""
-    return at.once(functional_overload)(*args, **kwargs)
+    """Run the operator on local tensors as a kernel, so that results without the factor are replicated instead of partial."""
+    return at.compute_once(functional_overload)(*args, **kwargs)
 
 
 def functional_operator(name: str) -> Any:
-    """Return the operator that makes a new tensor, for any variant's name. Torch's own function takes half the time to call."""
+    """Return the out-of-place function for any variant's name: torch's own, which is faster to call, else the aten operator."""
     name = name.removeprefix("aten::").removesuffix("_")
     return getattr(torch, name, None) or getattr(nn_functions, name, None) or getattr(torch.ops.aten, name)
 
 
 def functional_overload(call: Call) -> Any:
-    """Return the operator as kernels call it, without ``out=``."""
+    """Return the function for a kernel to call on blocks: the overload of the call, or its packet for an ``out=`` overload."""
     func = call.func
     return func.overloadpacket if any(argument.is_out for argument in func._schema.arguments) else func

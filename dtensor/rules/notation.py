@@ -21,7 +21,7 @@ the right is reduced.
 
 >>> parse_notation("+m n, m k, k n -> m n").operands[1].dims
 (('m',), ('k',))
->>> parse_notation("a* [@dim] b* -> a* b*").whole
+>>> parse_notation("a* [@dim] b* -> a* b*").unsharded
 frozenset({'@dim'})
 """
 
@@ -55,15 +55,15 @@ class Pattern:
     """A parsed rule notation. Equal texts give the same object.
 
     Attributes:
-        whole: the factors in brackets.
-        picking: the arguments that select dims, as written (``dim``, ``dim!``).
+        unsharded: the factors in brackets.
+        selectors: the arguments that select dims, as written (``dim``, ``dim!``).
     """
 
     text: str
     operands: tuple[Term, ...]
     results: tuple[Term, ...]
-    whole: frozenset[str]
-    picking: tuple[str, ...]
+    unsharded: frozenset[str]
+    selectors: tuple[str, ...]
 
     @property
     def named(self) -> bool:
@@ -72,23 +72,23 @@ class Pattern:
 
 
 def is_group(dim: Dim) -> bool:
-    """Return True if the dim is a group: any number of dims."""
+    """Return True if the dim of a notation is a group (``s*`` or ``...``), which matches any number of tensor dims."""
     return len(dim) == 1 and dim[0][-1] in "*."
 
 
 def is_selected(dim: Dim) -> bool:
-    """Return True if an argument selects the dims."""
+    """Return True if the dim of a notation is written ``@name``: argument ``name`` of the call selects the tensor dims."""
     return len(dim) == 1 and dim[0][0] == "@"
 
 
-def argument_of(dim: Dim) -> str:
-    """Return the argument that selects a dim, as the notation writes it."""
+def selector_argument(dim: Dim) -> str:
+    """Return the name of the argument that selects a dim written ``@name``. It may end with ``!``."""
     return dim[0][1:]
 
 
 @memoize(8192)
 def parse_notation(text: str) -> Pattern:
-    """Return the pattern that ``text`` denotes.
+    """Parse the notation of a rule (``"m k, k n -> m n"``) into its terms for operands and results (cached).
 
     Raises:
         RuleError: not of the form ``"a b, b c -> a c"``.
@@ -105,12 +105,12 @@ def parse_notation(text: str) -> Pattern:
     unknown = {name for term in results for dim in term.dims for name in dim if name[0] != "@"} - operand_factors
     if unknown:
         raise RuleError(f"pattern {text!r}: {sorted(unknown)} appear only on the right of '->'")
-    picking = dict.fromkeys(argument_of(dim) for term in (*operands, *results) for dim in term.dims if is_selected(dim))
-    return Pattern(text, operands, results, frozenset(unsharded), tuple(picking))
+    selectors = dict.fromkeys(selector_argument(dim) for term in (*operands, *results) for dim in term.dims if is_selected(dim))
+    return Pattern(text, operands, results, frozenset(unsharded), tuple(selectors))
 
 
 def _parse_term(part: str, text: str, unsharded: set[str]) -> Term:
-    """Parse one operand or result of a pattern; names in brackets are added to ``unsharded``."""
+    """Parse the part of a notation for one operand or result. Add its factors in brackets to the set ``unsharded``."""
     name = _NAME.match(part)
     part = part[name.end() :] if name else part
     part = part.strip()

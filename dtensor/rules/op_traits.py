@@ -13,11 +13,11 @@ from typing import Any, Literal
 from ..base.caches import memoize
 from ..errors import RuleError
 from .call import Meta
-from .registry import read_all
+from .registry import load_rules
 from .rule import Rule
 
 MetaArguments = dict[str, Any]  # arguments by name, with meta tensors
-RunInference = Callable[..., Any]  # ``ask(given, func)`` runs the operator (or ``func``) on these arguments
+RunInference = Callable[..., Any]  # ``default(arguments, func)`` runs the operator (or ``func``) on meta tensors
 StrideFunction = Callable[[Meta, MetaArguments], tuple[int, ...]]
 
 
@@ -27,43 +27,44 @@ class OperatorTraits:
 
     Attributes:
         strides: the strides of a new result, if inference differs from the kernels.
-        infer: ``infer(ask, given, device)`` returns results without data, instead of the operator's own inference.
+        infer: ``infer(default, arguments, device)`` returns results without data, instead of the operator's own inference.
         by_device: strides or auxiliary shapes depend on the library that computes (LAPACK, MKL or cuSOLVER, cuFFT, oneDNN or
             cuDNN).
-        refuses: checks that raise what the kernel raises and inference does not. They get the name and the arguments, tensors as
+        checks: checks that raise what the kernel raises and inference does not. They get the name and the arguments, tensors as
             layouts.
         is_view: a result is a view of an argument, which the schema does not state.
-        shows: the elements that a view has: a row or slice of a dim (``"slice"``), all in their order (``"all"``), or each
+        view_kind: the elements that a view has: a row or slice of a dim (``"slice"``), all in their order (``"all"``), or all
             negated or conjugated (``"mirror"``: the operation is its own inverse).
         needs_strides: a view that the strides of a block may not allow though those of the global tensor do.
-        spelled: the function to call on local tensors. None: the operator itself, because torch's function of that name takes
-            other arguments.
+        local_function: the function to call on local tensors. None: the operator itself, because torch's function of that name
+            takes other arguments.
         takes_tensors: a list operator that makes a tensor of each number, converted to the dtype of its element.
         per_element: it computes each element of its lists by itself.
-        each: the operator with the rule that each element follows, if the list operator has none.
-        flat: it reads its lists as flat memory, in the strides of the first.
-        joins: its result concatenates its operands, and is preferred in the layout of the largest.
-        touches: the memory that it reads and writes: operands and results, results alone, or nothing (uninitialized results).
-        stores: autograd calls it when it stores a gradient, unless no other reference exists. So ranks may differ.
-        accumulates: torch accumulates gradients with it, in an order that may differ between ranks (pipelines keep them in sets).
+        element_operator: the operator with the rule that each element follows, if the list operator has none.
+        reads_flat: it reads its lists as flat memory, in the strides of the first.
+        concatenates: its result concatenates its operands, and is preferred in the layout of the largest.
+        memory_use: the memory that it reads and writes: operands and results, results alone, or nothing (uninitialized results).
+        stores_gradient: autograd calls it when it stores a gradient, unless no other reference exists. So ranks may differ.
+        accumulates_gradient: torch accumulates gradients with it, in an order that may differ between ranks (pipelines keep them
+            in sets).
     """
 
     strides: StrideFunction | None = None
     infer: Callable[[RunInference, MetaArguments, str], Any] | None = None
     by_device: bool = False
-    refuses: tuple[Callable[[str, dict[str, Any]], None], ...] = ()
+    checks: tuple[Callable[[str, dict[str, Any]], None], ...] = ()
     is_view: bool = False
-    shows: Literal["slice", "all", "mirror"] | None = None
+    view_kind: Literal["slice", "all", "mirror"] | None = None
     needs_strides: bool = False
-    spelled: Callable[..., Any] | bool | None = False
+    local_function: Callable[..., Any] | bool | None = False
     takes_tensors: bool = False
     per_element: bool = False
-    each: str | None = None
-    flat: bool = False
-    joins: bool = False
-    touches: Literal["all", "results", "nothing"] = "all"
-    stores: bool = False
-    accumulates: bool = False
+    element_operator: str | None = None
+    reads_flat: bool = False
+    concatenates: bool = False
+    memory_use: Literal["all", "results", "nothing"] = "all"
+    stores_gradient: bool = False
+    accumulates_gradient: bool = False
 
 
 _TRAITS: dict[str, OperatorTraits] = {}
@@ -72,8 +73,9 @@ _NO_TRAITS = OperatorTraits()
 
 
 def declare_traits(names: str, **traits: Any) -> None:
-    """Declare the traits of operators (``"op"``: of all overloads; ``"op.overload"``; ``"op.default"``: the overload without a
-    name).
+    """Declare traits of operators by name.
+
+    ``"op"`` is all overloads, ``"op.overload"`` is one, and ``"op.default"`` is the unnamed one.
 
     Raises:
         RuleError: the traits of one of them are declared already.
@@ -85,27 +87,26 @@ def declare_traits(names: str, **traits: Any) -> None:
 
 
 def declare_list_prefix(prefix: str) -> None:
-    """Declare that operators with this prefix apply the operator named by the rest to each element of their lists."""
+    """Declare a prefix of list operators (``_foreach_``), which apply the operator named by the rest to each element."""
     _LIST_PREFIXES.append(prefix)
 
 
 def list_operator_names(name: str) -> list[str]:
-    """Return the names that list variants of ``"mul"`` may have."""
-    read_all()
+    """Return ``name`` with each declared prefix of list operators: ``_foreach_mul`` for ``mul``."""
+    load_rules()
     return [prefix + name for prefix in _LIST_PREFIXES]
 
 
 def element_rule_of(func: Any) -> Rule | None:
-    """Return the rule that each element of a list operator follows, or None."""
-    each = traits_of(func).each
-    return None if each is None else read_all().get(each)
+    """Return the rule of the operator that a list operator applies to each element, or None."""
+    each = traits_of(func).element_operator
+    return None if each is None else load_rules().get(each)
 
 
 @memoize(8192)
 def traits_of(func: Any) -> OperatorTraits:
-    """Return the traits of an overload, merged with those of its operator and of the operator of which it is the in-place
-    variant."""
-    read_all()
+    """Return the traits of an overload, merged with those of its operator and of the out-of-place variant."""
+    load_rules()
     schema = func._schema
     names = (f"{schema.name}.{schema.overload_name or 'default'}", schema.name, schema.name.removesuffix("_"))
     declared = [_TRAITS[name] for name in dict.fromkeys(names) if name in _TRAITS]
@@ -113,7 +114,7 @@ def traits_of(func: Any) -> OperatorTraits:
     for prefix in _LIST_PREFIXES:
         if operator_name.startswith(prefix):
             element_operator = operator_name.removeprefix(prefix).removesuffix("_")
-            declared.append(OperatorTraits(per_element=True, each=f"{namespace}::{element_operator}"))
+            declared.append(OperatorTraits(per_element=True, element_operator=f"{namespace}::{element_operator}"))
     return declared[0] if len(declared) == 1 else _merge_traits(declared) if declared else _NO_TRAITS
 
 
@@ -127,6 +128,6 @@ def returns_view(func: Any) -> bool:
 
 
 def _merge_traits(traits: list[OperatorTraits]) -> OperatorTraits:
-    """Return the traits of the first with those that only later ones declare."""
+    """Merge traits into one: the value of each field is from the first in the list that declares it."""
     declared = [{f.name: getattr(each, f.name) for f in fields(each) if getattr(each, f.name) != f.default} for each in traits]
     return OperatorTraits(**{name: value for each in reversed(declared) for name, value in each.items()})

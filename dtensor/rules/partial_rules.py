@@ -70,7 +70,7 @@ class linear(ByNames):  # noqa: N801  used like a function
     __slots__ = ()
 
     def _iter_strategies(self, names: tuple[str, ...], plain: frozenset[int], results: int) -> Iterable[str]:
-        """Yield the strategies of a linear operator: a group of operands is partial, the others are not."""
+        """Yield the strategies of a linear operator as texts: one group of operands is partial, the others are not."""
         other = "R" if len(self.given) == 1 else "finite"
         groups = [{name} for name in self.given] or [set(names)]
         factors = {*self.given, *(names[i] for i in plain)}  # numbers of list operators have own argument names
@@ -90,7 +90,7 @@ class one_of(ByNames):  # noqa: N801
     __slots__ = ()
 
     def _iter_strategies(self, names: tuple[str, ...], plain: frozenset[int], results: int) -> Iterable[str]:
-        """Yield the strategies in which all given operands are partial, or one of several is."""
+        """Yield strategies as texts: all given operands are partial, or one of several is and the others are replicated."""
         present = [name for name in self.given if name in names]
         for op in REDUCE_OPS if present else ():  # replicated operands alone give no partial result
             yield _format_strategy([op if name in present else "R" for name in names], op, results)
@@ -116,6 +116,7 @@ class on_floats(_PartialDeclaration):  # noqa: N801
     __slots__ = ()
 
     def __call__(self, call: Call) -> tuple[str, ...]:
+        """Return the strategies if the result is floating and ``alpha`` is 1, else ()."""
         alpha, result = call.get("alpha", 1), call.results[0]
         floating = result is not None and result.dtype.is_floating_point
         return self.given if floating and type(alpha) is int and alpha == 1 else ()
@@ -141,6 +142,7 @@ class CombinedPartials(Declaration):
     parts: tuple[Any, ...]
 
     def __call__(self, call: Call) -> tuple[str | Strategy, ...]:
+        """Return the strategies of all parts for one call."""
         strategies: list[str | Strategy] = []
         for part in self.parts:
             strategies += (part(call) or ()) if callable(part) else (part,)
@@ -148,7 +150,7 @@ class CombinedPartials(Declaration):
 
 
 def combine_partials(*parts: Any) -> Any:
-    """Return strategies given as texts, declarations and tuples of these: a tuple if no call is needed, else a declaration."""
+    """Join partial strategies (texts, declarations, tuples) into one tuple, or a function of the call if one needs it."""
     flat: list[Any] = []
     for part in parts:
         flat += part if isinstance(part, tuple) else [part]
@@ -158,13 +160,16 @@ def combine_partials(*parts: Any) -> Any:
 
 # --- inspection of declared strategies ----------------------------------------------------------------------------------
 def listed_strategies(partials: Any) -> tuple[str | Strategy, ...]:
-    """Return the strategies that a rule lists as they are, without those that a function makes for a call."""
+    """Return the partial strategies that a rule lists as data, without those that a function makes for a call."""
     parts = partials.parts if isinstance(partials, CombinedPartials) else () if callable(partials) else partials
     return tuple(part for part in parts if not callable(part))
 
 
 def named_reductions(partials: Any) -> frozenset[str]:
-    """Return the reductions that texts and declarations name. Those of a function are not known."""
+    """Return the reductions (``"sum"``, ``"max"`` ...) that a rule's partial strategies mention.
+
+    Those of a function are not known.
+    """
     names: set[str] = set()
     for part in (partials,) if callable(partials) else partials:
         match part:

@@ -1,5 +1,4 @@
-"""Random operators as declarations: a rank's block of one global random tensor, also if operand values decide what is
-generated."""
+"""Random ops as declarations: each rank generates its block of one global random tensor, also if values decide what."""
 
 from __future__ import annotations
 
@@ -12,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ..layout.layout import Layout
-from ..random.distributions import Sampler, sampler_of
-from ..random.draw import RANDOM_MODE, as_graph_op, draw, draw_counted, map_from_one_state, take_block, view_block
+from ..random.distributions import Sampler, find_sampler
+from ..random.draw import RANDOM_MODE, draw, draw_counted, map_from_one_state, run_as_graph_op, take_block, view_block
 from .call import Call
 from .declared_factors import DeclaredFactors
 from .kernel_context import KernelContext
@@ -28,11 +27,12 @@ class DrawLike(Declaration):
     """A block of the random tensor that the operator generates for the global tensor. Values of the operand have no influence."""
 
     def __call__(self, at: KernelContext, like: Any, *args: Any, **kwargs: Any) -> Any:
-        result, func, (sampler, has_out) = at.results[0], at.call.func, at.once(_sampler_and_out)
+        """Return each rank's block of the random tensor that the operator generates for the global tensor."""
+        result, func, (sampler, has_out) = at.results[0], at.call.func, at.compute_once(_sampler_and_out)
         assert result is not None
 
         def generate(layouts: Sequence[Layout], args: Any, kwargs: Any) -> Any:
-            """Return this rank's block of random numbers, in the mode that is set."""
+            """Generate this rank's block of random numbers: by counters in counter mode if possible, else exactly."""
             result_layout, operand_layout = layouts
             if sampler is not None and RANDOM_MODE.mode == "counter":
                 named = _arguments_of(func, args, kwargs)
@@ -40,28 +40,28 @@ class DrawLike(Declaration):
             return draw(result_layout, lambda device: run_operator(result_layout, operand_layout, device, args, kwargs))
 
         def run_operator(result_layout: Layout, operand_layout: Layout, device: torch.device, args: Any, kwargs: Any) -> Tensor:
-            """Run the operator for the global tensor, on uninitialized operands."""
-            operand = allocate_global(operand_layout, device)
-            into = {"out": allocate_global(result_layout, device)} if has_out else {}
+            """Run the random operator for the global shape, with uninitialized memory in place of its operand."""
+            operand = allocate_global_memory(operand_layout, device)
+            into = {"out": allocate_global_memory(result_layout, device)} if has_out else {}
             result_tensor: Tensor = func(operand, *args, **kwargs, **into)
             return result_tensor
 
-        return as_graph_op((result, at.operands[0]), generate, args, kwargs)
+        return run_as_graph_op((result, at.operands[0]), generate, args, kwargs)
 
 
-def allocate_global(layout: Layout, device: torch.device) -> Tensor:
-    """Return memory for a global result. The number generated for an element depends on its place in memory."""
+def allocate_global_memory(layout: Layout, device: torch.device) -> Tensor:
+    """Allocate memory in the global shape and strides: the number generated for an element depends on its place."""
     return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=device)
 
 
 def _sampler_and_out(call: Call) -> tuple[Sampler | None, bool]:
-    """Return the sampler with which the operator generates by counters, or None, and whether it fills ``out=``."""
+    """Return the counter-based sampler of the operator, or None, and whether the overload has ``out=``."""
     schema = call.func._schema
-    return sampler_of(schema.name.partition("::")[2]), any(argument.is_out for argument in schema.arguments)
+    return find_sampler(schema.name.partition("::")[2]), any(argument.is_out for argument in schema.arguments)
 
 
 def _arguments_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments after the first by name, with defaults filled in."""
+    """Return a dict of the arguments after the operand by name, with defaults filled in."""
     declared = func._schema.arguments[1:]
     named = {argument.name: argument.default_value for argument in declared if argument.has_default_value()}
     return named | dict(zip((argument.name for argument in declared), args, strict=False)) | kwargs
@@ -78,31 +78,34 @@ class DrawAround(Declaration):
     other: float
 
     def __call__(self, at: KernelContext, *args: Any, generator: Any = None, **kwargs: Any) -> Any:
+        """Return each rank's block of what the operator generates for a global tensor that contains the rank's values."""
         result, call = at.results[0], at.call
         assert result is not None
         op, mesh = call.func, call.mesh  # not the packet, which takes one element as a number
-        _, has_out = at.once(_sampler_and_out)
+        _, has_out = at.compute_once(_sampler_and_out)
         places = [i for i, value in enumerate(args) if isinstance(value, Tensor)]
         layouts = [
             layout for layout, name in zip(at.operands, call.names, strict=True) if isinstance(call.arguments[name], Layout)
         ]
 
         def generate_block(layouts: Sequence[Layout], member: int | None, *values: Any) -> Tensor:
-            """Run the operator on a global tensor that has this rank's values in their place, and return the rank's block."""
+            """Run the operator on a global tensor that has one rank's block in its place, and return that block of the result."""
             embedded = list(values)
             for layout, i in zip(layouts[1:], places, strict=True):
                 embedded[i] = embed_block(values[i], layout, member, self.other)
-            into = {"out": allocate_global(layouts[0], values[places[0]].device)} if has_out else {}
+            into = {"out": allocate_global_memory(layouts[0], values[places[0]].device)} if has_out else {}
             return take_block(op(*embedded, generator=generator, **into), layouts[0], member)
 
         def generate(layouts: Sequence[Layout], *args: Any) -> Any:
             return map_from_one_state(mesh, generator, partial(generate_block, layouts), *args)
 
-        return as_graph_op((result, *layouts), generate, *args)
+        return run_as_graph_op((result, *layouts), generate, *args)
 
 
 def embed_block(block: Tensor, layout: Layout, member: int | None, fill_value: float) -> Tensor:
-    """Return a tensor of the global shape with one rank's block (None: no block) and ``fill_value`` elsewhere.
+    """Return a tensor of the global shape with one rank's block in its place, and ``fill_value`` elsewhere.
+
+    ``member`` None: no block.
 
     Its memory order is that of a tensor like the global one, which may be expanded.
     """
@@ -115,7 +118,7 @@ def embed_block(block: Tensor, layout: Layout, member: int | None, fill_value: f
     return embedded
 
 
-def drawn(
+def random_operator(
     names: str,
     pattern: str = "... -> ...",
     *,
@@ -124,7 +127,7 @@ def drawn(
     partials: Any = (),
     factors: Any = None,
 ) -> Rule:
-    """Declare random operators.
+    """Declare random operators, for which each rank generates its block of one global random tensor.
 
     ``around``: the value beside a rank's block if values decide what is generated. ``run``: another kernel.
     """

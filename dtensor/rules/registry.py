@@ -25,13 +25,13 @@ _READ_LOCK = RLock()
 _UNREAD_MODULES: list[str] = []  # modules that declare rules
 
 
-def register_declaring_module(module: str) -> None:
-    """Register a module that declares rules when it is imported."""
+def add_rule_module(module: str) -> None:
+    """Add a module that declares rules, so that the first rule look-up imports it."""
     _UNREAD_MODULES.append(module)
 
 
-def read_all() -> dict[str, Rule]:
-    """Return all rules. Import the modules that were not imported yet."""
+def load_rules() -> dict[str, Rule]:
+    """Import the modules of rules that are not imported yet, and return the table of all rules by operator name."""
     if _UNREAD_MODULES:
         with _READ_LOCK:  # other threads wait: a partly loaded registry would give them other plans
             for module in tuple(_UNREAD_MODULES):
@@ -41,7 +41,9 @@ def read_all() -> dict[str, Rule]:
 
 
 def register(names: str, rule: Rule) -> Rule:
-    """Declare ``rule`` for operators (``"mm"`` is ``aten::mm``; ``"lib::op"``; ``"op.overload"`` for one overload only).
+    """Enter a rule in the registry under operator names, separated by spaces.
+
+    ``"mm"`` is ``aten::mm``, ``"lib::op"`` another library's operator, and ``"op.overload"`` one overload only.
 
     Raises:
         RuleError: a name already has a rule.
@@ -57,7 +59,7 @@ def register(names: str, rule: Rule) -> Rule:
 
 
 def _declaring_family() -> str | None:
-    """Return the module name below ``dtensor.rules.aten`` that is calling, or None if a program declares the rule."""
+    """Search the call stack for the operator family (``aten/`` module) that declares a rule; None if a program does."""
     frame = sys._getframe(1)
     while frame is not None:
         package, _, module = frame.f_globals.get("__name__", "").partition(".rules.aten.")
@@ -69,31 +71,31 @@ def _declaring_family() -> str | None:
 
 def family_of(name: str) -> str | None:
     """Return the operator family (``"pooling"``) of a rule of the library, by its full name (``"aten::avg_pool2d"``)."""
-    read_all()
+    load_rules()
     return _FAMILIES.get(name)
 
 
-def register_tagged(tag: Any, rule: Rule) -> None:
-    """Declare ``rule`` for operators without an own rule that have a tag of torch and are not random."""
+def register_for_tag(tag: Any, rule: Rule) -> None:
+    """Enter a rule for all operators that have a tag of torch and no rule of their own, and are not random."""
     _TAGGED[tag] = rule
 
 
 def unregister(name: str) -> None:
     """Remove the rule of one operator name."""
-    read_all().pop(name if "::" in name else f"aten::{name}", None)
+    load_rules().pop(name if "::" in name else f"aten::{name}", None)
 
 
 def rules() -> dict[str, Rule]:
     """Return all registered rules by operator name (a copy)."""
-    return dict(read_all())
+    return dict(load_rules())
 
 
 def lookup(func: Any) -> Rule | None:
-    """Return the rule of an overload, or None.
+    """Return the rule of an overload, or None if it has no rule.
 
     It is that of the overload, of its operator, of the operator of which it is the in-place variant, or of its tag.
     """
-    registered = read_all() if _UNREAD_MODULES else _RULES
+    registered = load_rules() if _UNREAD_MODULES else _RULES
     name = func._schema.name
     rule = registered.get(f"{name}.{overload_without_out(func) or 'default'}")
     if rule is not None:

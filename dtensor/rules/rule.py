@@ -77,7 +77,7 @@ class Factors:
     Attributes:
         operands, results: the factors of each tensor dim.
         sizes: global size of each factor.
-        whole: factors that must be unsharded.
+        unsharded: factors that must be unsharded.
         reduced: factor -> reduce op of the results that lack it, or one for each result. "R": these results are replicated.
         additive: operands that are added once, so they are Partial wherever a factor is summed.
         kernels: factor -> kernel that runs instead of the operator if the factor is sharded.
@@ -92,7 +92,7 @@ class Factors:
     operands: tuple[Dims, ...]
     results: tuple[Dims, ...]
     sizes: Mapping[str, int]
-    whole: frozenset[str] = frozenset()
+    unsharded: frozenset[str] = frozenset()
     reduced: Mapping[str, Reduced] = field(default_factory=dict)
     additive: frozenset[int] = frozenset()
     kernels: Mapping[str, Kernel] = field(default_factory=dict)
@@ -166,8 +166,8 @@ class Rule:
     Attributes:
         factors: a function from a call to its factors, or to None if the rule does not apply. The operator then decomposes or is
             gathered.
-        partials: strategies for partial operands (see :func:`parse_partial`), or a function of the call that returns them. A
-            strategy object states what a text cannot.
+        partials: strategies for partial operands (see :func:`parse_partial_strategy`), or a function of the call that returns
+            them. A strategy object states what a text cannot.
         when: a predicate on a complete choice. It is true only if the local operators compute the right blocks.
         nonempty: letters, groups and selected dims of the notation with blocks that must have elements, because the operator
             refuses to have none. ``"*"``: all of them. ``"reduced"``: those that are reduced, unless by sums and norms.
@@ -216,8 +216,10 @@ class Rule:
     samples: tuple[Any, ...] = ()
 
     def allows(self, choice: StrategyChoice) -> bool:
-        """Return True if the local operators compute the right blocks. A mean of means is the mean only if all blocks have one
-        size."""
+        """Return True if the chosen blocks give right results: none is refused as empty, no mean is uneven, ``when`` is true.
+
+        A mean of means is the mean only if all blocks have one size.
+        """
         reduced = choice.factors.reduced
         for name, split in choice.splits.items():
             if self.nonempty and 0 in split.sizes and self._needs_elements(name, reduced):
@@ -227,7 +229,7 @@ class Rule:
         return self.when is None or self.when(choice)
 
     def _needs_elements(self, factor: str, reduced: Mapping[str, Any]) -> bool:
-        """Return True if blocks that are sharded along the factor must have elements."""
+        """Return True if the operator refuses empty blocks along this factor, as the attribute ``nonempty`` states."""
         match self.nonempty:
             case "*":
                 return True
@@ -238,12 +240,15 @@ class Rule:
 
 
 def has_zero_identity(op: Any) -> bool:
-    """Return True if the reduction of nothing is 0, which operators return that refuse other empty reductions."""
+    """Return True if ``op`` is one reduction with identity 0, such as a sum or a norm.
+
+    Operators that refuse other reductions of no elements return 0 for these.
+    """
     return not isinstance(op, tuple) and not reduction_identity(op, torch.empty((), device="cpu")).item()
 
 
 def parse_labels(words: str) -> frozenset[str]:
-    """Return the letters, groups and selected dims that ``words`` name.
+    """Return the labels in a text of factors, groups and selected dims, without their marks.
 
     >>> sorted(parse_labels("m s* @dim"))
     ['dim', 'm', 's']
@@ -251,19 +256,19 @@ def parse_labels(words: str) -> frozenset[str]:
     return frozenset(word.strip("@!*.") for word in words.split() if word != "*")
 
 
-def name_dims(prefix: str, shape: Sequence[int]) -> tuple[Dims, dict[str, int]]:
-    """Return a factor for each dim, and their sizes."""
+def make_factor_per_dim(prefix: str, shape: Sequence[int]) -> tuple[Dims, dict[str, int]]:
+    """Return one new factor for each dim of a shape, named prefix and dim number (``d0``), and the size of each factor."""
     sizes = {f"{prefix}{d}": size for d, size in enumerate(shape)}
     return tuple([(name,) for name in sizes]), sizes
 
 
 def factors_of_first_operand(call: Call) -> tuple[Dims, dict[str, int]]:
-    """Return one factor for each dim of operand 0, and their sizes."""
-    return name_dims("d", call.shape(0))
+    """Return one factor for each dim of operand 0 (``d0``, ``d1`` ...), and the size of each factor."""
+    return make_factor_per_dim("d", call.shape(0))
 
 
-def all_unsharded(call: Call) -> Factors:
-    """Return factors with which every rank needs all operands unsharded."""
+def make_unsharded_factors(call: Call) -> Factors:
+    """Return factors that shard nothing: every rank computes the operator on unsharded operands."""
     results = tuple([((),) * len(meta.shape) for meta in call.results if meta is not None])
     return Factors(tuple([((),) * len(layout.shape) for layout in call.operands]), results, {})
 
@@ -279,14 +284,19 @@ def find_exact_dim(dims: Dims, names: tuple[str, ...]) -> int | None:
 
 
 def strategies_of_factors(factors: Factors, partials: Partials) -> list[Strategy]:
-    """Return all strategies, those that shard a factor first. The order of declaration breaks ties."""
+    """Return all strategies on one mesh dim: listed, one for each factor, for partial operands, and replication.
+
+    The order of declaration breaks ties.
+    """
     strategies = [*factors.listed_strategies]
     names = dict.fromkeys(name for dims in (*factors.operands, *factors.results) for dim in dims for name in dim)
     for name in names:
-        if name[0] != "@" and name not in factors.whole and (strategy := _strategy_of_factor(factors, name)) is not None:
+        if name[0] != "@" and name not in factors.unsharded and (strategy := _strategy_of_factor(factors, name)) is not None:
             strategies.append(strategy)
     for text in partials:
-        strategy = text if isinstance(text, Strategy) else parse_partial(text, len(factors.operands), len(factors.results))
+        strategy = (
+            text if isinstance(text, Strategy) else parse_partial_strategy(text, len(factors.operands), len(factors.results))
+        )
         if strategy is not None:
             strategies.append(strategy)
     strategies.append(Strategy((R,) * len(factors.operands), (R,) * len(factors.results)))
@@ -294,21 +304,23 @@ def strategies_of_factors(factors: Factors, partials: Partials) -> list[Strategy
 
 
 def is_order_invariant(rule: Rule, factors: Factors, factor: str) -> bool:
-    """Return True if no computation depends on where blocks along ``factor`` begin, so that blocks may be any slices of the dim.
+    """Return True if blocks along a factor may be any slices of the dim, because no computation depends on where they begin.
 
     This holds for a single factor without a kernel that needs the position, with at most a reduction over it.
     ``Factors.order_invariant`` states it where ``rule.run`` computes the blocks.
     """
     if rule.run is not None or factor in factors.order_invariant:
         return factor in factors.order_invariant
-    rows = [] if factors.listed_strategies else [row for row in strategies_of_factors(factors, ()) if row.factor == factor]
-    monoids = [spec for row in rows for spec in row.results if isinstance(spec, Partial) and not isinstance(spec.reduce_op, str)]
-    windowed = any(key[2] == factor for key in factors.windows)
-    return bool(rows) and not monoids and not windowed and (rows[0].kernel is None or rows[0].kernel.order_invariant)
+    if factors.listed_strategies or any(key[2] == factor for key in factors.windows):
+        return False
+    strategy = next((each for each in strategies_of_factors(factors, ()) if each.factor == factor), None)
+    if strategy is None or (strategy.kernel is not None and not strategy.kernel.order_invariant):
+        return False
+    return not any(isinstance(spec, Partial) and isinstance(spec.reduce_op, Monoid) for spec in strategy.results)
 
 
 def _strategy_of_factor(factors: Factors, name: str) -> Strategy | None:
-    """Return the strategy that shards a factor, or None if there is none."""
+    """Return the strategy that shards every tensor with a factor along it, or None if the local operator would be wrong."""
     operand_dims = [find_dim(dims, name) for dims in factors.operands]
     result_dims = [find_dim(dims, name) for dims in factors.results]
     if sum(name in dim for dims in factors.operands for dim in dims) != sum(d is not None for d in operand_dims):
@@ -331,21 +343,21 @@ def _strategy_of_factor(factors: Factors, name: str) -> Strategy | None:
 
 
 def _missing_factor_spec(op: Reduced | None) -> Spec | tuple[Spec, ...]:
-    """Return the spec of results that lack a sharded factor."""
+    """Return the placement of results that lack a sharded factor: partial by ``op``, or replicated if that is None or "R"."""
     if isinstance(op, tuple):
         return tuple(R if each == "R" else Partial(each) for each in op)
     return R if op is None or op == "R" else Partial(op)
 
 
 @memoize(4096)
-def parse_partial(text: str, operand_count: int, result_count: int) -> Strategy | None:
-    """Return the strategy that ``"sum,R -> sum"`` denotes, or None if the counts of operands and results do not fit.
+def parse_partial_strategy(text: str, operand_count: int, result_count: int) -> Strategy | None:
+    """Parse a partial strategy such as ``"sum,R -> sum"``; None if it does not fit the counts of operands and results.
 
     ``"sum... -> sum"`` repeats for all operands. ``finite`` and ``nonzero`` are ``R`` for operands that are known to be so.
     Integers and bools are finite, numbers are checked. ``0 * inf`` is NaN and so is ``inf - inf``: a partial value does not pass
     a factor that may be infinite, nor a divisor that may be zero.
 
-    >>> parse_partial("sum... -> sum", 3, 1).operands
+    >>> parse_partial_strategy("sum... -> sum", 3, 1).operands
     (Partial(sum), Partial(sum), Partial(sum))
     """
     left, arrow, right = text.partition("->")
@@ -360,7 +372,7 @@ def parse_partial(text: str, operand_count: int, result_count: int) -> Strategy 
 
 
 def _parse_specs(text: str, count: int) -> tuple[Spec, ...] | None:
-    """Parse placements such as ``"sum, R"``; None if their number is not ``count``."""
+    """Parse one side of a partial strategy (``"sum, R"``) into placements; None if their number is not ``count``."""
     words = [word.strip() for word in text.split(",")] if text.strip() else []
     if len(words) == 1 and words[0].endswith("..."):
         words = [words[0].removesuffix("...")] * count

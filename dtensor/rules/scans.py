@@ -28,13 +28,14 @@ class Scan(Declaration):
     parts: int
 
     def __call__(self, at: KernelContext, x: Any, dim: int, *args: Any, **kwargs: Any) -> Any:
+        """Scan each rank's block, all-gather the last slices, and continue each block from those before it."""
         layout, ndim = at.operands[0], len(at.call.shape(0))
         dim = dim % ndim
         dtypes = [meta.dtype for meta in at.results if meta is not None]
         sum_dtypes = [_SUM_DTYPES.get(dtype, dtype) for dtype in dtypes]
 
         def scan_block(here: Any, own: Tensor) -> Tensors:
-            """Scan one block in the dtype of the sums."""
+            """Scan one rank's block by itself (without the blocks before it), in the dtype of sums."""
             scanned = self.block(own if own.dtype is sum_dtypes[0] else own.to(sum_dtypes[0]), dim, here.offset)
             if self.parts == 1:
                 return (scanned if scanned.dtype is sum_dtypes[0] else scanned.to(sum_dtypes[0]),)
@@ -43,14 +44,14 @@ class Scan(Declaration):
         def last_slices(_: Any, own: Tensors) -> Tensors:
             return tuple(part.narrow(dim, max(part.shape[dim] - 1, 0), min(1, part.shape[dim])) for part in own)
 
-        def shape_of(member: int) -> tuple[int, ...]:
+        def shape_of_last_slice(member: int) -> tuple[int, ...]:
             """Return the shape of the last slice of one rank's block."""
             shape = list(layout.shape_of(member))
             shape[dim] = min(1, shape[dim])
             return tuple(shape)
 
         def continue_block(here: Any, own: Tensors, ends: Sequence[Sequence[Tensor]]) -> Any:
-            """Join the ends of all earlier blocks, and continue this block's scan from them."""
+            """Join the last slices of all earlier blocks, and continue this block's scan from them."""
             prefix: Tensors | None = None
             for position in range(here.index):
                 if at.sizes[position]:
@@ -62,21 +63,21 @@ class Scan(Declaration):
 
         blocks = at.map(scan_block, x)
         lasts = at.map(last_slices, blocks)
-        ends = [at.all_gather(part, shape_of) for part in lasts]  # for each part, by group position
+        ends = [at.all_gather(part, shape_of_last_slice) for part in lasts]  # for each part, by group position
         return at.map(continue_block, blocks, ends)
 
     def join_parts(self, left: Tensors, right: Tensors) -> Tensors:
         return self.join(left, right) if self.parts > 1 else (self.join(left[0], right[0]),)
 
     def nbytes(self, call: Call) -> int:
-        """Return the bytes of one slice of each result, in the dtype of the computation."""
+        """Return the bytes that a rank sends: one slice of each result, in the dtype of the computation."""
         shape, dtypes = call.shape(0), [meta.dtype for meta in call.results if meta is not None]
         rows = math.prod(shape) // max(1, shape[call.dims("dim", len(shape))[0]]) if shape else 0
         return rows * sum(_SUM_DTYPES.get(dtype, dtype).itemsize for dtype in dtypes)
 
 
 def scan(names: str, block: Callable[..., Any], join: Callable[..., Any], *, parts: int = 1, **options: Any) -> Rule:
-    """Declare a running operation along the dim of argument ``dim``: one all-gather for each result, of one slice of each block.
+    """Declare running operations along argument ``dim``, which all-gather one slice of each block for each result.
 
     Args:
         block: ``block(x, dim, start)`` scans a block that begins at position ``start``. Half precision is converted to float32.

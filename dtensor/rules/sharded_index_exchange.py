@@ -3,7 +3,7 @@
 Indices are replicated (the index tensor caches that copy, so the next call with it moves nothing). So each rank knows how many
 elements go between each pair of ranks, and all ranks raise together. One all-to-all sends exactly these elements. It is not
 issued if all indices are local. If values are unknown (a traced program, a dry run) or a recording must hold for other values,
-whole shards are all-gathered.
+complete shards are all-gathered.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .sharded_index_local import Address, bind_indexing, crop_block, find_positi
 
 
 def read_by_exchange(address: Address, op: Any, at: KernelContext, *args: Any, **named: Any) -> Any:
-    """Return the elements at a rank's part of the indices, received from the ranks that have them."""
+    """Read the elements at a rank's part of sharded indices: their owners send them in one all-to-all."""
     result, block = at.results[0], args[0]
     assert result is not None
     exchange = _IndexExchange(address, op, at, result, find_index_position(address, op, at), args)
@@ -57,7 +57,7 @@ def read_by_exchange(address: Address, op: Any, at: KernelContext, *args: Any, *
         return read_block(here, block, [each[requested[0] == here.index] for each in requested])
 
     def join_received(here: At, parts: list[Tensor], located: list[Tensor]) -> Tensor:
-        """Return the received elements in the order of this rank's indices."""
+        """Concatenate the elements received from all ranks, in the order of this rank's indices."""
         owners, *_ = exchange.part_of(here, located)
         return exchange.restore_index_dims(
             here, torch.cat(parts, index_position).index_select(index_position, owners.argsort(stable=True).argsort())
@@ -69,7 +69,7 @@ def read_by_exchange(address: Address, op: Any, at: KernelContext, *args: Any, *
 
 
 def write_by_exchange(address: Address, op: Any, at: KernelContext, *args: Any, **named: Any) -> Any:
-    """Write to a block the elements that indices assign to it. Each rank sends elements of other blocks to their owners.
+    """Write sharded sources at sharded indices: each rank sends source elements to the ranks that own their positions.
 
     If an element is written twice, the writes have the order of the global indices.
     """
@@ -77,7 +77,7 @@ def write_by_exchange(address: Address, op: Any, at: KernelContext, *args: Any, 
     index_position = find_index_position(address, op, at)
     if address.form != "elements":  # dims before it may be broadcast
         index_position += source_layout.ndim - (
-            at.operands[0].ndim - len(address.dims(at.call) or ()) + at.once(count_index_dims)
+            at.operands[0].ndim - len(address.dims(at.call) or ()) + at.compute_once(count_index_dims)
         )
     exchange = _IndexExchange(address, op, at, source_layout, index_position, args)
     flat_source = at.map(lambda here, source: exchange.flatten_index_dims(source, index_position), args[place + 1])
@@ -109,7 +109,7 @@ def write_by_exchange(address: Address, op: Any, at: KernelContext, *args: Any, 
         return source.index_select(index_position, (exchange.part_of(here, located)[0] == k).nonzero()[:, 0])
 
     def join_and_write(here: At, block: Tensor, parts: list[Tensor], located: list[Tensor]) -> Tensor:
-        """Write the received elements to their positions in this rank's block, in the order of the indices if that matters."""
+        """Write the elements received from all ranks to this rank's block, in the order of the global indices."""
         requested = exchange.group_part(here, located)
         mine, source = [each[requested[0] == here.index] for each in requested], torch.cat(parts, index_position)
         if not exchange.in_order:
@@ -123,12 +123,12 @@ def write_by_exchange(address: Address, op: Any, at: KernelContext, *args: Any, 
 
 
 def find_index_position(address: Address, op: Any, at: KernelContext) -> int:
-    """Return the position of the index dims in the indexed tensor."""
+    """Return the position of the index dims among the dims of the indexed elements."""
     return 0 if address.form == "elements" else bind_indexing(address, op, at)[2]
 
 
 def count_index_dims(call: Any) -> int:
-    """Return the number of dims of the broadcast indices."""
+    """Return the number of dims of a call's indices after broadcasting."""
     return max(call.operands[i].ndim for i, name in enumerate(call.names) if name in ("index", "indices"))
 
 
@@ -147,11 +147,12 @@ class _IndexExchange:
     """
 
     def __init__(self, address: Address, op: Any, at: KernelContext, layout: Layout, lead: int, args: tuple[Any, ...]) -> None:
+        """Locate the owner of each indexed element, and count the elements between each pair of ranks if values are known."""
         self.address, self.at, self.layout, self.lead = address, at, layout, lead
         self.runs = bind_indexing(address, op, at)
         self.dims = self.runs[1]
         (factor,) = at.splits
-        self.dim, self.ndim = int(factor[1:]), at.once(count_index_dims)
+        self.dim, self.ndim = int(factor[1:]), at.compute_once(count_index_dims)
         self.first = self.dim if address.form == "elements" else 0
         self.has_no_values = bool(ACTIVE_RECORDERS) or is_tracing() or any(x.is_meta for x in shards_of(args[0]))
         self.ends = list(accumulate(at.sizes))
@@ -166,7 +167,7 @@ class _IndexExchange:
         self.all_local = not any(n for table in tables for k, row in enumerate(table) for j, n in enumerate(row) if j != k)
 
     def _locate_indices(self, here: At, block: Tensor, index: Any) -> list[Tensor]:
-        """Return, for each index of this rank's block, the owner, the row number and the positions."""
+        """Return the owner, the number and the positions of each indexed element, for this rank's block of other dims."""
         offset, positions = self.layout.local_offset(self.at.call.mesh.coordinates[here.member]), []
         for place in find_positions(self.address, index, [self.at.operands[0].shape[d] for d in self.dims], block.device):
             for d, size in enumerate(self.index_block_shape(here.member)):
@@ -181,12 +182,12 @@ class _IndexExchange:
         return tuple(self.layout.shape_of(member)[self.lead : self.lead + self.ndim])
 
     def flatten_index_dims(self, x: Tensor, lead: int = 0) -> Tensor:
-        """Return ``x`` with its index dims, which begin at ``lead``, flattened into one, the sharded one first."""
+        """Return ``x`` with its index dims (from dim ``lead`` on) flattened into one, the sharded index dim first."""
         x = x.movedim(lead + self.first, lead) if self.first else x
         return x.flatten(lead, lead + self.ndim - 1) if self.ndim > 1 else x
 
     def restore_index_dims(self, here: At, x: Tensor) -> Tensor:
-        """Return a rank's block with the flattened index dims in their shape and order."""
+        """Undo the flattening of index dims in one rank's indexed elements."""
         if self.ndim == 1:
             return x
         first, *others = self.index_block_shape(here.member)[self.first], *self._other_index_sizes(here.member)
@@ -198,12 +199,12 @@ class _IndexExchange:
         return (*sizes[: self.first], *sizes[self.first + 1 :])
 
     def _spans_of(self, member: int) -> list[range]:
-        """Return for each group position the range of elements that it indexes."""
+        """Return for each group position the range of flattened indices that are in its block."""
         key = "spans", member
-        spans: list[range] | None = self.at.known.get(key)
+        spans: list[range] | None = self.at.cache.get(key)
         if spans is None:
             mesh, rows, d = self.at.call.mesh, math.prod(self._other_index_sizes(member)), self.lead + self.first
-            spans = self.at.known[key] = []
+            spans = self.at.cache[key] = []
             for other in mesh.members_of(self.at.mesh_dims, member):
                 coordinate = mesh.coordinates[other]
                 start = self.layout.local_offset(coordinate)[d] * rows
@@ -211,18 +212,20 @@ class _IndexExchange:
         return spans
 
     def part_of(self, here: At, each: list[Tensor], position: int | None = None) -> list[Tensor]:
-        """Return the part of each tensor that a group position indexes (default: this rank)."""
+        """Narrow each located tensor to the indices of one group position (default: this rank)."""
         span = self._spans_of(here.member)[here.index if position is None else position]
         return [x[span.start : span.stop] for x in each]
 
     def group_part(self, here: At, each: list[Tensor]) -> list[Tensor]:
-        """Return the part of each tensor that the group indexes, by group position."""
+        """Concatenate for each located tensor the indices of all group positions."""
         spans = self._spans_of(here.member)
         return [torch.cat([x[span.start : span.stop] for span in spans]) for x in each]
 
     def to_block_positions(self, here: At, requested: list[Tensor], is_global: bool = False) -> list[Tensor]:
-        """Return the located elements with positions in the rank's block, or in the global dim. Elements of others get the
-        position behind the end."""
+        """Convert located positions to positions in this rank's block, or keep them global.
+
+        Elements of other ranks get the position behind the end.
+        """
         places = dict(zip(self.dims, requested[2:], strict=True))
         if not is_global:
             own = places[self.dim] - here.offset if here.offset else places[self.dim]
@@ -232,7 +235,7 @@ class _IndexExchange:
     def apply_operator(
         self, block: Tensor, requested: list[Tensor], arguments: Sequence[Any], named: Any, writing: bool = False
     ) -> Tensor:
-        """Return the result of the operator on a block with these positions."""
+        """Run the read or write on one rank's block, with these positions as its index."""
         dropped = int(self.has_no_values) if writing else None
         if self.address.form != "elements":
             return run_on_block(self.runs, self.address, block, requested[2:], arguments, named, dropped)
@@ -255,7 +258,7 @@ class _IndexExchange:
         return (*shape[: self.lead], count, *shape[self.lead + self.ndim :])
 
     def shape_between(self, requester: int, owner: int, giver: int) -> tuple[int, ...]:
-        """Return the shape of what one rank requests of another. ``giver``: the rank of the two that sends it."""
+        """Return the shape of the elements that one rank requests of another. ``giver``: the rank of the two that sends them."""
         mesh = self.at.call.mesh
         k, j = (mesh.index_over(self.at.mesh_dims, mesh.coordinates[member]) for member in (requester, owner))
         counts = self._table.get(giver) or next(iter(self._table.values()))  # a process with one rank only asks about its group
@@ -263,5 +266,5 @@ class _IndexExchange:
 
 
 def _find_owners(index: Tensor, ends: list[int]) -> Tensor:
-    """Return the block that has each position. ``ends``: the end of each block along the dim."""
+    """Return the group position of the block that has each index. ``ends``: the end of each block along the dim."""
     return torch.searchsorted(make_index_tensor(index.device, ends), index, right=True)

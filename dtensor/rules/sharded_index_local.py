@@ -1,8 +1,8 @@
 """Sharded indexing, local: each rank reads and writes the indexed elements of its own block.
 
 A read gives zeros for elements of other blocks, so that the results of the ranks are a partial sum. A write sends elements of
-other blocks to a scratch row that is dropped. No block moves. An :class:`Address` states how an operator indexes; ``reads`` and
-``writes`` declare it. ``sharded_index_exchange.py`` is the way with communication.
+other blocks to a scratch row that is dropped. No block moves. An :class:`Address` states how an operator indexes.
+``index_read`` and ``index_write`` declare it. ``sharded_index_exchange.py`` is the way with communication.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _dim_argument(call: Call) -> tuple[int, ...]:
 
 
 def has_mask(call: Call) -> bool:
-    """Return True if some index is a mask, so that data decide how many elements are selected."""
+    """Return True if some index of argument ``indices`` is a mask, so that data decide how many elements are selected."""
     return any(isinstance(item, Layout) and item.dtype in (torch.bool, torch.uint8) for item in call["indices"])
 
 
@@ -71,12 +71,12 @@ BoundIndexing = tuple[Any, tuple[int, ...], int]  # (operator on a block, indexe
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
 def read_local_masked(address: Address, op: Any, at: KernelContext, *args: Any, **keywords: Any) -> Any:
-    """Return the elements in the block, with the neutral element of sums in place of the others."""
+    """Read the indexed elements that are in each rank's block. The others are zero, so the results of ranks are a partial sum."""
     bound = bind_indexing(address, op, at)
     _, dims, lead = bound
 
     def read_block(here: At, block: Tensor, *rest: Any) -> Tensor:
-        """Read the indexed elements that the block has; zeros for all others."""
+        """Read the indexed elements that are in one rank's block; all others are the identity of sums."""
         inside, positions = _locate_in_block(at, here.member, address, rest[address.argument - 1], dims, block.device)
         elements = run_on_block(bound, address, block, positions, rest, keywords)
         if (trailing_dims := elements.ndim - lead - inside.ndim) > 0:
@@ -89,7 +89,7 @@ def read_local_masked(address: Address, op: Any, at: KernelContext, *args: Any, 
 
 
 def write_local_masked(address: Address, op: Any, at: KernelContext, *args: Any, **keywords: Any) -> Any:
-    """Write the elements in the block, and those of other blocks to a row that is dropped."""
+    """Write the elements with positions in each rank's block. Those of other blocks go to a scratch row that is dropped."""
     bound = bind_indexing(address, op, at)
     _, dims, _ = bound
 
@@ -103,7 +103,7 @@ def write_local_masked(address: Address, op: Any, at: KernelContext, *args: Any,
 
 
 def run_local(address: Address, op: Any, scratch_rows: int | None, at: KernelContext, *args: Any, **keywords: Any) -> Any:
-    """Read or write (``scratch_rows``: 0) the elements at a rank's part of the indices, all of which are in its block."""
+    """Read or write at each rank's part of sharded indices, all of which are in the rank's own block."""
     bound = bind_indexing(address, op, at)
 
     def run_block(here: At, block: Tensor, *rest: Any) -> Tensor:
@@ -122,7 +122,7 @@ def run_on_block(
     keywords: Any,
     scratch_rows: int | None = None,
 ) -> Tensor:
-    """Run the operator on a block with these positions in it.
+    """Run the operator on one rank's block, with these positions in the block as its index.
 
     ``scratch_rows``: for a write, the number of rows behind the block that receive the elements of other blocks. None for a read.
     """
@@ -134,11 +134,11 @@ def run_on_block(
 
 
 def bind_indexing(address: Address, op: Any, at: KernelContext) -> BoundIndexing:
-    """Return the operator for a block, the indexed dims, and the position of the index dims in what is read (computed once)."""
-    bound: BoundIndexing | None = at.known.get("bound")
+    """Return the operator for a block, the indexed dims, and the position of the index dims in the result (computed once)."""
+    bound: BoundIndexing | None = at.cache.get("bound")
     if bound is None:
         dims = address.dims(at.call) or ()
-        bound = at.known["bound"] = op or functional_operator(at.call.func._schema.name), dims, index_dims_position(dims)
+        bound = at.cache["bound"] = op or functional_operator(at.call.func._schema.name), dims, index_dims_position(dims)
     return bound
 
 
@@ -150,13 +150,13 @@ def index_dims_position(dims: Sequence[int]) -> int:
 def _locate_in_block(
     at: KernelContext, member: int, address: Address, index: Any, dims: tuple[int, ...], device: torch.device
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return whether the rank's block has each element, and the positions in the block (valid ones for other elements).
+    """Return a mask of the indexed elements that are in a rank's block, and positions in the block (valid ones for all).
 
     Raises:
         address.error: an index is out of range, as on plain tensors (on an accelerator a device-side assertion).
     """
     layout = at.operands[0]
-    extents = at.known.get(member) or at.known.setdefault(member, _block_extents(layout, member, dims))
+    extents = at.cache.get(member) or at.cache.setdefault(member, _block_extents(layout, member, dims))
     if address.form not in ("places", "flat"):
         ((offset, size, total),) = extents
         inside, position = _to_block_positions(_check_index(address, index, total), offset, size)
@@ -173,19 +173,19 @@ def _locate_in_block(
 def _check_indices(
     address: Address, indices_given: Sequence[Tensor | None], totals: Sequence[int], device: torch.device
 ) -> list[Tensor]:
-    """Return the indices of a list on this device. Torch also accepts those on the CPU."""
+    """Move the indices of a list to the block's device (torch also accepts those on the CPU), and check their range."""
     indices = [index.to(device) for index in indices_given if index is not None]
     return [_check_index(address, index, total) for index, total in zip(indices, totals, strict=True)]
 
 
 def find_positions(address: Address, index: Any, totals: Sequence[int], device: torch.device) -> list[Tensor]:
-    """Return for each indexed dim the non-negative position of each element. ``totals``: the sizes of these dims."""
+    """Return for each indexed dim (of sizes ``totals``) the non-negative global position of each indexed element."""
     each = _check_indices(address, index if address.form == "places" else [index], totals, device)
     return list(torch.broadcast_tensors(*each)) if each[1:] else each
 
 
 def _to_block_positions(index: Tensor, offset: int, size: int) -> tuple[Tensor, Tensor]:
-    """Return which of these positions along a dim are in a block, and the positions in it, clamped for the others."""
+    """Return a mask of the positions that are in a block, and the positions in the block, clamped for the others."""
     position = index - offset if offset else index
     return (position >= 0) & (position < size), position.clamp(0, max(0, size - 1))
 
@@ -198,7 +198,7 @@ def _block_extents(layout: Layout, member: int, dims: tuple[int, ...]) -> tuple[
 
 
 def _check_index(address: Address, index: Tensor, total: int) -> Tensor:
-    """Return the index with negative values counted from the front. Raise if it is out of range."""
+    """Return the index with negative values counted from the front. Raise ``address.error`` if a value is out of range."""
     index = index.long()
     least = -total if address.negative else 0
     check_range(index, range(least, total), None, partial(_out_of_range_error, address.error, least, total))
@@ -210,7 +210,7 @@ def _out_of_range_error(error: Callable[[str], Exception], least: int, total: in
 
 
 def _unravel_index(index: Tensor, shape: tuple[int, ...]) -> list[Tensor]:
-    """Return an index for each dim from a flat row-major index."""
+    """Convert flat row-major indices into one index for each dim."""
     indices = []
     for size in reversed(shape):
         indices.append(index.remainder(max(1, size)))
@@ -221,7 +221,7 @@ def _unravel_index(index: Tensor, shape: tuple[int, ...]) -> list[Tensor]:
 def replace_index(
     address: Address, arguments: Sequence[Any], positions: list[Tensor], dims: Sequence[int], ndim: int
 ) -> list[Any]:
-    """Return the arguments after operand 0, with positions in the block in place of the index."""
+    """Return the operator's arguments after operand 0, with positions in the block in place of the index argument."""
     index: Any = positions[0]
     if address.form in ("places", "flat"):
         by_dim = dict(zip(dims, positions, strict=True))
@@ -230,7 +230,10 @@ def replace_index(
 
 
 def pad_block(block: Tensor, dims: Sequence[int], extra: int = 0) -> Tensor:
-    """Return ``block``, or a copy with ``extra`` zeros along the first of ``dims`` and at least one element along each."""
+    """Pad ``block`` with ``extra`` rows of zeros along the first of ``dims``, and empty dims to one element.
+
+    Nothing is copied without need.
+    """
     shape = list(block.shape)
     if not extra and (0 not in shape or all(shape[d] for d in dims)):
         return block
@@ -246,7 +249,7 @@ def pad_block(block: Tensor, dims: Sequence[int], extra: int = 0) -> Tensor:
 
 
 def crop_block(result: Tensor, block: Tensor, dims: Sequence[int]) -> Tensor:
-    """Return ``result`` cropped to the size of ``block`` along ``dims``."""
+    """Remove the padding of :func:`pad_block`: crop ``result`` to the size of ``block`` along ``dims``."""
     for d in dims:
         result = result.narrow(d, 0, block.shape[d])
     return result

@@ -20,7 +20,7 @@ from ..layout.layout import Layout
 from ..mesh.device_mesh import as_mesh
 from ..placement import Placements
 from ..random.distributions import SAMPLERS
-from ..random.draw import RANDOM_MODE, as_graph_op, clone_block, draw, draw_counted
+from ..random.draw import RANDOM_MODE, clone_block, draw, draw_counted, run_as_graph_op
 from ..redistribute import redistribute_local
 from ..state.functorch import as_writable_in_transform, below_transforms
 from .dtensor import DTensor, wrap
@@ -224,7 +224,7 @@ def _make_random(
     if functorch_active():
         torch.empty(0, device="cpu").uniform_()  # torch's own error if vmap's randomness is not set
     with below_transforms():
-        local = as_graph_op((reduced,), draw_local_tensors)
+        local = run_as_graph_op((reduced,), draw_local_tensors)
     return _wrap_result(local, layout, reduced, requires_grad)
 
 

@@ -26,7 +26,7 @@ from ..layout.layout import Layout
 from ..layout.placement_forms import resolve_placements, split_mesh_and_placements
 from ..mesh.device_mesh import DeviceMesh, as_mesh
 from ..placement import Placements
-from ..random.draw import as_graph_op, clone_block
+from ..random.draw import clone_block, run_as_graph_op
 from ..redistribute import redistribute_local
 from ..redistribute.executor import box_inside, to_memory_order_of
 from ..redistribute.step import layout_text, placements_text
@@ -151,7 +151,7 @@ def _distribute_in_graph(tensor: torch.Tensor, layout: Layout, placements: Any, 
             )
         return result._local
 
-    return wrap(as_graph_op((layout,), distribute_to_layout, tensor.detach()), layout)
+    return wrap(run_as_graph_op((layout,), distribute_to_layout, tensor.detach()), layout)
 
 
 def _make_layout(tensor: torch.Tensor, mesh: DeviceMesh, placements: Any) -> Layout:

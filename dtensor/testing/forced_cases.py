@@ -18,7 +18,7 @@ from ..mesh.device_mesh import DeviceMesh
 from ..placement import Partial, Placement, Replicate, Shard
 from ..propagation.strategy_table import DimPlacement, format_placement
 from ..rules.partial_rules import listed_strategies
-from ..rules.rule import Rule, parse_partial
+from ..rules.rule import Rule, parse_partial_strategy
 from .call_variants import Variant, resolve_overload
 from .force_strategy import DeclaredStrategies, declared_strategies
 from .placements import Combination, ragged_shard
@@ -72,7 +72,7 @@ class Coverage:
         missing = []
         for rule, counts in self.rules.values():
             for text in listed_strategies(rule.partials):
-                strategies = [text if not isinstance(text, str) else parse_partial(text, *count) for count in counts]
+                strategies = [text if not isinstance(text, str) else parse_partial_strategy(text, *count) for count in counts]
                 if not any(strategy is not None and _strategy_text(strategy) in self.declared for strategy in strategies):
                     missing.append(str(text))
         return missing

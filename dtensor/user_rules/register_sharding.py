@@ -13,13 +13,13 @@ from ..errors import PlacementError, RuleError
 from ..placement import REDUCE_OPS
 from ..propagation.op_schema import arguments_without_out, operator_schema_of, resolve_overload
 from ..rules.call import Call
-from ..rules.declare import by_pattern
+from ..rules.declare import make_blockwise_rule
 from ..rules.declared_factors import by
 from ..rules.folds import Fold
 from ..rules.notation import EACH, Pattern, is_selected, parse_notation
 from ..rules.partial_rules import CombinedPartials, combine_partials, linear, one_of
 from ..rules.registry import overload_without_out, register, rules, unregister
-from ..rules.rule import Factors, Kernel, LocalView, Rule, StrategyChoice, parse_labels, parse_partial
+from ..rules.rule import Factors, Kernel, LocalView, Rule, StrategyChoice, parse_labels, parse_partial_strategy
 from .user_strategy_table import Table, factors_of_table
 
 _REPLACED: dict[str, Rule | None] = {}  # by the key of a user's rule: the rule that it replaced
@@ -59,7 +59,7 @@ def register_sharding(op: Any, notation: str | by | None = None, *, samples: Seq
         op: an overload, ``torch.ops.aten.add.Tensor``; an operator that has one signature, ``torch.ops.mylib.halve``; the
             result of ``torch.library.custom_op``; or a list of these.
         notation: ``"m k, k n -> m n"``, ``"each: a* [@dim] b* -> each: a* [@dim] b*"``, ``by("left", {True: ..., False: ...})``.
-        sums: letters, groups and picked dims with shards that give partial results, reduced by ``reduce``; or a dict from each
+        sums: letters, groups and selected dims with shards that give partial results, reduced by ``reduce``; or a dict from each
             to its reduction.
         partials: how partial operands pass to results: ``linear("x")``, ``monotone``, ``"sum,R -> sum"``, or a tuple of these.
         kernel: the function that computes with shards of the dims in brackets: ``kernel(at, *args, **kwargs)`` on local tensors,
@@ -109,7 +109,7 @@ def register_sharding(op: Any, notation: str | by | None = None, *, samples: Seq
         return _register_rules({each: _make_notation_rule(each, notation, samples, words) for each in overloads})
     if words:
         raise RuleError(f'register_sharding takes {", ".join(sorted(words))} with a notation only, for example "s* -> s*"')
-    return functools.partial(_declare_table, overloads, samples)
+    return functools.partial(_register_table, overloads, samples)
 
 
 def unregister_sharding(op: Any) -> None:
@@ -134,8 +134,8 @@ def unregister_sharding(op: Any) -> None:
     clear_plans()
 
 
-def _declare_table(overloads: Sequence[Any], samples: Sequence[Any], table: Table) -> Table:
-    """Register a function that lists strategies as the rule of these operators, and return the function."""
+def _register_table(overloads: Sequence[Any], samples: Sequence[Any], table: Table) -> Table:
+    """Register a user's function that lists strategies as the rule of these overloads, and return the function (a decorator)."""
     if not callable(table):
         raise RuleError(f"register_sharding decorates a function that returns strategies, got {table!r}")
     _register_rules({each: _make_table_rule(table, samples, operator_schema_of(each).outs) for each in overloads})
@@ -143,7 +143,7 @@ def _declare_table(overloads: Sequence[Any], samples: Sequence[Any], table: Tabl
 
 
 def _register_rules(by_overload: Mapping[Any, Rule]) -> None:
-    """Register a rule for each overload, in place of the rule that it has."""
+    """Register one rule for each overload, keep the rules that they replace, and clear the plan cache."""
     for key, rule in ((_rule_key(each), rule) for each, rule in by_overload.items()):
         _REPLACED.setdefault(key, rules().get(key))
         unregister(key)
@@ -152,13 +152,13 @@ def _register_rules(by_overload: Mapping[Any, Rule]) -> None:
 
 
 def _make_table_rule(table: Table, samples: Sequence[Any], outs: tuple[str, ...]) -> Rule:
-    """Return the rule of a table. The table may read the values of numbers, so each value has a plan of its own."""
+    """Make the rule of a user's table. The table may read the values of numbers, so each value has its own plan."""
     factors: Callable[[Call], Factors] = lambda call: factors_of_table(table, call, outs)  # noqa: E731
     return Rule(factors, kind="custom", floats_matter=True, samples=tuple(samples))
 
 
 def _make_notation_rule(overload: Any, notation: str | by, samples: Sequence[Any], words: dict[str, Any]) -> Rule:
-    """Return the rule of a notation. Functions of the call may read the values of numbers, as a table may."""
+    """Make the rule of a user's notation and keywords. Raise ``RuleError`` if they do not fit the operator."""
     if unknown := sorted(words.keys() - _ACCEPTED):
         raise RuleError(
             f"register_sharding for {overload}: unexpected keyword argument {unknown[0]!r}; with a notation it takes "
@@ -168,29 +168,29 @@ def _make_notation_rule(overload: Any, notation: str | by, samples: Sequence[Any
     patterns = [parse_notation(one) for text in texts for one in text.split("|")]
     for pattern in patterns:
         _check_pattern(pattern, overload)
-    _check_words(patterns, overload, words)
+    _check_keywords(patterns, overload, words)
     kernel = words.get("kernel")
     if callable(kernel) and not isinstance(kernel, Fold):
         words = words | {"kernel": Kernel(kernel)}
     reads_numbers = any(callable(words.get(name)) for name in ("when", "local_args", "partials", "reduce"))
-    return by_pattern(notation, kind="custom", floats_matter=reads_numbers, samples=tuple(samples), **words)
+    return make_blockwise_rule(notation, kind="custom", floats_matter=reads_numbers, samples=tuple(samples), **words)
 
 
 _ACCEPTED = frozenset(inspect.signature(get_overloads(register_sharding)[1]).parameters) - {"op", "notation", "samples"}
 
 
 def _check_pattern(pattern: Pattern, overload: Any) -> None:
-    """Raise RuleError if a notation names an argument that the operator lacks, or leaves out a tensor that every call has."""
+    """Raise RuleError if a notation names an argument that the operator lacks, or has another number of tensors than it."""
     tensors = _tensor_arguments(overload)
     required = [name for name, kind in tensors.items() if not kind.startswith("Optional")]
     known = {argument.name for argument in arguments_without_out(overload)}
     terms = (*pattern.operands, *pattern.results)
-    picked = {dim[0].strip("@!") for term in terms for dim in term.dims if is_selected(dim)}
+    selected = {dim[0].strip("@!") for term in terms for dim in term.dims if is_selected(dim)}
     named = {term.name for term in pattern.operands} - {"", EACH}
     results = _result_count(overload)
     each = pattern.operands[0].name == EACH
     count, problem = len(pattern.operands), ""
-    if lacking := sorted((picked | named).difference(known)):
+    if lacking := sorted((selected | named).difference(known)):
         problem = f"names {', '.join(lacking)}, which the operator does not have"
     elif not pattern.named and count > len(tensors) and not _takes_list(overload):
         problem = f"has {count} operands, but the operator takes {len(tensors)} tensors"
@@ -205,7 +205,7 @@ def _check_pattern(pattern: Pattern, overload: Any) -> None:
 
 
 def _tensor_arguments(overload: Any) -> dict[str, str]:
-    """Return the types of the arguments that hold tensors, by name, without ``out=``."""
+    """Return the schema type of each argument that holds tensors, by name, without ``out=``."""
     held = operator_schema_of(overload).tensors
     return {argument.name: str(argument.type) for argument in arguments_without_out(overload) if argument.name in held}
 
@@ -215,12 +215,12 @@ def _takes_list(overload: Any) -> bool:
 
 
 def _result_count(overload: Any) -> int:
-    """Return how many results of an operator are tensors, or lists of tensors."""
+    """Return how many results of an operator are tensors or lists of tensors."""
     return sum("Tensor" in str(result.type) for result in overload._schema.returns)
 
 
-def _check_words(patterns: Sequence[Pattern], overload: Any, words: Mapping[str, Any]) -> None:
-    """Raise RuleError if a keyword names letters that no notation has, or arguments that the operator lacks."""
+def _check_keywords(patterns: Sequence[Pattern], overload: Any, words: Mapping[str, Any]) -> None:
+    """Raise RuleError if a keyword names letters that no notation has, arguments that the operator lacks, or no reduction."""
     letters = {name.strip("@!*.") for pattern in patterns for term in pattern.operands for dim in term.dims for name in dim}
     sizes, partials = words.get("sizes") or {}, words.get("partials", ())
     sums = words.get("sums", "")
@@ -250,8 +250,8 @@ def _check_words(patterns: Sequence[Pattern], overload: Any, words: Mapping[str,
                 f"register_sharding for {overload}: {word}= names {', '.join(unknown)}, which the operator does not have: "
                 f"{overload._schema}"
             )
-    left = (words.get("reduce", "sum"), *(() if isinstance(sums, str) else sums.values()))
-    for op in (each for value in left for each in (value if isinstance(value, tuple) else (value,))):
+    reductions = (words.get("reduce", "sum"), *(() if isinstance(sums, str) else sums.values()))
+    for op in (each for value in reductions for each in (value if isinstance(value, tuple) else (value,))):
         if isinstance(op, str) and op not in (*REDUCE_OPS, "R"):
             raise RuleError(f"register_sharding for {overload}: {op!r} is no reduction; use one of {', '.join(REDUCE_OPS)}")
     for part in parts:
@@ -260,13 +260,13 @@ def _check_words(patterns: Sequence[Pattern], overload: Any, words: Mapping[str,
 
 
 def _check_partial_strategy(text: str, overload: Any) -> None:
-    """Raise RuleError for a partial strategy that cannot be read, or with a wrong number of operands or results."""
+    """Raise RuleError for a text of ``partials=`` that cannot be parsed, or has a wrong number of operands or results."""
     tensors, results = _tensor_arguments(overload), _result_count(overload)
     required = sum(not kind.startswith("Optional") for kind in tensors.values())
     try:
-        parse_partial(text, text.partition("->")[0].count(",") + 1, text.partition("->")[2].count(",") + 1)
+        parse_partial_strategy(text, text.partition("->")[0].count(",") + 1, text.partition("->")[2].count(",") + 1)
         fits = _takes_list(overload) or any(
-            parse_partial(text, count, results) is not None for count in range(required, len(tensors) + 1)
+            parse_partial_strategy(text, count, results) is not None for count in range(required, len(tensors) + 1)
         )
     except (PlacementError, RuleError) as error:
         raise RuleError(f"register_sharding for {overload}: partials= has {text!r}: {error}") from None
@@ -282,7 +282,7 @@ def _overloads_of(op: Any) -> list[Any]:
 
 
 def _find_overload(op: Any) -> Any:
-    """Return the overload that the user registers; raise if it is not one operator."""
+    """Return the overload that ``op`` stands for. Raise RuleError if it is none, or has several signatures."""
     found = resolve_overload(op)
     if found is not None:
         return found
@@ -296,7 +296,7 @@ def _find_overload(op: Any) -> Any:
 
 
 def _rule_key(overload: Any) -> str:
-    """Return the name of the rule in the registry: the operator if its overloads take equal arguments, else the overload."""
+    """Return the registry name of an overload's rule: the operator's if all its overloads take equal arguments."""
     name, which = overload._schema.name, overload_without_out(overload)
     if which:
         return f"{name}.{which}"

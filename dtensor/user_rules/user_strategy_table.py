@@ -23,7 +23,7 @@ class _StrategyError(Exception):
 
 
 def factors_of_table(table: Table, call: Call, outs: Sequence[str] = ()) -> Factors:
-    """Return the strategies of a user's table as factors. Each strategy that shards something is a factor of its own.
+    """Convert a user's table of strategies to factors for one call: each strategy that shards something has its own.
 
     Args:
         outs: the names of ``out=`` arguments.
@@ -49,7 +49,7 @@ def factors_of_table(table: Table, call: Call, outs: Sequence[str] = ()) -> Fact
 
 
 def _call_table(table: Table, call: Call, outs: Sequence[str]) -> list[Any]:
-    """Return the strategies that the user's table returns for the call; raise if it does not take the arguments."""
+    """Call the user's table with the call's arguments, and return its strategies. Raise RuleError for another result."""
     arguments, taken = arguments_without_out(call.func), inspect.signature(table).parameters
     positional = [call.arguments[a.name] for a in arguments if not a.kwarg_only]
     named = {a.name: call.arguments[a.name] for a in arguments if a.kwarg_only and a.name in call.arguments}
@@ -72,7 +72,7 @@ _EXAMPLE = "([Shard(0)], [Shard(0), None]) for example: outputs, inputs"
 def _read_strategy(
     strategy: Any, call: Call, operands: Sequence[Any], results: Sequence[Any], written: int
 ) -> tuple[list[Placement], list[Placement]]:
-    """Return the placements of all operands and of all results.
+    """Return the placements of all operands, and those of all results, in one strategy of a user's table.
 
     Args:
         written: the number of ``out=`` arguments, which may be given as inputs, too.
@@ -90,12 +90,12 @@ def _read_strategy(
 
 
 def _is_full_result(output: Placement) -> bool:
-    """Return True if equal full results on every rank may have this placement: their mean or maximum may, their sum may not."""
+    """Return True if equal results on all ranks can have this placement: replicated, or a partial mean, maximum or minimum."""
     return isinstance(output, Replicate) or (isinstance(output, Partial) and output.reduce_op in ("avg", "max", "min"))
 
 
 def _check_placements(placements: Sequence[Any], shapes: Sequence[Sequence[int]]) -> list[Placement]:
-    """Return the placements of a strategy; raise if one names shard sizes."""
+    """Normalize the placements of a strategy for tensors of these shapes. Raise if one has shard sizes or a level."""
     checked = [normalize_placements([placement], 1, len(shape))[0] for placement, shape in zip(placements, shapes, strict=True)]
     for placement in checked:
         if isinstance(placement, Shard) and (placement.sizes is not None or placement.level is not None):
@@ -106,7 +106,7 @@ def _check_placements(placements: Sequence[Any], shapes: Sequence[Sequence[int]]
 
 
 def _read_outputs(given: Any, call: Call, count: int) -> list[Any]:
-    """Return one placement for each of ``count`` result tensors."""
+    """Expand the outputs of a strategy to one placement for each of ``count`` result tensors."""
     listed = [str(r.type).startswith("List") for r in call.func._schema.returns if "Tensor" in str(r.type)]
     if _is_single(given):
         if len(listed) != 1:
@@ -126,12 +126,12 @@ def _read_outputs(given: Any, call: Call, count: int) -> list[Any]:
 
 
 def _is_single(given: Any) -> bool:
-    """Return True if ``given`` is one placement, or anything else that is not a list of placements."""
+    """Return True if ``given`` is one placement (or another object), not None and not a list of placements."""
     return given is not None and not isinstance(given, (list, tuple))
 
 
 def _read_inputs(given: Any, call: Call, written: int) -> tuple[list[Any], list[Any]]:
-    """Return one placement for each operand, and the placements that the strategy gives for ``out=`` tensors."""
+    """Expand the inputs of a strategy to one placement for each operand. Also return those that it gives for ``out=`` tensors."""
     operator, arguments = operator_schema_of(call.func), arguments_without_out(call.func)
     values = [call.arguments.get(a.name) for a in arguments]
     if _is_single(given):
@@ -155,7 +155,7 @@ def _read_inputs(given: Any, call: Call, written: int) -> tuple[list[Any], list[
 
 
 def _read_argument(argument: Any, value: Any, placed: Any, number: bool) -> list[Any]:
-    """Return the placements of the tensors in one argument. A number in place of a tensor is a replicated operand."""
+    """Return the placements of the tensors in one argument. A number in place of a tensor is one replicated operand."""
     listed = isinstance(value, (list, tuple)) and "Tensor" in str(argument.type)
     if not _layouts_in(value):
         if "Tensor" not in str(argument.type) and placed not in (None, Replicate()):
@@ -184,7 +184,7 @@ def _enter_factor(
     dims: tuple[list[list[tuple[str, ...]]], ...],
     sizes: dict[str, int],
 ) -> str | None:
-    """Enter the factor that a strategy shards in every dim that it shards, and return it; None if it shards no dim.
+    """Add a strategy's factor to each dim that it shards, and return it; None if it shards no dim.
 
     Dims of different sizes are sharded together by the smallest one: if that has 3 elements and another has 6, one element of the
     smallest goes with two elements of the other.

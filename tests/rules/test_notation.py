@@ -53,7 +53,7 @@ def bind_to_text(text: str, call: Call, **options: Any) -> str:
     def told(tensors: Any) -> str:
         return ", ".join(" ".join("".join(dim) or "1" for dim in dims) or "." for dims in tensors)
 
-    whole = f" whole {' '.join(sorted(factors.whole))}" if factors.whole else ""
+    whole = f" whole {' '.join(sorted(factors.unsharded))}" if factors.unsharded else ""
     return f"{told(factors.operands)} -> {told(factors.results)}{whole}"
 
 
@@ -212,7 +212,12 @@ def _argument_names_in(word: Any) -> list[set[str]]:
             picked = [{dim[0].strip("@!")} for term in terms for dim in term.dims if is_selected(dim)]
             sizes = [{size} for size in word.sizes.values() if isinstance(size, str)]
             named = {term.name for term in terms} - {"", "each"}
-            return [named, *picked, *sizes, *(names for left in word.left.values() for names in _argument_names_in(left))]
+            return [
+                named,
+                *picked,
+                *sizes,
+                *(names for reduction in word.reductions.values() for names in _argument_names_in(reduction)),
+            ]
     return []
 
 
@@ -246,11 +251,13 @@ def test_classify_rule_gives_notation_combinators_functions_or_decompositions() 
     assert {name: classify_rule(rules()[f"aten::{name}"]) for name in known} == known
     pattern = parse_notation("[s*] -> [s*]")
     assert classify_rule(Rule(DeclaredFactors(pattern))) == "notation"
-    assert classify_rule(Rule(DeclaredFactors(pattern, kernel=Fold(lambda part, x: x, "sum").kernel(pattern)))) == "combinators"
+    assert (
+        classify_rule(Rule(DeclaredFactors(pattern, kernel=Fold(lambda part, x: x, "sum").make_kernel(pattern)))) == "combinators"
+    )
     for own in (
         Rule(DeclaredFactors(pattern, kernel=Kernel(lambda at, x: x))),
         Rule(DeclaredFactors(pattern, kernel=lambda call: None)),
-        Rule(DeclaredFactors(pattern, left={"*": lambda call: "sum"})),
+        Rule(DeclaredFactors(pattern, reductions={"*": lambda call: "sum"})),
         Rule(DeclaredFactors(pattern, sizes={"s": lambda call: 1})),
         Rule(DeclaredFactors(pattern), run=lambda at, x: x),
         Rule(lambda call: None),

@@ -23,16 +23,16 @@ ENGINE = ("base", "comm", "cost", "layout", "mesh", "propagation", "dispatch", "
 
 def test_traits_of_an_overload_extend_those_of_its_operator() -> None:
     assert traits_of(aten.normal.Tensor_Tensor).strides is not None
-    assert traits_of(aten.normal.Tensor_Tensor).spelled is None
+    assert traits_of(aten.normal.Tensor_Tensor).local_function is None
     assert traits_of(aten.div.Tensor_mode).strides is not None
     assert traits_of(aten.div.Tensor).strides is None
-    assert traits_of(aten.view.default).shows == "all"
-    assert traits_of(aten.view.dtype).shows is None
+    assert traits_of(aten.view.default).view_kind == "all"
+    assert traits_of(aten.view.dtype).view_kind is None
     assert traits_of(aten.view.dtype).needs_strides
 
 
 def test_in_place_variant_has_the_refusals_of_its_operator() -> None:
-    assert traits_of(aten.index_fill_.int_Scalar).refuses == traits_of(aten.index_fill.int_Scalar).refuses != ()
+    assert traits_of(aten.index_fill_.int_Scalar).checks == traits_of(aten.index_fill.int_Scalar).checks != ()
 
 
 def test_declaring_traits_twice_raises() -> None:

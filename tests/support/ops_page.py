@@ -103,7 +103,7 @@ def _passed_functions(item: Declaration) -> tuple[Any, ...]:
     """Return the kernels and functions that were passed to a declaration function."""
     parts: tuple[Any, ...] = ()
     if isinstance(item, DeclaredFactors):
-        parts = (*item.left.values(), item.kernel, *item.kernels.values(), *item.sizes.values())
+        parts = (*item.reductions.values(), item.kernel, *item.kernels.values(), *item.sizes.values())
     elif isinstance(item, IndexingFactors):
         parts = (item.masks,)
     elif isinstance(item, DtypeRestrictedKernel):

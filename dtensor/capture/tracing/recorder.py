@@ -173,7 +173,7 @@ class Recorder(TorchDispatchMode):
         written = _written_tensors(func, args, kwargs)
         known = {id(x): self._var_of(x) for x in tensor_tree.tensor_leaves((args, kwargs))}
         writes = frozenset(known[id(x)].storage for x in written)
-        stores_grad = isinstance(autograd_node(), AccumulateGrad) and operator_schema_of(func).traits.stores
+        stores_grad = isinstance(autograd_node(), AccumulateGrad) and operator_schema_of(func).traits.stores_gradient
         only_checks = bool(known) and not func._schema.returns and not writes  # such an operation may raise
         step = Step(
             fn,

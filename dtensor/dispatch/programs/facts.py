@@ -385,7 +385,7 @@ def facts_of_call(operator: OperatorSchema, bound: Mapping[str, Any]) -> dict[Ar
                 ownership = rows.ownership
                 source = next((other for other, y in bound.items() if y is ownership.ends), None)
                 disjoint_rows = DisjointSplit(rows.dim, numbers.setdefault(id(ownership), len(numbers)), ownership.split, source)
-            preferred = _find_preferred_layout(x) if operator.traits.joins and _is_most_of(x, value) else None
+            preferred = _find_preferred_layout(x) if operator.traits.concatenates and _is_most_of(x, value) else None
             indices = find_local_indices(x)
             column = indices.columns[0] if indices is not None and len(indices.columns) == 1 else None
             deferred_dims: frozenset[int] = deferred if type(deferred) is DeferredReductions else frozenset()
@@ -404,7 +404,7 @@ def depends_on_facts(plan: CallPlan, operator: OperatorSchema) -> bool:
     """Return True if the plan could be another one for operands with other facts."""
     if plan.chosen is None:
         return False
-    joins = operator.traits.joins
+    joins = operator.traits.concatenates
     has_kernels = any(
         strategy.kernel is not None for strategy in plan.chosen.choice.factors.listed_strategies
     )  # some need no exchange
@@ -418,7 +418,7 @@ def make_quick_facts_key(operator: OperatorSchema) -> Callable[[Args, Keywords],
 
     A view whose base was redistributed has facts without an attribute that says so: :func:`facts_key` finds these, too.
     """
-    tensor, joins = wrap.TENSOR, operator.traits.joins
+    tensor, joins = wrap.TENSOR, operator.traits.concatenates
     attributes = frozenset(
         (_DISJOINT_ROWS,) if operator.is_view else (_DISJOINT_ROWS, CACHED_COPIES, _DEFERRED, _LOCAL_INDICES, PREFERRED_LAYOUT)
     )

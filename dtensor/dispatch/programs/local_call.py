@@ -63,7 +63,7 @@ class LocalCall:
 def call_local_function(plan: CallPlan, operator: OperatorSchema, signature: CallSignature) -> LocalCall:
     """Make the step that calls, on the ranks of this process, a kernel, a function of the rule, or the operator itself."""
     rule = plan.rule
-    if operator.traits.flat:
+    if operator.traits.reads_flat:
         return LocalCall(match_list_strides(operator))
     if plan.how == "gather":
         return LocalCall(_draw_on_gathered(plan, operator) if operator.seeded else operator.func)
@@ -144,7 +144,7 @@ def bind_kernel(plan: CallPlan) -> Callable[..., Any]:
 
 def _hide_unkeyed_numbers(plan: CallPlan) -> Call:
     """Return the call of a plan without the values of numbers in which calls with the same plan may differ."""
-    return plan.call if plan.rule is not None and plan.rule.floats_matter else plan.call.for_all_numbers()
+    return plan.call if plan.rule is not None and plan.rule.floats_matter else plan.call.forbid_number_reads()
 
 
 # --- arguments that differ from rank to rank ----------------------------------------------------------------------------

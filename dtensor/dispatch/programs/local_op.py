@@ -71,7 +71,7 @@ def _decompose_under_modes(composite: Any) -> Any:
 
 def named_function_of(func: Any) -> Any:
     """Return a function that source code can name and that equals the overload ``func``; ``func`` itself if there is none."""
-    schema, spelled = func._schema, traits_of(func).spelled
+    schema, spelled = func._schema, traits_of(func).local_function
     namespace, _, name = schema.name.partition("::")
     if spelled is None or namespace != "aten" or any(a.is_out or a.name == "reduction" for a in schema.arguments):
         return func  # without a reduction argument the functions take "none", the overloads "mean"

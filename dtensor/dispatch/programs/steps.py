@@ -260,7 +260,7 @@ def copy_aliased_results(plan: CallPlan, operator: OperatorSchema, signature: Ca
 
 def write_into_locals(plan: CallPlan, operator: OperatorSchema, signature: CallSignature) -> Step | None:
     """Make the step that copies what a kernel returned for arguments written in place into their local tensors."""
-    if not runs_kernel(plan) or operator.traits.flat or not operator.mutated.difference(operator.outs):
+    if not runs_kernel(plan) or operator.traits.reads_flat or not operator.mutated.difference(operator.outs):
         return None
     places = [
         (k, signature.place(name)) for k, name in enumerate(operator.returns) if name is not None and name not in operator.outs
@@ -283,7 +283,7 @@ def write_back(plan: CallPlan, operator: OperatorSchema, signature: CallSignatur
     """
     if not plan.write_back:
         return None
-    kernel = runs_kernel(plan) and not operator.traits.flat
+    kernel = runs_kernel(plan) and not operator.traits.reads_flat
     places = []
     for (name, index), redistribution in plan.write_back:
         is_returned = index is None and name in operator.returns and not (kernel and name not in operator.outs)

@@ -21,13 +21,13 @@ from .norms import (
     NormCall,
     combine_moments,
     cpu_statistics_dtype,
-    factors_of,
     gather_moments,
     gradient_terms,
     handle_empty_blocks,
     input_gradient,
     input_shape,
-    normalize,
+    make_norm_factors,
+    normalize_by_moments,
     requested_dtypes,
     scale_and_shift,
 )
@@ -37,13 +37,12 @@ RUNNING_STATISTICS = ("running_mean", "running_var")
 
 
 def is_training(call: Call) -> bool:
-    """Return True in training, under each overload's name of the argument. ``cudnn_batch_norm_backward`` exists for training
-    only."""
+    """Return True if a batch-norm call computes statistics of its batch. Overloads name the argument differently."""
     return bool(call.get("training", call.get("train", not call.func._schema.name.endswith("no_training"))))
 
 
 def written_statistics(call: Call) -> tuple[str, ...]:
-    """Return the running statistics in training, else ().
+    """Return the names of the running statistics if the call updates them (in training), else ().
 
     Raises:
         MixedTensorError: they are plain tensors, which the ranks of one process would all update.
@@ -59,7 +58,7 @@ def written_statistics(call: Call) -> tuple[str, ...]:
 
 
 def describe_batch_norm(call: Call) -> NormCall:
-    """Return the factors of a batch norm's arguments: channels, and all other dims, over which it normalizes."""
+    """Return the factors of all arguments of a batch norm. It normalizes over all of them but the channels ``c``."""
     shape = input_shape(call)
     sizes = {"n": shape[0], "c": shape[1]} | {f"s{d}": size for d, size in enumerate(shape) if d > 1}
     input_dims: Dims = tuple((name,) for name in sizes)
@@ -72,24 +71,28 @@ def describe_batch_norm(call: Call) -> NormCall:
     return NormCall(dims, sizes, tuple(name for name in sizes if name != "c"))
 
 
-def reduced_dims(call: Call) -> tuple[int, ...]:
+def dims_except_channels(call: Call) -> tuple[int, ...]:
     return tuple(d for d in range(len(input_shape(call))) if d != 1)
 
 
 def broadcast_per_channel(parameter: Any, dims: tuple[int, ...]) -> Any:
-    """Return a parameter of shape (c,) so that it broadcasts against a block with the other dims ``dims``."""
+    """Reshape a parameter of shape (c,) so that it broadcasts against a block that is reduced over ``dims``."""
     return None if parameter is None else to_sum_dtype(parameter).reshape(1, -1, *(1,) * (len(dims) - 1))
 
 
 def count_per_channel(call: Call) -> int:
-    """Return how many values each channel has."""
+    """Return how many global values each channel has."""
     shape = input_shape(call)
     return math.prod(shape) // shape[1]
 
 
 def batch_norm(at: KernelContext, *args: Any, **kwargs: Any) -> Any:
-    """Normalize each rank's block by moments that are gathered over ranks."""
-    own, count, dims = at.named(args, kwargs), at.once(count_per_channel), at.once(reduced_dims)
+    """Normalize each rank's block with the mean and variance of all ranks, and update the running statistics (a kernel)."""
+    own, count, dims = (
+        at.arguments_by_name(args, kwargs),
+        at.compute_once(count_per_channel),
+        at.compute_once(dims_except_channels),
+    )
     blocks, counts = gather_moments(at, own["input"], dims, count)
     eps, step = own.get("eps", own.get("epsilon")), own.get("momentum", own.get("exponential_average_factor"))
     parameters = [own.get(name) for name in ("weight", "bias", *RUNNING_STATISTICS)]
@@ -109,10 +112,10 @@ def normalize_and_save(
     count: int,
     saved_dtypes: list[torch.dtype],
 ) -> Any:
-    """Return the normalized block and what is saved, and update the running statistics (``given``, after weight and bias)."""
+    """Normalize one rank's block, update the running statistics in place, and return output and saved values."""
     mean, variance = combine_moments(blocks, counts)
     weight, bias = (broadcast_per_channel(value, dims) for value in parameters[:2])
-    out, mean, rstd = normalize(x, mean, variance, eps, weight, bias, mean.dtype)
+    out, mean, rstd = normalize_by_moments(x, mean, variance, eps, weight, bias, mean.dtype)
     for running, value in zip(parameters[2:], (mean, variance * (count / max(1, count - 1))), strict=True):
         if running is not None:
             running.mul_(1 - step).add_(value.reshape(-1), alpha=step)
@@ -121,8 +124,8 @@ def normalize_and_save(
 
 
 def batch_norm_backward(at: KernelContext, *args: Any, **kwargs: Any) -> Any:
-    """Return the gradients of input, weight and bias. The last two are the sums that the first needs."""
-    own, dims = at.named(args, kwargs), at.once(reduced_dims)
+    """Compute the gradients of a batch norm: an all-reduce of two sums per channel gives all of them (a kernel)."""
+    own, dims = at.arguments_by_name(args, kwargs), at.compute_once(dims_except_channels)
     mean, rstd = (
         broadcast_per_channel(own["save_mean"], dims),
         broadcast_per_channel(own.get("save_invstd", own.get("save_var")), dims),
@@ -131,23 +134,24 @@ def batch_norm_backward(at: KernelContext, *args: Any, **kwargs: Any) -> Any:
     _, normalized, upstream, terms = gradient_terms(grad, own["input"], mean, rstd, None, dims)
     scale = scale_and_shift(rstd, broadcast_per_channel(own["weight"], dims))
     dtypes = requested_dtypes(at.call, own.get("output_mask", [True] * 3))
-    return channel_gradients(upstream, normalized, at.all_reduce(terms, "sum"), at.once(count_per_channel), scale, dtypes)
+    return channel_gradients(upstream, normalized, at.all_reduce(terms, "sum"), at.compute_once(count_per_channel), scale, dtypes)
 
 
 @on_each_rank
 def channel_gradients(upstream: Tensor, normalized: Tensor, sums: Tensor, count: int, scale: Tensor, dtypes: Any) -> Any:
+    """Return the requested gradients of input, weight and bias from the reduced sums of each channel."""
     gradients = (input_gradient(upstream, normalized, sums, count, scale), sums[1].reshape(-1), sums[0].reshape(-1))
     return tuple(None if dtype is None else x.to(dtype) for x, dtype in zip(gradients, dtypes, strict=True))
 
 
 def batch_norm_factors(call: Call) -> Factors:
-    """Return the factors of a forward pass. In evaluation the empty statistics lack every factor."""
+    """Return the factors and kernels of a forward pass of batch norm, in training or in evaluation."""
     norm_call, training = describe_batch_norm(call), is_training(call)
     written_statistics(call)
     call.results = fix_saved_metas(call, training)
     of_channels, (_, *rest) = (norm_call.sizes["c"],), call.results
     saved = [norm_call.dims["rstd"] if i < 2 and meta and meta.shape == of_channels else ((),) for i, meta in enumerate(rest)]
-    factors = factors_of(call, norm_call, batch_norm, (norm_call.dims["input"], *saved), 2)
+    factors = make_norm_factors(call, norm_call, batch_norm, (norm_call.dims["input"], *saved), 2)
     return (
         factors
         if training
@@ -156,11 +160,11 @@ def batch_norm_factors(call: Call) -> Factors:
 
 
 def batch_norm_in_evaluation(at: KernelContext, *args: Any, **kwargs: Any) -> Any:
-    """Run the operator. On accelerators it refuses empty batches; then its saved values are those of any batch."""
-    op, results = at.once(functional_overload), at.results
+    """Run batch norm in evaluation on each rank's block, also on empty ones, which accelerators refuse (a kernel)."""
+    op, results = at.compute_once(functional_overload), at.results
 
     def normalize_block(here: At, x: Tensor, *rest: Any, **named: Any) -> Any:
-        """Run the operator on a block; an empty block gets the results of a block of zeros."""
+        """Run the operator on one rank's block. An empty block gets the saved values of a block of zeros."""
         if x.numel():
             return op(x, *rest, **named)
         if not x.shape[1]:
@@ -172,8 +176,7 @@ def batch_norm_in_evaluation(at: KernelContext, *args: Any, **kwargs: Any) -> An
 
 
 def fix_saved_metas(call: Call, training: bool) -> tuple[Meta | None, ...]:
-    """Return the metas of what CPU kernels save, which torch's meta kernels do not know: nothing in evaluation, and the input's
-    dtype."""
+    """Correct the metas of saved values to those of CPU kernels: empty in evaluation, and in the dtype of the input."""
     dtype = cpu_statistics_dtype(call)
     if dtype is None:
         return call.results
@@ -183,20 +186,21 @@ def fix_saved_metas(call: Call, training: bool) -> tuple[Meta | None, ...]:
 
 
 def batch_norm_backward_factors(call: Call) -> Factors:
-    """Return the factors of the backward of batch norm; in evaluation, sums over ranks are partial results."""
+    """Return the factors of the backward of batch norm. In evaluation, gradients of weight and bias are partial sums."""
     norm_call = describe_batch_norm(call)
     result_dims = tuple(norm_call.dims[name] for name in ("input", "weight", "bias"))
     result_dims = drop_unrequested_results(call, result_dims) if "output_mask" in call.arguments else result_dims
-    factors = factors_of(call, norm_call, batch_norm_backward, result_dims, 2)
+    factors = make_norm_factors(call, norm_call, batch_norm_backward, result_dims, 2)
     return factors if is_training(call) else replace(factors, kernels={}, reduced=dict.fromkeys(norm_call.inner, "sum"))
 
 
 def empty_batch_norm(x: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    """Return the results of batch norm for an empty block."""
     return x.clone(), x.new_zeros(x.shape[1]), x.new_zeros(x.shape[1])
 
 
 def empty_gradients(grad: Tensor, x: Tensor, weight: Tensor | None, *args: Any) -> tuple[Tensor | None, ...]:
-    """Return the requested gradients of an empty input: zeros."""
+    """Return zeros as the requested gradients of an empty block."""
     zeros = x.new_zeros(x.shape[1], dtype=(x if weight is None else weight).dtype)
     return tuple(
         value if is_requested else None
@@ -214,7 +218,7 @@ register("native_batch_norm_backward", Rule(batch_norm_backward_factors, local=_
 
 
 def batch_norm_in_training(at: KernelContext, *args: Any) -> Any:
-    """Compute blocks with the kernels above, because what cuDNN saves for its backward pass cannot be sharded."""
+    """Run this module's kernels in place of cuDNN's operator, because what cuDNN saves for backward cannot be sharded."""
     return (batch_norm if is_training(at.call) else batch_norm_in_evaluation)(at, *args)
 
 

@@ -24,12 +24,12 @@ from .slices import ZERO_FILL_PARTIALS, PositionFactors
 
 # --- concatenate ---
 def cat_factors(call: Call) -> Factors:
-    """Return the concatenated dim as one factor, of which each operand has a window. Operands of shape (0,) fit anything."""
+    """Return the factors of ``cat``: each operand is a window of the concatenated dim. Operands of shape (0,) fit anything."""
     result = call.results[0]
     assert result is not None
     dims = tuple((f"d{k}",) for k in range(len(result.shape)))
     if result.shape == (0,):  # all operands are empty: torch ignores the dim
-        return Factors(((dims),) * len(call.operands), (dims,), {"d0": 0}, whole=frozenset({"d0"}))
+        return Factors(((dims),) * len(call.operands), (dims,), {"d0": 0}, unsharded=frozenset({"d0"}))
     d = call.dims("dim", len(result.shape))[0]
     operands: list[Dims] = []
     windows, start = {}, 0
@@ -44,7 +44,7 @@ def cat_factors(call: Call) -> Factors:
 
 
 def cat_shapes(call: Call) -> Shapes | None:
-    """Return the shape of the concatenated tensors, or None if they do not fit."""
+    """Return the result shape of ``cat`` in a tuple, or None if the operand shapes do not fit."""
     shapes = [call.shape(i) for i in range(len(call.operands))]
     if not shapes[0]:
         return None
@@ -56,7 +56,7 @@ def cat_shapes(call: Call) -> Shapes | None:
 
 
 def stack_shapes(call: Call) -> Shapes | None:
-    """Return the shape of ``stack``, or None if the operands differ in shape or the dim is out of range."""
+    """Return the result shape of ``stack`` in a tuple, or None if operands differ in shape or the dim is out of range."""
     shapes = {call.shape(i) for i in range(len(call.operands))}
     shape, d = next(iter(shapes)), call["dim"]
     d += len(shape) + 1 if d < 0 else 0
@@ -64,8 +64,7 @@ def stack_shapes(call: Call) -> Shapes | None:
 
 
 def replicated_beside_partial(call: Call) -> tuple[str, ...]:
-    """Return strategies for replicated operands beside partial means, maxima or minima: a constant is its own mean, maximum and
-    minimum."""
+    """Return strategies of ``cat`` and ``stack`` for some operands partial (mean, maximum, minimum), others replicated."""
     mixed = [
         [op if layout.partials[mesh_dim] == op else "R" for layout in call.operands]
         for mesh_dim in range(call.mesh.ndim)
@@ -76,27 +75,29 @@ def replicated_beside_partial(call: Call) -> tuple[str, ...]:
 
 
 def local_stack_args(call: Call, at: LocalView) -> dict[str, Any]:
-    """Return which tensors a block has. Nothing changes if it has all."""
+    """Return for one rank which tensors of the list its block of the stack has, or {} if it has all."""
     result_shape, d, count = at.results[0], call["dim"] % len(at.results[0]), len(call.operands)
     first = at.result_offsets[0][d]
     return (
-        {} if result_shape[d] == count else {"held_tensors": slice(first, first + result_shape[d]), "result_shape": result_shape}
+        {}
+        if result_shape[d] == count
+        else {"tensors_in_block": slice(first, first + result_shape[d]), "result_shape": result_shape}
     )
 
 
 def stack_block(
-    tensors: Sequence[Tensor], dim: int = 0, held_tensors: slice | None = None, result_shape: Sequence[int] = ()
+    tensors: Sequence[Tensor], dim: int = 0, tensors_in_block: slice | None = None, result_shape: Sequence[int] = ()
 ) -> Tensor:
-    """Stack the tensors that this rank holds, in the dtype of all."""
-    if held_tensors is None:
+    """Stack the tensors that are in this rank's block, in the dtype of all."""
+    if tensors_in_block is None:
         return torch.stack(list(tensors), dim)
     dtype = reduce(torch.promote_types, [x.dtype for x in tensors])  # the dtype of all tensors, not only of those in this block
-    block_tensors = [x.to(dtype) for x in tensors[held_tensors]]
+    block_tensors = [x.to(dtype) for x in tensors[tensors_in_block]]
     return torch.stack(block_tensors, dim) if block_tensors else tensors[0].new_empty(result_shape, dtype=dtype)
 
 
 view("cat", cat_factors, partials=replicated_beside_partial, shapes=cat_shapes)
-declare_traits("cat", joins=True)
+declare_traits("cat", concatenates=True)
 view(
     "stack",
     PositionFactors("operands"),
@@ -118,14 +119,14 @@ def repeat_factors(call: Call) -> Factors:
 
 
 def rot90_factors(call: Call) -> Factors:
-    """Return the factors of ``rot90``. A quarter turn reverses one of the two dims."""
+    """Return the factors of ``rot90``: an odd number of quarter turns exchanges the two dims. Reversed dims must be unsharded."""
     dims, sizes = factors_of_first_operand(call)
     a, b = call.dims("dims", len(dims))
     turned = list(dims)
     if call["k"] % 2:
         turned[a], turned[b] = dims[b], dims[a]
     reversed_dims = ((), (b,), (a, b), (a,))[call["k"] % 4]
-    return Factors((dims,), (tuple(turned),), sizes, whole=frozenset(f"d{d}" for d in reversed_dims))
+    return Factors((dims,), (tuple(turned),), sizes, unsharded=frozenset(f"d{d}" for d in reversed_dims))
 
 
 view("repeat", repeat_factors)
@@ -133,7 +134,7 @@ view("roll", "a* [@dims] b* -> a* [@dims] b*")
 
 
 def is_block_flippable(choice: StrategyChoice) -> bool:
-    """Return True if torch flips blocks of the dtype in any shape. Of other dtypes it flips only rows of several elements."""
+    """Return True if nothing is sharded, or torch flips blocks of the dtype in any shape."""
     return not choice.splits or choice.call.operands[0].dtype in FLIPPABLE_DTYPES
 
 
@@ -146,16 +147,16 @@ view("rot90", rot90_factors)
 
 
 def local_empty_args(call: Call, at: LocalView) -> dict[str, Any]:
-    """Return the shape of an empty block, because torch refuses to shuffle empty tensors."""
-    return {} if all(at.operands[0]) else {"made": at.results[0]}
+    """Return for an empty block the shape of its result, because torch refuses to shuffle empty tensors; else {}."""
+    return {} if all(at.operands[0]) else {"empty_shape": at.results[0]}
 
 
-def pixel_shuffle_block(x: torch.Tensor, upscale_factor: int, made: Any = None) -> torch.Tensor:
-    return torch.pixel_shuffle(x, upscale_factor) if made is None else x.new_empty(made)
+def pixel_shuffle_block(x: torch.Tensor, upscale_factor: int, empty_shape: Any = None) -> torch.Tensor:
+    return torch.pixel_shuffle(x, upscale_factor) if empty_shape is None else x.new_empty(empty_shape)
 
 
-def pixel_unshuffle_block(x: torch.Tensor, downscale_factor: int, made: Any = None) -> torch.Tensor:
-    return torch.pixel_unshuffle(x, downscale_factor) if made is None else x.new_empty(made)
+def pixel_unshuffle_block(x: torch.Tensor, downscale_factor: int, empty_shape: Any = None) -> torch.Tensor:
+    return torch.pixel_unshuffle(x, downscale_factor) if empty_shape is None else x.new_empty(empty_shape)
 
 
 UP, DOWN = dict.fromkeys("rq", "upscale_factor"), dict.fromkeys("rq", "downscale_factor")
@@ -173,14 +174,14 @@ view("channel_shuffle", "n [c] s* -> n [c] s*")
 
 # --- pad ---
 def pads_of_dims(call: Call, ndim: int) -> list[tuple[int, int]]:
-    """Return (before, after) for each dim. Negative values crop."""
+    """Return the (before, after) padding of each dim of ``constant_pad_nd``. Negative values crop."""
     pad = list(call["pad"])
     last_first = list(zip(pad[::2], pad[1::2], strict=True))
     return [(0, 0)] * (ndim - len(last_first)) + last_first[::-1]
 
 
 def pad_factors(call: Call) -> Factors:
-    """Return operand and result as windows of the larger of both. The first rank pads before, the last one after."""
+    """Return the factors of padding: operand and result are windows of the longer of both. Only edge ranks pad."""
     dims, sizes = factors_of_first_operand(call)
     windows = {}
     for d, (before, after) in enumerate(pads_of_dims(call, len(dims))):
@@ -194,7 +195,7 @@ def pad_factors(call: Call) -> Factors:
 
 
 def local_pad_args(call: Call, at: LocalView) -> dict[str, Any]:
-    """Return the pad of each side of a rank's block; negative where the block is cropped."""
+    """Return the ``pad`` argument for one rank's block; negative where the block is cropped."""
     pad: list[int] = []
     for d, (before, _) in reversed(list(enumerate(pads_of_dims(call, len(at.operands[0]))))):
         size, result_size = at.operands[0][d], at.results[0][d]
@@ -204,8 +205,10 @@ def local_pad_args(call: Call, at: LocalView) -> dict[str, Any]:
 
 
 def pad_partials(call: Call) -> tuple[str, ...]:
-    """Return strategies for partial values. Every addend is padded with the value, so sums need zero, and products zero or
-    one."""
+    """Return strategies for partial operands of padding, by the value.
+
+    Each addend is padded with the value, so sums need the value 0, and products 0 or 1.
+    """
     value = call.get("value", 0)
     strategies = ["avg -> avg", "max -> max", "min -> min"]
     return (*strategies, *(["sum -> sum"] if value == 0 else []), *(["product -> product"] if value in (0, 1) else []))
@@ -216,17 +219,17 @@ kernel_rule("constant_pad_nd", pad_factors, partials=pad_partials, local_args=lo
 
 # --- triangles and diagonals ---
 def local_triangle_args(call: Call, at: LocalView) -> dict[str, Any]:
-    """Return the diagonal of a block: its element (i, j) is (i + rows, j + columns) of the global matrix."""
+    """Return the ``diagonal`` argument of ``tril`` and ``triu`` for one rank's block, shifted by the block's offset."""
     rows, columns = at.operand_offsets[0][-2:]
     return {"diagonal": call["diagonal"] + rows - columns}
 
 
 def trace_of_blocks(at: KernelContext, x: Any) -> Any:
-    """Return the part of the diagonal that crosses a block."""
+    """Sum in each rank's block the elements of the global diagonal: addends of the trace (a kernel)."""
     layout = at.operands[0]
 
     def trace_of_block(here: At, block: torch.Tensor) -> torch.Tensor:
-        """Return the sum of the part of the diagonal in one block."""
+        """Sum the elements of the global diagonal that are in one rank's block."""
         rows, columns = layout.local_offset(layout.mesh.coordinates[here.member])
         total = block.diagonal(rows - columns).sum()
         return total.to(at.results[0].dtype) if at.results[0] is not None else total

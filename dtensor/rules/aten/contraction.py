@@ -29,7 +29,7 @@ einsum("ger outer", "m, n -> m n")
 
 
 def allows_fractional_scale(choice: StrategyChoice) -> bool:
-    """Return True unless a block is empty beside a fractional scale of integers, which torch truncates and then refuses."""
+    """Return False if integers are scaled by a float and a block is empty, which torch refuses."""
     call = choice.call
     result = call.results[0]
     exact = result is None or result.dtype.is_floating_point or result.dtype.is_complex
@@ -44,7 +44,7 @@ einsum("addr", "+m n, m, n -> m n")
 
 
 def allows_expanded_addend(choice: StrategyChoice) -> bool:
-    """Return True unless ``addmv`` has an empty block: torch then returns its first operand without expanding it."""
+    """Return False if ``addmv`` would have to expand its first operand on an empty block, which torch does not do."""
     result = choice.call.results[0]
     return min(*choice.sizes("m"), *choice.sizes("k")) > 0 or (result is not None and choice.call.shape(0) == result.shape)
 
@@ -53,16 +53,16 @@ einsum("addmv", "+m, m k, k -> m", when=allows_expanded_addend)
 
 
 def row_product_flops(name: str, call: Call) -> int:
-    """Return the FLOPs if each element of the result needs a complete row of argument ``name``."""
+    """Return the FLOPs of an operator in which each result element is a product with a complete row of argument ``name``."""
     result = call.results[0]
     return 0 if result is None else 2 * math.prod(result.shape) * call.shape(call.names.index(name))[-1]
 
 
-# the activation needs the whole sum
+# the activation needs the complete sum
 blockwise("_addmm_activation", "+m n, m [k], [k] n -> m n", flops=partial(row_product_flops, "mat1"))
 
 # a weight of one dim gives no output dim; a call without a bias has two operands
-WITHOUT_BIAS = tuple(row for op in ("sum", "avg") for row in (f"{op},finite -> {op}", f"finite,{op} -> {op}"))
+WITHOUT_BIAS = tuple(strategy for op in ("sum", "avg") for strategy in (f"{op},finite -> {op}", f"finite,{op} -> {op}"))
 einsum("linear", "b* k, n* k, +n* -> b* n*", partials=WITHOUT_BIAS)
 
 
@@ -71,12 +71,12 @@ def _flatten_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def _matrix_gradient(of: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Return ``left @ right``, the gradient of a matrix, in the memory order of that matrix."""
+    """Return ``left @ right``, the gradient of the matrix ``of``, in the memory order of that matrix."""
     return torch.mm(right.t(), left.t()).t() if of.stride() == (1, of.shape[0]) else torch.mm(left, right)
 
 
 def linear_gradients(x: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor, output_mask: Sequence[bool]) -> tuple[Any, ...]:
-    """Return the requested gradients of input, weight and bias (only mkldnn and MPS have the operator itself)."""
+    """Compute the requested gradients of input, weight and bias of ``linear``. Torch has the operator only for mkldnn and MPS."""
     rows, grad_rows = _flatten_rows(x), _flatten_rows(grad)
     needs_input, needs_weight, needs_bias = output_mask
     return (
@@ -95,7 +95,7 @@ blockwise(
     shapes=True,
 )
 declare_traits(
-    "linear_backward", infer=lambda ask, given, device: linear_gradients(*given.values())
+    "linear_backward", infer=lambda default, arguments, device: linear_gradients(*arguments.values())
 )  # torch's meta kernel ignores half of the mask
 
 
@@ -110,8 +110,7 @@ blockwise(
 
 
 def matmul_gradients(grad: torch.Tensor, x: torch.Tensor, y: torch.Tensor, mask: Sequence[bool]) -> tuple[Any, ...]:
-    """Return the requested gradients of the operands of a matrix product or of stacks of them (only nested tensors have the
-    operator)."""
+    """Compute the requested gradients of both operands of ``matmul``. Torch has the operator only for nested tensors."""
     if y.ndim == 2:
         x_gradient, weight_gradient, _ = linear_gradients(x, grad, y.t(), (*mask, False))
         return x_gradient, None if weight_gradient is None else weight_gradient.t()
@@ -133,12 +132,11 @@ blockwise(
     local=on_each_rank(matmul_gradients),
     shapes=True,
 )
-declare_traits("matmul_backward", infer=lambda ask, given, device: matmul_gradients(*given.values()))
+declare_traits("matmul_backward", infer=lambda default, arguments, device: matmul_gradients(*arguments.values()))
 
 
 def einsum_factors(call: Call) -> Factors | None:
-    """Return every letter of the equation as a factor. With a letter twice in one operand (a diagonal) the operator
-    decomposes."""
+    """Return the factors of ``einsum``: the letters of its equation. None (decompose) if an operand has a letter twice."""
     left, arrow, right = call["equation"].replace(" ", "").partition("->")
     if not arrow:
         once = sorted(letter for letter in set(left) if letter.isalpha() and left.count(letter) == 1)
@@ -149,13 +147,13 @@ def einsum_factors(call: Call) -> Factors | None:
 
 
 def _lowercase_letters(terms: str) -> str:
-    """Return the terms in the notation of rules, which has lowercase letters."""
+    """Convert one side of an einsum equation to the notation of rules, which has lowercase letters only."""
     words = re.findall(r"\.\.\.|[A-Za-z,]", terms)
     return " ".join(word if word == word.lower() else f"{word.lower()}_" for word in words)
 
 
 def partials_of_each_operand(call: Call) -> tuple[str, ...]:
-    """Return strategies for an operator that is linear in each operand, with the others fixed and finite."""
+    """Return strategies in which one operand is partial, for an operator that is linear in each while the others are finite."""
     count = len(call.operands)
     return tuple(
         f"{','.join(op if i == k else 'finite' for k in range(count))} -> {op}" for i in range(count) for op in ("sum", "avg")
@@ -166,8 +164,7 @@ register("einsum", Rule(einsum_factors, partials_of_each_operand, kind="einsum")
 
 
 def trilinear_factors(call: Call) -> Factors | None:
-    """Return the factors of three operands, expanded by dims of size one at ``expand``, multiplied, and summed over
-    ``sumdim``."""
+    """Return the factors of ``_trilinear``, which expands three operands, multiplies them and sums over ``sumdim``."""
     dims = range(len(call.shape(0)) + len(call["expand1"]))
     terms = [" ".join(f"d{d}" for d in dims if d not in call[name]) for name in ("expand1", "expand2", "expand3", "sumdim")]
     return factors_of_pattern(parse_notation(f"{', '.join(terms[:3])} -> {terms[3]}"), call)
@@ -178,20 +175,22 @@ register("_trilinear", Rule(trilinear_factors, linear("i1", "i2", "i3"), kind="e
 
 # --- distances of pairs of rows -------------------------------------------------------------------------------------
 def local_cdist_args(call: Call, view: LocalView) -> dict[str, Any]:
-    """Return the method that the global matrices would use for Euclidean distances (matrix products from 26 rows on)."""
+    """Return the ``compute_mode`` for blocks that torch would choose for the global matrices (products from 26 rows on)."""
     if call["compute_mode"] not in (None, 0):
         return {}
     return {"compute_mode": 1 if max(call.shape(0)[-2], call.shape(1)[-2]) > 25 else 2}
 
 
 def distances_of_coordinates(at: KernelContext, x: Any, y: Any, p: float, mode: Any = None) -> Any:
-    """Return distances from blocks of coordinates: the p-th powers of partial distances add up."""
+    """Compute distances from sharded coordinates: all-reduce the p-th powers of each rank's partial distances (a kernel)."""
     return at.all_reduce(torch.ops.aten._cdist_forward(x, y, p, 2).pow(p), "sum").pow(1 / p)
 
 
 def distance_factors(call: Call) -> Factors | None:
-    """Return factors with partial distances of coordinates: sums (p = 1, and counts of differences, p = 0), the largest (p =
-    inf)."""
+    """Return the factors of ``_cdist_forward``.
+
+    Sharded coordinates give partial results for p = 0, 1 and inf, else they need a kernel.
+    """
     factors, p = factors_of_pattern(parse_notation("... p m, ... r m -> ... p r"), call, None), call["p"]
     if factors is None:
         return None
@@ -216,7 +215,7 @@ blockwise("_pdist_backward", "[p], [p] m, [p] -> [p] m", local=on_contiguous(tor
 
 # --- low precision --------------------------------------------------------------------------------------------------
 def has_cuda_block_sizes(choice: StrategyChoice) -> bool:
-    """Return True if every block has the sizes that the CUDA kernels of 8-bit products require."""
+    """Return True if every block has the sizes that CUDA kernels of 8-bit products require."""
     if choice.call.mesh.device_type != "cuda":
         return True
     return all(size % 8 == 0 and size > 16 for name in choice.splits for size in choice.sizes(name))
@@ -226,8 +225,10 @@ einsum("_int_mm", "m k, k n -> m n", when=has_cuda_block_sizes)  # int32 sums of
 
 
 def scaled_factors(call: Call) -> Factors | None:
-    """Return the factors of a scaled product. Scales are one number, or one per row and column. k is unsharded, so sums are
-    rounded once."""
+    """Return the factors of ``_scaled_mm``, or None for block-wise scales.
+
+    The contracted dim is unsharded, so that sums are rounded once.
+    """
     if not len(call.shape(0)) == len(call.shape(1)) == 2:
         return None  # torch raises for these
     (m, k), (_, n) = call.shape(0), call.shape(1)
@@ -251,7 +252,7 @@ def scaled_factors(call: Call) -> Factors | None:
             operands.append(tuple((d,) if d else () for d in dims_of_argument[name]))
         else:
             return None  # scales of blocks
-    return Factors(tuple(operands), ((("m",), ("n",)),), sizes, whole=frozenset("k"))
+    return Factors(tuple(operands), ((("m",), ("n",)),), sizes, unsharded=frozenset("k"))
 
 
 kernel_rule("_scaled_mm", scaled_factors, when=has_cuda_block_sizes, flops=partial(row_product_flops, "self"))

@@ -1,6 +1,6 @@
 """Convolutions: samples, groups, and channels are factors; input channels are contracted; positions have halos.
 
-With one group the inner channel dims may be sharded; with several, ranks have whole groups. In a transposed convolution, input
+With one group the inner channel dims may be sharded; with several, ranks have complete groups. In a transposed convolution, input
 and output change places in the weight, and positions are unsharded. Otherwise blocks of positions receive the inputs beyond their
 edges from their neighbors.
 """
@@ -17,9 +17,9 @@ from torch import Tensor
 
 from ...placement import Partial
 from ..call import Call
-from ..declare import by_pattern
+from ..declare import make_blockwise_rule
 from ..declared_factors import by
-from ..halo_exchange import SlidingWindow, add_halo_gradients, held_positions, read_with_halo
+from ..halo_exchange import SlidingWindow, add_halo_gradients, make_range_lookup, read_with_halo
 from ..kernel_context import At, KernelContext
 from ..registry import register
 from ..rule import Declaration, Factors, Kernel, LocalView
@@ -42,7 +42,7 @@ GROUP_OPTIONS: dict[str, Any] = {"nonempty": "g i o", "kind": "einsum"}
 
 
 def groups_in_block(call: Call, x: Any, weight: Any, output: Any) -> int:
-    """Return the number of groups in a block. Dim 1 of the weight is the number of channels of one group.
+    """Return the number of groups in a rank's block. Dim 1 of the weight is the number of channels of one group.
 
     The channels inside a group may be sharded too, if each rank has a single group.
     """
@@ -61,8 +61,10 @@ def local_backward_args(call: Call, view: LocalView) -> dict[str, Any]:
 
 
 def convolution_flops(call: Call) -> int:
-    """Return the FLOPs of one convolution: each output position (transposed: input position) meets the weight of an output
-    channel."""
+    """Return the FLOPs of one convolution: each output position meets the weight of an output channel.
+
+    If it is transposed, each input position does.
+    """
     x, weight = (call.shape(call.names.index(name)) for name in ("input", "weight"))
     output = call.results[0] if "grad_output" not in call.names else call.operands[call.names.index("grad_output")]
     met = x if call["transposed"] or output is None else output.shape
@@ -70,7 +72,7 @@ def convolution_flops(call: Call) -> int:
 
 
 def gradient_flops(call: Call) -> int:
-    """Return the FLOPs of the gradients of input and weight, each as many as those of the forward pass."""
+    """Return the FLOPs of the requested gradients of input and weight, each as many as those of the forward pass."""
     return convolution_flops(call) * sum(call["output_mask"][:2])
 
 
@@ -83,6 +85,7 @@ class SpatialFactors(Declaration):
     kernel: Any
 
     def __call__(self, call: Call) -> Factors | None:
+        """Return the factors of a convolution. A sharded dim of positions has a kernel that exchanges halos."""
         factors = self.notation(call)
         if factors is None or call["transposed"] or len(call.shape(call.names.index("input"))) < 3:
             return factors
@@ -108,7 +111,7 @@ class SpatialFactors(Declaration):
 
 
 def sliding_windows(call: Call) -> list[SlidingWindow]:
-    """Return how outputs read inputs, by dim of positions."""
+    """Return, for each dim of positions, the window of inputs that each output reads."""
     x, weight = (call.shape(call.names.index(name)) for name in ("input", "weight"))
     if "grad_output" in call.names:
         outputs = call.shape(call.names.index("grad_output"))
@@ -121,12 +124,12 @@ def sliding_windows(call: Call) -> list[SlidingWindow]:
 
 
 def _per_dim(value: Any, dims: int) -> list[int]:
-    """Return one number for each dim of positions. ``value`` may be one number for all."""
+    """Return a setting (stride, padding ...) as a list with one number for each dim of positions."""
     return list(value) if len(value) == dims else [value[0]] * dims
 
 
 def _halo_cost(call: Call, d: int) -> tuple[int, Any]:
-    """Return how many collectives a block of positions needs, and a function for their bytes."""
+    """Return how many collectives the halo exchange along dim ``d`` takes, and a function for their bytes."""
     times = 1 + ("grad_output" in call.names and call["output_mask"][0])
 
     def nbytes(call: Call) -> int:
@@ -143,12 +146,13 @@ class ConvolutionWithHalo(Declaration):
     d: int
 
     def __call__(self, at: KernelContext, x: Any, weight: Any, bias: Any, *sizes: Any) -> Any:
-        dim, reach, result = self.d + 2, at.once(sliding_windows)[self.d], at.results[0]
+        """Receive the halo of each rank's block, and compute the rank's outputs."""
+        dim, reach, result = self.d + 2, at.compute_once(sliding_windows)[self.d], at.results[0]
         assert result is not None
-        outputs = held_positions(result, dim)
+        outputs = make_range_lookup(result, dim)
 
         def convolve_block(here: At, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            """Convolve a block that has its halo; a rank without outputs returns an empty block."""
+            """Convolve one rank's inputs, halo included. A rank without outputs returns an empty block."""
             if not outputs(here.member):
                 return x.new_empty(result.shape_of(here.member))
             return aten.convolution(x, weight, bias, *_block_settings(sizes, self.d, x, weight))
@@ -164,11 +168,12 @@ class GradientsWithHalo(Declaration):
     d: int
 
     def __call__(self, at: KernelContext, grad: Any, x: Any, weight: Any, bias: Any, *settings: Any) -> Any:
+        """Receive the halo of each rank's inputs, compute gradients, and add input gradients on the ranks that own the inputs."""
         *sizes, mask = settings
-        dim, reach, outputs = self.d + 2, at.once(sliding_windows)[self.d], held_positions(at.operands[0], self.d + 2)
+        dim, reach, outputs = self.d + 2, at.compute_once(sliding_windows)[self.d], make_range_lookup(at.operands[0], self.d + 2)
 
-        def gradients_of_block(here: At, grad: Tensor, x: Tensor, weight: Tensor) -> Any:
-            """Return the gradients of a block that has its halo; zeros if the rank has no outputs."""
+        def convolve_block_backward(here: At, grad: Tensor, x: Tensor, weight: Tensor) -> Any:
+            """Compute the gradients of one rank's outputs, for inputs with halo. Zeros if the rank has no outputs."""
             if not grad.numel():
                 nothing = torch.zeros_like(x), torch.zeros_like(weight), grad.new_zeros(grad.shape[1])
                 return tuple([value if is_requested else None for value, is_requested in zip(nothing, mask, strict=True)])
@@ -176,19 +181,19 @@ class GradientsWithHalo(Declaration):
             return aten.convolution_backward(grad, x, weight, sides, *_block_settings(sizes, self.d, x, weight), mask)
 
         read_gradient, *others = at.map(
-            gradients_of_block, grad, read_with_halo(at, x, dim, at.operands[1], reach, outputs), weight
+            convolve_block_backward, grad, read_with_halo(at, x, dim, at.operands[1], reach, outputs), weight
         )
         return (add_halo_gradients(at, read_gradient, dim, at.operands[1], reach, outputs) if mask[0] else None, *others)
 
 
 def _block_settings(sizes: Any, d: int, x: Tensor, weight: Tensor) -> tuple[Any, ...]:
-    """Return stride to groups for a block of inputs along dim ``d``, which is padded already."""
+    """Return the arguments from stride to groups for a block whose dim ``d`` is padded already."""
     stride, padding, dilation, transposed, output_padding, groups = sizes
     padding = [0 if k == d else n for k, n in enumerate(_per_dim(padding, x.ndim - 2))]
     return stride, padding, dilation, transposed, output_padding, x.shape[1] // weight.shape[1] if weight.shape[1] else groups
 
 
-FORWARD_RULE = by_pattern(
+FORWARD_RULE = make_blockwise_rule(
     FORWARD,
     sums={"i": "sum"},
     sizes=SIZES,
@@ -199,7 +204,7 @@ FORWARD_RULE = by_pattern(
 )
 register("convolution", replace(FORWARD_RULE, factors=SpatialFactors(FORWARD_RULE.factors, ConvolutionWithHalo)))
 # the gradient of the bias has no input channels
-BACKWARD_RULE = by_pattern(
+BACKWARD_RULE = make_blockwise_rule(
     BACKWARD, sums={"n o": "sum", "i": "R"}, sizes=SIZES, local_args=local_backward_args, flops=gradient_flops, **GROUP_OPTIONS
 )
 register("convolution_backward", replace(BACKWARD_RULE, factors=SpatialFactors(BACKWARD_RULE.factors, GradientsWithHalo)))

@@ -52,8 +52,7 @@ register(
 
 
 def have_equal_storage_spans(call: Call) -> bool:
-    """Return True if two tensors span equally many elements of memory. Forward AD asks whether a tangent fits its primal's
-    memory."""
+    """Return True if two tensors span equally many elements of memory, as forward AD requires of a tangent and its primal."""
     spans = [1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride, strict=True)) for x in call.operands[:2] if x.numel]
     return len(spans) != 1 and len(set(spans)) <= 1
 
@@ -76,7 +75,7 @@ fold(
 
 # --- histograms ---------------------------------------------------------------------------------------------------------
 def find_min_max(at: KernelContext, x: Any, dtype: torch.dtype = torch.float64, nothing: float = -torch.inf) -> Any:
-    """Return the smallest and the largest of all elements. ``nothing`` is less than any."""
+    """All-reduce the smallest and the largest of all elements into one tensor. ``nothing``: both for empty blocks."""
 
     def min_max_of_block(_: Any, block: Tensor) -> Tensor:
         wide = block.detach().to(dtype)
@@ -86,22 +85,22 @@ def find_min_max(at: KernelContext, x: Any, dtype: torch.dtype = torch.float64, 
 
 
 def histc_of_blocks(at: KernelContext, x: Any, bins: int = 100, min: Any = 0, max: Any = 0) -> Any:
-    """Return the counts of each block between the same bounds: those of the data if none are given."""
+    """Count the elements of each rank's block in bins between the same bounds, those of all data if none are given (a kernel)."""
     if min != max or not at.call.operands[0].numel:
         return at.map(lambda _, block: aten.histc(block, bins, min, max), x)
 
-    def count_block(_: Any, block: Tensor, bounds: Tensor) -> Tensor:
-        """Count the elements of a block in bins between the global bounds."""
+    def count_in_bins(_: Any, block: Tensor, bounds: Tensor) -> Tensor:
+        """Count the elements of one rank's block in bins between the global bounds."""
         low, high = bounds.tolist()
         if low == high:  # torch widens an empty interval like this
             low, high = low - 1, high + 1
         return aten.histc(block, bins, low, high)
 
-    return at.map(count_block, x, find_min_max(at, x))
+    return at.map(count_in_bins, x, find_min_max(at, x))
 
 
 def histc_kernel(call: Call) -> Kernel:
-    """Return the kernel of ``histc``, which reduces minimum and maximum over the ranks if the call gives no interval."""
+    """Return the kernel of ``histc``, which has a collective only if the call gives no bounds."""
     needs_interval = int(call["min"] == call["max"] and call.operands[0].numel > 0)  # the bounds of the interval: two float64
     return Kernel(
         histc_of_blocks, lacking=Partial("sum"), collectives=needs_interval, nbytes=lambda call: 16 * needs_interval, joint=True
@@ -112,10 +111,10 @@ blockwise("histc", "[s*] -> []", kernel=histc_kernel, kind="kernel", floats_matt
 
 
 def bincount_of_blocks(at: KernelContext, x: Any, weights: Any = None, minlength: int = 0) -> Any:
-    """Return the counts (or summed weights) of all blocks, as many as the largest number requires."""
+    """Count the values of all ranks, up to the global maximum, and all-reduce the counts or summed weights (a kernel)."""
 
-    def count_block(_: Any, block: Tensor, weight: Tensor | None, bounds: Tensor) -> Tensor:
-        """Count the values of a block up to the global maximum, in the dtype of a non-empty count."""
+    def count_values(_: Any, block: Tensor, weight: Tensor | None, bounds: Tensor) -> Tensor:
+        """Count the values of one rank's block up to the global maximum. Raise if some value is negative."""
         low, high = bounds.tolist()
         if low < 0:
             raise RuntimeError("bincount only supports 1-d non-negative integral inputs.")
@@ -124,11 +123,11 @@ def bincount_of_blocks(at: KernelContext, x: Any, weights: Any = None, minlength
             return counts
         return counts.to(weight.dtype if weight.dtype is torch.float32 else torch.float64)  # the dtype of a non-empty count
 
-    return at.all_reduce(at.map(count_block, x, weights, find_min_max(at, x, torch.int64, -(2**62))), "sum")
+    return at.all_reduce(at.map(count_values, x, weights, find_min_max(at, x, torch.int64, -(2**62))), "sum")
 
 
 def bincount_kernel(call: Call) -> Kernel | None:
-    """Return the kernel of a ``bincount``: it reduces two integers, then one number for each bin."""
+    """Return the kernel of ``bincount``, or None for operands that torch refuses."""
     number = 8 if len(call.operands) == 1 else max(4, call.operands[1].dtype.itemsize)
     is_valid = len({tuple(layout.shape) for layout in call.operands}) == 1 and call["minlength"] >= 0  # torch refuses others
     kernel = Kernel(bincount_of_blocks, collectives=2, nbytes=lambda call: 16 + number * max(1, call["minlength"]))
@@ -141,12 +140,12 @@ blockwise("bincount", "each: [n] ->", kernel=bincount_kernel, kind="kernel", mea
 def histogram_of_blocks(
     at: KernelContext, x: Any, bins: Any = 100, *, range: Any = None, weight: Any = None, density: bool = False
 ) -> Any:
-    """Return the counts, and the edges."""
+    """Return each rank's counts and the bin edges, which are equal on all ranks. A density all-reduces the counts (a kernel)."""
     has_edges = not isinstance(bins, int)
     interval = find_min_max(at, x) if not has_edges and range is None and at.call.operands[0].numel else None
 
     def histogram_of_block(_: Any, block: Tensor, edges: Any, weights: Tensor | None, bounds: Tensor | None) -> list[Tensor]:
-        """Return counts and edges of one block, with the bins of the global tensor."""
+        """Count the elements of one rank's block in bins between the global bounds; return counts and edges."""
         between = range if bounds is None else bounds.tolist()
         if has_edges:
             counts_and_edges = aten.histogram.bins_tensor(block, edges, weight=weights)
@@ -164,7 +163,7 @@ def histogram_of_blocks(
 
 
 def histogram_kernel(call: Call) -> Kernel:
-    """Return the kernel of histograms, with the collectives that the interval and the density need."""
+    """Return the kernel of ``histogram``, with the collectives that bounds from data and a density need."""
     needs_interval = isinstance(call["bins"], int) and call["range"] is None and call.operands[0].numel > 0
     counts = sum(math.prod(meta.shape) * meta.dtype.itemsize for meta in call.results[:1] if meta is not None)
     return Kernel(
@@ -177,7 +176,7 @@ def histogram_kernel(call: Call) -> Kernel:
 
 
 def histogram_metas(call: Call) -> tuple[Meta, ...]:
-    """Return the metadata of counts and edges."""
+    """Return the metas of the counts and of the edges of ``histogram``."""
     bins, dtype = call["bins"], call.operands[0].dtype
     count = bins if isinstance(bins, int) else bins.shape[0] - 1
     return Meta((count,), (1,), dtype), Meta((count + 1,), (1,), dtype)

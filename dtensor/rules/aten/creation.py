@@ -1,4 +1,4 @@
-"""Creation of tensors like another one, which determines dtype and device, and the sharding of dims of the same size."""
+"""Creation of tensors like a model (``new_zeros``), with its dtype and device, and its sharding of dims of equal size."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..rule import Factors, Kernel, LocalView, factors_of_first_operand
 
 
 def new_tensor_factors(call: Call) -> Factors:
-    """Return factors that shard dims of the model's size as the model: gradients of reads, buffers for a batch's results."""
+    """Return factors that shard dims of the new tensor as the model (operand 0), where both have the same size."""
     dims, sizes = factors_of_first_operand(call)
     result = call.results[0]
     assert result is not None
@@ -25,13 +25,13 @@ def new_tensor_factors(call: Call) -> Factors:
 
 
 def make_blocks(at: KernelContext, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return new blocks, also if the model is sharded along other dims."""
+    """Create each rank's block of the new tensor, if the model is sharded along dims that it lacks (a kernel)."""
     packet, layout = at.call.func.overloadpacket, at.results[0]  # the packet selects the overload without out=
     assert layout is not None
     strided = at.call.get("stride") is not None
 
     def make_block(here: At, block: Any) -> Any:
-        """Make the block of one rank, with strides in the order of the global ones."""
+        """Create one rank's block of the new tensor, with strides in the order of the global ones."""
         shape = layout.shape_of(here.member)
         leading = (shape, stride_like(shape, at.call["stride"])) if strided else (shape,)
         return packet(block, *leading, *args[len(leading) :], **kwargs)
@@ -40,7 +40,7 @@ def make_blocks(at: KernelContext, model: Any, *args: Any, **kwargs: Any) -> Any
 
 
 def local_size_args(call: Call, at: LocalView) -> dict[str, Any]:
-    """Return the local size, and the local strides if the call gives strides."""
+    """Return the ``size`` argument for one rank's block, and its ``stride`` if the call gives strides."""
     if call.get("stride") is None:
         return {"size": at.results[0]}
     return {"size": at.results[0], "stride": stride_like(at.results[0], call["stride"])}
@@ -55,7 +55,7 @@ kernel_rule(
 
 
 # --- the model's memory is not read ---
-declare_traits("empty.memory_format empty_permuted.default empty_strided.default empty_like.default", touches="nothing")
-declare_traits("new_empty.default new_empty_strided.default", touches="nothing")
-declare_traits("zeros_like.default ones_like.default full_like.default", touches="results")
-declare_traits("new_zeros.default new_ones.default new_full.default", touches="results")
+declare_traits("empty.memory_format empty_permuted.default empty_strided.default empty_like.default", memory_use="nothing")
+declare_traits("new_empty.default new_empty_strided.default", memory_use="nothing")
+declare_traits("zeros_like.default ones_like.default full_like.default", memory_use="results")
+declare_traits("new_zeros.default new_ones.default new_full.default", memory_use="results")

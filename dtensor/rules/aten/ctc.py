@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 
 def sequences_of_block(here: At, call: Call, targets: torch.Tensor) -> tuple[torch.Tensor, list[int], list[int]]:
-    """Return targets and lengths of the sequences in one rank's block."""
+    """Return the targets, input lengths and target lengths of the sequences in one rank's block."""
     block = slice(here.offset, here.offset + here.size)
     lengths = list(call["target_lengths"])
     if targets.ndim == 1:
@@ -28,13 +28,13 @@ def sequences_of_block(here: At, call: Call, targets: torch.Tensor) -> tuple[tor
 
 
 def ctc_losses(at: KernelContext, log_probs: Any, targets: Any, *lengths: Any, **options: Any) -> Any:
-    """Compute the losses of the sequences in each rank's block."""
+    """Compute the CTC losses of the sequences in each rank's block (a kernel)."""
     table = at.results[1]
     assert table is not None
     rest = lengths[2:]
 
-    def losses_of_block(here: At, block: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the losses of the sequences in one block, with ``alpha`` padded to its global width."""
+    def ctc_losses_of_block(here: At, block: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute the losses of one rank's sequences, and pad the table ``alpha`` to its global width."""
         labels, inputs, outputs = sequences_of_block(here, at.call, labels)
         if not here.size:
             return block.new_empty((0,)), block.new_empty((0, *table.shape[1:]))
@@ -43,17 +43,17 @@ def ctc_losses(at: KernelContext, log_probs: Any, targets: Any, *lengths: Any, *
         padded_alpha[..., : alpha.shape[2]] = alpha
         return loss, padded_alpha
 
-    return at.map(losses_of_block, log_probs, targets)
+    return at.map(ctc_losses_of_block, log_probs, targets)
 
 
 def ctc_gradients(at: KernelContext, grad: Any, log_probs: Any, targets: Any, inputs: Any, outputs: Any, *rest: Any) -> Any:
-    """Compute the gradients of the sequences in each rank's block."""
+    """Compute the gradients of the CTC losses of the sequences in each rank's block (a kernel)."""
     losses, table, *options = rest
 
-    def gradients_of_block(
+    def ctc_gradients_of_block(
         here: At, g: torch.Tensor, block: torch.Tensor, labels: torch.Tensor, loss: Any, alpha: Any
     ) -> torch.Tensor:
-        """Return the gradients of the sequences in one block."""
+        """Compute the gradients of one rank's sequences; zeros if it has none."""
         labels, own_inputs, own_outputs = sequences_of_block(here, at.call, labels)
         if not here.size:
             return torch.zeros_like(block)
@@ -62,11 +62,11 @@ def ctc_gradients(at: KernelContext, grad: Any, log_probs: Any, targets: Any, in
             g, block, labels, own_inputs, own_outputs, loss, alpha[..., :width].contiguous(), *options
         )
 
-    return at.map(gradients_of_block, grad, log_probs, targets, losses, table)
+    return at.map(ctc_gradients_of_block, grad, log_probs, targets, losses, table)
 
 
-def with_length_lists(name: str) -> Any:
-    """Return the operator with lengths that are tensors (numbers for one sequence), which all ranks read once."""
+def make_length_list_operator(name: str) -> Any:
+    """Return a function that converts length tensors to lists (all ranks read them once) and calls the operator."""
     op = getattr(aten, name).default
     first = 2 if name == "_ctc_loss" else 3
     return lambda *args: op(*args[:first], *(x.flatten().tolist() for x in args[first : first + 2]), *args[first + 2 :])
@@ -81,5 +81,5 @@ for _library in ("cudnn", "miopen"):
         register(f"_use_{_library}_ctc_loss{_overload}", Rule(NO_FACTORS, answer=lambda call: False, kind="answer"))
 blockwise("_ctc_loss", LOSSES, kernels={"n": Kernel(ctc_losses)}, plain=("targets",))
 blockwise("_ctc_loss_backward", GRADIENTS, kernels={"n": Kernel(ctc_gradients)})
-composed("_ctc_loss.Tensor", with_length_lists("_ctc_loss"), plain=("targets", "input_lengths", "target_lengths"))
-composed("_ctc_loss_backward.Tensor", with_length_lists("_ctc_loss_backward"))
+composed("_ctc_loss.Tensor", make_length_list_operator("_ctc_loss"), plain=("targets", "input_lengths", "target_lengths"))
+composed("_ctc_loss_backward.Tensor", make_length_list_operator("_ctc_loss_backward"))

@@ -15,8 +15,7 @@ from ..scans import Tensors, scan
 
 
 def add_parts(left: Tensor, right: Tensor) -> Tensor:
-    """Return the sum, complex numbers by their parts: torch's complex sum is ``left + 1 * right``, which makes NaN of
-    infinity."""
+    """Add tensors, complex ones by real and imaginary parts: torch's own sum makes NaN of infinite complex numbers."""
     if right.is_complex():
         return torch.view_as_complex(torch.view_as_real(left) + torch.view_as_real(right))
     return left + right
@@ -27,11 +26,11 @@ scan("cumprod", lambda x, dim, start: torch.cumprod(x, dim), torch.mul)
 scan("logcumsumexp", lambda x, dim, start: torch.logcumsumexp(x, dim), torch.logaddexp)
 
 
-def keep_later_best(wins: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensors, Tensors], Tensors]:
-    """Return a join that keeps the last index of equal values, and the last NaN before everything."""
+def make_later_best_join(wins: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensors, Tensors], Tensors]:
+    """Return the join of ``cummax`` and ``cummin``: of equal values the last index is kept, and NaN is best."""
 
     def join(left: Tensors, right: Tensors) -> Tensors:
-        """Return for each position the later best value of both parts, and its index."""
+        """Return for each position the better (value, index) of both parts, the later one if equal."""
         later = wins(right[0], left[0])
         if right[0].is_floating_point():
             later = right[0].isnan() | (later & ~left[0].isnan())
@@ -41,7 +40,7 @@ def keep_later_best(wins: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tenso
 
 
 def add_block_offset(best: Callable[[Tensor, int], Tensors]) -> Callable[[Tensor, int, int], Tensors]:
-    """Wrap a scan so that its indices are those in the global tensor."""
+    """Wrap the scan of a block (``torch.cummax``) so that its indices are positions in the global tensor."""
 
     def scan_block(x: Tensor, dim: int, start: int) -> Tensors:
         values, indices = best(x, dim)
@@ -50,5 +49,5 @@ def add_block_offset(best: Callable[[Tensor, int], Tensors]) -> Callable[[Tensor
     return scan_block
 
 
-scan("cummax", add_block_offset(torch.cummax), keep_later_best(torch.ge), parts=2)
-scan("cummin", add_block_offset(torch.cummin), keep_later_best(torch.le), parts=2)
+scan("cummax", add_block_offset(torch.cummax), make_later_best_join(torch.ge), parts=2)
+scan("cummin", add_block_offset(torch.cummin), make_later_best_join(torch.le), parts=2)

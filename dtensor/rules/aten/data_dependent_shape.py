@@ -24,34 +24,34 @@ from ..call import Call
 from ..declare import blockwise, kernel_rule
 from ..declared_factors import by
 from ..kernel_context import At, DataDependentResult, KernelContext, make_index_tensor
-from ..rule import Dims, Factors, Kernel, all_unsharded
+from ..rule import Dims, Factors, Kernel, make_unsharded_factors
 
 aten = torch.ops.aten
 
 
 def all_gather_rows(at: KernelContext, rows: Any) -> list[Any]:
-    """Return the rows of every group position, each rank having its own number of them."""
+    """All-gather rows of which each rank has its own number, and return them by group position."""
     lengths = _counts_by_member(at, _all_gather_counts(at, rows))
     shape = tuple(rows.shape[1:]) if not hasattr(rows, "shards") else tuple(rows.shards[0].shape[1:])
     return at.all_gather(rows, lambda member: (lengths[member], *shape))
 
 
 def _all_gather_counts(at: KernelContext, rows: Any) -> list[Any]:
-    """Return how many rows each group position has."""
+    """All-gather the number of rows of each group position, as tensors."""
     return at.all_gather(at.map(lambda _, own: make_index_tensor(own.device, [own.shape[0]]), rows))
 
 
 def _count_rows(at: KernelContext, rows: Any) -> tuple[int, ...]:
-    """Return how many rows each group position has as numbers, on a mesh with equal copies."""
+    """Return the number of rows of each group position as Python numbers; valid if all groups have equal copies."""
     return tuple([int(shards_of(count)[0].item()) for count in _all_gather_counts(at, rows)])
 
 
 def _counts_by_member(at: KernelContext, counts: list[Any]) -> dict[int, int]:
-    """Return how many rows the ranks of this process and of their groups have."""
+    """Return a dict from rank to its number of rows, for the ranks of this process and of their groups."""
     counts_of: dict[int, int] = {}
 
     def record_counts(here: At, own: list[Tensor]) -> Tensor:
-        """Note how many elements each rank of the group has."""
+        """Write the row counts of one rank's group into the dict."""
         group = at.call.mesh.members_of(at.mesh_dims, here.member)
         counts_of.update(zip(group, (int(count.item()) for count in own), strict=True))
         return own[0]
@@ -61,7 +61,7 @@ def _counts_by_member(at: KernelContext, counts: list[Any]) -> dict[int, int]:
 
 
 def row_major_mesh_dims(layout: Layout) -> tuple[int, ...]:
-    """Return the mesh dims, outermost first, that shard the elements into blocks that follow each other in row-major order.
+    """Return the mesh dims, outermost first, that shard elements into blocks that follow each other in row-major order.
 
     They are those of the first sharded dim, and those of later dims if blocks have one position of all dims before.
     """
@@ -74,7 +74,10 @@ def row_major_mesh_dims(layout: Layout) -> tuple[int, ...]:
 
 
 def nonzero_of_blocks(at: KernelContext, x: Any) -> Any:
-    """Return global positions, in row-major order."""
+    """List the positions of non-zero elements in each rank's block; sharded if blocks are in row-major order (a kernel).
+
+    Over other mesh dims the lists are all-gathered.
+    """
     layout = at.operands[0]
     shape, coordinates = tuple(layout.shape), at.call.mesh.coordinates
 
@@ -83,7 +86,7 @@ def nonzero_of_blocks(at: KernelContext, x: Any) -> Any:
         return torch.nonzero(block).add_(offset)
 
     def join_positions(_: Any, parts: list[Tensor]) -> Tensor:
-        """Return the positions of all parts in row-major order."""
+        """Concatenate the positions of all ranks, and sort them into row-major order."""
         rows = torch.cat(parts)
         flat = torch.zeros_like(rows[:, 0])
         for d, size in enumerate(shape):
@@ -105,7 +108,7 @@ def nonzero_of_blocks(at: KernelContext, x: Any) -> Any:
 
 
 blockwise("nonzero", "[s*] ->", kernel=Kernel(nonzero_of_blocks, collectives=1, joint=True), measured=True)
-kernel_rule("repeat_interleave.Tensor", all_unsharded, measured=True)  # a position depends on all counts before it
+kernel_rule("repeat_interleave.Tensor", make_unsharded_factors, measured=True)  # a position depends on all counts before it
 
 
 def is_sharded(call: Call) -> bool:
@@ -114,7 +117,7 @@ def is_sharded(call: Call) -> bool:
 
 # --- unique elements ---
 def unique_of_blocks(at: KernelContext, x: Any, sorted: bool = True, inverse: bool = False, counts: bool = False) -> Any:
-    """Return the values and, if requested, how often each occurs."""
+    """Find the distinct values of all ranks (replicated) and, if requested, how often each occurs (a kernel)."""
 
     def unique_of_block(_: Any, block: Tensor) -> list[Tensor]:
         values, _, counted = aten._unique2(block, True, False, counts)
@@ -129,7 +132,7 @@ def unique_of_blocks(at: KernelContext, x: Any, sorted: bool = True, inverse: bo
 
 
 def _add_counts(length: int, places: Tensor, counted: list[Tensor] | None) -> Tensor:
-    """Return the counts of the parts, added by their places among all values."""
+    """Add the counts of all ranks' values at the places of these values among all distinct ones. Empty if there are no counts."""
     if counted is None:
         return places.new_empty(0)
     return places.new_zeros(length).index_add_(0, places, torch.cat(counted))
@@ -139,7 +142,7 @@ def unique_without_counts(at: KernelContext, x: Any, sorted: bool = True, invers
     return unique_of_blocks(at, x, sorted)[:2]
 
 
-def replicate(x: Any) -> Tensor:
+def replicate_tensor(x: Any) -> Tensor:
     return x.redistribute(placements=[Replicate()] * x.device_mesh.ndim)
 
 
@@ -151,7 +154,7 @@ _SEARCH_DTYPES = {
 
 
 def unique_with_inverse(x: Tensor, sorted: bool = True, inverse: bool = False, counts: bool = False) -> Any:
-    """Return the distinct values of a tensor, and the position of each element among them.
+    """Find the distinct values of a DTensor, and look up the position of each element among them, sharded as the elements.
 
     Each NaN is a value of its own, in the order of torch's sort.
 
@@ -159,7 +162,7 @@ def unique_with_inverse(x: Tensor, sorted: bool = True, inverse: bool = False, c
     """
     values, _, counted = aten._unique2(x, True, False, counts)
     if x.dtype.is_floating_point and values.isnan().sum().item() > 1:  # equal on all ranks: the values are replicated
-        return aten._unique2(replicate(x), True, True, counts)
+        return aten._unique2(replicate_tensor(x), True, True, counts)
     search_dtype = _SEARCH_DTYPES.get(x.dtype, x.dtype)
     places = torch.searchsorted(values.to(search_dtype), x.to(search_dtype).contiguous())
     if x.dtype.is_floating_point:
@@ -186,14 +189,14 @@ for _name, _kernel, _decomposed in (
 
 # --- unique slices along a dim ---
 def unique_slices(at: KernelContext, x: Any, dim: int, sorted: bool = True, inverse: bool = False, counts: bool = False) -> Any:
-    """Return the distinct slices of each block as rows, then those of all blocks, with places and counts.
+    """Find the distinct slices along ``dim`` of all ranks, with the place of each slice among them and counts (a kernel).
 
     Places and counts are always returned, as torch does.
     """
     dim %= len(at.call.shape(0))
 
     def unique_of_block(_: Any, block: Tensor) -> list[Tensor]:
-        """Return the unique slices of a block, their counts and their places."""
+        """Return the distinct slices of one rank's block as rows, their counts, and the place of each slice among them."""
         empty = block.new_empty(0, dtype=torch.int64)
         if not block.shape[dim]:
             return [block.movedim(dim, 0).contiguous(), empty, empty]
@@ -201,7 +204,7 @@ def unique_slices(at: KernelContext, x: Any, dim: int, sorted: bool = True, inve
         return [values.movedim(dim, 0).contiguous(), counted, places]
 
     def merge_slices(here: At, parts: list[Tensor], counted: list[Tensor], places: Tensor) -> list[Tensor]:
-        """Return the unique slices of all blocks, their counts, and the places of this rank's slices."""
+        """Return the distinct slices of all ranks, their counts, and the places of this rank's slices among them."""
         values, of_parts, _ = aten.unique_dim(torch.cat(parts).movedim(0, dim), dim, True, True, False)
         before = sum(part.shape[0] for part in parts[: here.index])
         return [values, _add_counts(values.shape[dim], of_parts, counted), of_parts[before:][places]]
@@ -212,7 +215,7 @@ def unique_slices(at: KernelContext, x: Any, dim: int, sorted: bool = True, inve
 
 
 def unique_dim_factors(call: Call) -> Factors | None:
-    """Return the factors of ``unique_dim``: slices along its dim, or None for empty tensors."""
+    """Return the factors of ``unique_dim``, which shard only its dim. None for empty tensors, which torch treats differently."""
     shape = call.shape(0)
     if not shape or 0 in shape:
         return None  # torch treats empty tensors differently
@@ -225,7 +228,7 @@ kernel_rule("unique_dim", unique_dim_factors, measured=True)
 
 # --- runs of equal neighbors ---
 def unique_consecutive(x: Tensor, inverse: bool = False, counts: bool = False, dim: int | None = None) -> Any:
-    """Return the values of runs. An element that differs from the one before it begins a run."""
+    """Find the values of runs of equal neighbors by operators on DTensors; optionally each element's run, and lengths."""
     along = 0 if dim is None else dim % x.ndim
     inverse, counts = inverse or dim is not None, counts or dim is not None  # along a dim torch always returns all three
     rows = x.reshape(-1) if dim is None else x.movedim(along, 0)
@@ -250,7 +253,13 @@ def is_sharded_and_nonempty(call: Call) -> bool:
     return is_sharded(call) and call.operands[0].numel > 0
 
 
-kernel_rule("unique_consecutive", all_unsharded, measured=True, decompose=unique_consecutive, decomposes=is_sharded_and_nonempty)
 kernel_rule(
-    "unique_dim_consecutive", all_unsharded, measured=True, decompose=unique_dim_consecutive, decomposes=is_sharded_and_nonempty
+    "unique_consecutive", make_unsharded_factors, measured=True, decompose=unique_consecutive, decomposes=is_sharded_and_nonempty
+)
+kernel_rule(
+    "unique_dim_consecutive",
+    make_unsharded_factors,
+    measured=True,
+    decompose=unique_dim_consecutive,
+    decomposes=is_sharded_and_nonempty,
 )

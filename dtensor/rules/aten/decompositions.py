@@ -27,14 +27,14 @@ def _check_mask(mask: Tensor, name: str) -> None:
 
 
 def masked_select(x: Tensor, mask: Tensor) -> Tensor:
-    """Return the elements of ``x`` where the mask is True, by an index with the mask."""
+    """Compute ``masked_select`` by an index with the mask."""
     _check_mask(mask, "masked_select")
     x, mask = torch.broadcast_tensors(x, mask) if x.ndim or mask.ndim else (x.reshape(1), mask.reshape(1))
     return aten.index.Tensor(x, [mask])
 
 
 def masked_scatter(x: Tensor, mask: Tensor, source: Tensor) -> Tensor:
-    """Return ``x`` in which the k-th selected element is the k-th of the source."""
+    """Compute ``masked_scatter``: the k-th element where the mask is True becomes the k-th element of ``source``."""
     _check_mask(mask, "masked_scatter")
     x, full_mask = torch.broadcast_tensors(x, mask)
     if source.numel() < full_mask.numel():
@@ -47,12 +47,12 @@ def masked_scatter(x: Tensor, mask: Tensor, source: Tensor) -> Tensor:
 
 
 def masked_scatter_backward(grad: Tensor, mask: Tensor, sizes: Sequence[int]) -> Tensor:
-    picked, total = masked_select(grad, mask), math.prod(sizes)
-    return F.pad(picked, (0, total - picked.shape[0])).view(sizes)
+    selected, total = masked_select(grad, mask), math.prod(sizes)
+    return F.pad(selected, (0, total - selected.shape[0])).view(sizes)
 
 
 def unsafe_masked_index(x: Tensor, mask: Tensor, indices: Sequence[Tensor | None], fill: Any) -> Tensor:
-    """Return the indexed elements, and ``fill`` where the mask is False. Indices there may be out of range."""
+    """Compute ``_unsafe_masked_index``: index ``x``, with ``fill`` where the mask is False. Indices there may be out of range."""
     if not x.numel():
         places = [None if index is None else torch.zeros_like(index) for index in indices]
         return x.new_full(aten._unsafe_index(x.new_empty([max(1, size) for size in x.shape]), places).shape, fill)
@@ -60,14 +60,14 @@ def unsafe_masked_index(x: Tensor, mask: Tensor, indices: Sequence[Tensor | None
 
 
 def unsafe_masked_index_put(x: Tensor, mask: Tensor, indices: Sequence[Tensor | None], values: Tensor) -> Tensor:
-    """Return a copy of ``x`` with values added where the mask is True. Indices elsewhere may be out of range."""
+    """Copy ``x``, and add values at the indices where the mask is True. Indices elsewhere may be out of range."""
     if not x.numel():
         return x.clone()
     return aten._unsafe_index_put.default(x, _clamp_indices(x, indices), values.masked_fill(mask.logical_not(), 0), True)
 
 
 def _clamp_indices(x: Tensor, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Return indices that are in the range of their dims."""
+    """Clamp the indices of each dim to its range, so that masked ones are valid."""
     return [
         None if index is None else index.clamp(min=-size, max=size - 1) for index, size in zip(indices, x.shape, strict=False)
     ]
@@ -87,8 +87,7 @@ def nonzero_static(x: Tensor, *, size: int, fill_value: int = -1) -> Tensor:
 
 
 def chunk_cat(tensors: Sequence[Tensor], dim: int, num_chunks: int) -> Tensor:
-    """Return each tensor in ``num_chunks`` padded chunks along ``dim``, the rest flattened, the chunks of all tensors side by
-    side."""
+    """Compute ``_chunk_cat``: split each tensor into padded chunks along ``dim``, flatten them, and join the tensors."""
     aten._chunk_cat(
         [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in tensors], dim, num_chunks
     )  # raise what torch raises
@@ -102,7 +101,7 @@ def chunk_cat(tensors: Sequence[Tensor], dim: int, num_chunks: int) -> Tensor:
 
 
 def block_diag(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the blocks on the diagonal, with zeros elsewhere."""
+    """Build the matrix that has the tensors as blocks on its diagonal, and zeros elsewhere."""
     for i, x in enumerate(tensors):
         if x.ndim > 2:
             raise RuntimeError(
@@ -120,7 +119,7 @@ def block_diag(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def zeros_like_other(x: Tensor, other: Tensor, *, self_num_batch_dims: int = 0) -> Tensor:
-    """Return the zeros in which forward AD keeps the tangent of ``other``, after the batch dims of ``x``."""
+    """Return zeros like ``other`` with the batch dims of ``x`` in front, for the tangents of forward AD."""
     return torch.zeros_like(other.expand(*x.shape[:self_num_batch_dims], *other.shape) if self_num_batch_dims else other)
 
 
@@ -128,7 +127,7 @@ composed("_new_zeros_with_same_feature_meta", zeros_like_other)
 
 
 def resize_decomposition(x: Tensor, size: Sequence[int], *, memory_format: torch.memory_format | None = None) -> Tensor:
-    """Return the elements in memory order, as many as fit. Elements beyond them are undefined (0 here)."""
+    """Resize ``x``: keep its elements in memory order, as many as fit. New elements are 0 (in torch undefined)."""
     target = torch.empty(size, device="meta", memory_format=memory_format or torch.contiguous_format)
     if x.shape == target.shape and (memory_format is None or x.stride() == target.stride()):
         return x
@@ -147,7 +146,7 @@ def resize_decomposition(x: Tensor, size: Sequence[int], *, memory_format: torch
 
 
 def resize_as_decomposition(x: Tensor, template: Tensor, *, memory_format: torch.memory_format | None = None) -> Tensor:
-    """Resize ``x`` to the shape of a template, with the memory format of the template if it is to be preserved."""
+    """Resize ``x`` to the shape of a template, also to its memory format if the format is to be preserved."""
     if memory_format is torch.preserve_format:
         formats = (torch.contiguous_format, *({4: [torch.channels_last], 5: [torch.channels_last_3d]}.get(template.ndim, [])))
         memory_format = next((f for f in formats if template.is_contiguous(memory_format=f)), torch.contiguous_format)
@@ -157,7 +156,7 @@ def resize_as_decomposition(x: Tensor, template: Tensor, *, memory_format: torch
 def set_decomposition(
     x: Tensor, source: Tensor | None = None, offset: int = 0, size: Any = None, stride: Sequence[int] = ()
 ) -> Tensor:
-    """Return the other memory: that of ``source``. A storage alone has no layout."""
+    """Return ``source``, or a strided view of it, as the new memory of ``x``. Refuse a plain storage."""
     if source is None:
         return x.new_empty(0)
     if not isinstance(source, Tensor):
@@ -177,7 +176,7 @@ composed("block_diag", block_diag)
 
 # --- norms of slices ---
 def renorm(x: Tensor, p: Any, dim: int, maxnorm: Any) -> Tensor:
-    """Scale slices down to ``maxnorm`` if their norm is larger."""
+    """Scale each slice along ``dim`` down to norm ``maxnorm`` if its norm is larger."""
     if x.ndim < 2:
         raise RuntimeError(f"renorm: input needs at least 2 dimensions, got {x.ndim} dimensions")
     dim %= x.ndim
@@ -193,7 +192,7 @@ composed("renorm", renorm)
 
 # --- gradients of torch.amp.GradScaler ---
 def check_and_unscale(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
-    """Multiply gradients by ``inv_scale`` in place. Set ``found_inf`` (plain, one number) to 1 if any element is not finite.
+    """Unscale gradients in place for ``GradScaler``, and set ``found_inf`` to 1 on all ranks if any element is not finite.
 
     The largest magnitude is not finite exactly if some element is not. So one reduction gives all ranks the same answer.
     """
@@ -224,8 +223,7 @@ def native_multi_head_attention(
     average_attn_weights: bool = True,
     mask_type: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the attention of (batch, sequence, features), and its weights if requested. Query, key and value may be one
-    tensor."""
+    """Compute the fused inference operator of ``nn.MultiheadAttention`` from parts: output, and weights if requested."""
     projected = [
         F.linear(x, weight, bias).unflatten(-1, (num_head, -1)).transpose(1, 2)
         for x, weight, bias in zip((query, key, value), qkv_weight.chunk(3), qkv_bias.chunk(3), strict=True)
@@ -245,7 +243,7 @@ def native_multi_head_attention(
 
 
 def broadcast_mask(mask: Tensor, mask_type: int | None) -> Tensor:
-    """Return where the mask hides, broadcastable to (batch, heads, queries, keys).
+    """Return a boolean mask that is True at hidden keys, and that broadcasts to (batch, heads, queries, keys).
 
     Mask type 0 is (queries, keys), 1 is (batch, keys), 2 is full. Masks of numbers hide where they are not zero, as in the
     operator.
@@ -276,7 +274,7 @@ def transformer_encoder_layer(
     mask: Tensor | None = None,
     mask_type: int | None = None,
 ) -> Tensor:
-    """Return the layer's forward pass in evaluation."""
+    """Compute the fused inference operator of ``nn.TransformerEncoderLayer`` from its parts."""
 
     def self_attention(x: Tensor) -> Tensor:
         own = (qkv_weight, qkv_bias, proj_weight, proj_bias)

@@ -27,19 +27,19 @@ BAG_DIMS: Dims = (("b",), ("e",))
 
 # --- bags of one rank ---------------------------------------------------------------------------------------------------
 def bags_of_member(here: At, at: KernelContext, rows: Any) -> range:
-    """Return the bags of a rank: its block of the first dim of a layout."""
+    """Return the range of bags that are in one rank's block of the first dim of layout ``rows``."""
     coordinate = at.call.mesh.coordinates[here.member]
     first = rows.local_offset(coordinate)[0]
     return range(first, first + rows.local_shape(coordinate)[0])
 
 
 def has_readable_bounds(offsets: Tensor) -> bool:
-    """Return True if the values of the bounds are available."""
+    """Return True if the values of ``offsets`` (the bounds of bags) can be read: not on fake or meta tensors."""
     return type(offsets) is Tensor and not offsets.is_meta
 
 
 def index_range_of_bags(bags: range, count: int, indices: Tensor, offsets: Tensor) -> slice:
-    """Return the range of the indices of some of ``count`` bags."""
+    """Return the slice of the indices that belong to these of ``count`` bags."""
     end = indices.shape[0]
     start, stop = (int(offsets[bag]) if bag < len(offsets) else end for bag in (bags.start, bags.stop))
     return slice(start, end if bags.stop == count else stop)
@@ -47,7 +47,7 @@ def index_range_of_bags(bags: range, count: int, indices: Tensor, offsets: Tenso
 
 @recorded_op  # the bounds decide, so each replay reads its own
 def look_up_bags(op: Any, bags: range, count: int, weight: Tensor, **settings: Any) -> tuple[Tensor, ...]:
-    """Return the results of these bags, and of all bags what is kept replicated."""
+    """Run ``_embedding_bag`` for some bags. What backward needs of all bags (places of indices, sizes) is returned for all."""
     if not weight.shape[1]:  # a CUDA kernel does not start without columns, and then leaves the bag sizes unset
         single_column = look_up_bags(op, bags, count, weight.new_zeros((len(weight), 1)), **settings)
         return tuple(x.narrow(1, 0, 0) if x.ndim > 1 else x for x in single_column)
@@ -77,8 +77,8 @@ def look_up_bags(op: Any, bags: range, count: int, weight: Tensor, **settings: A
 
 
 def embedding_bag_of_blocks(at: KernelContext, *args: Any, **kwargs: Any) -> Any:
-    """Look up each rank's own bags, after an all-gather of sharded indices."""
-    op, result, arguments = at.once(functional_overload), at.results[0], at.named(args, kwargs)
+    """All-gather sharded indices, and look up each rank's own bags (a kernel)."""
+    op, result, arguments = at.compute_once(functional_overload), at.results[0], at.arguments_by_name(args, kwargs)
     assert result is not None
     weight, offsets = arguments.pop("weight"), arguments.pop("offsets")
     indices, weights = (_all_gather_indices(at, name, arguments.pop(name, None)) for name in INDEX_ARGUMENTS)
@@ -86,16 +86,16 @@ def embedding_bag_of_blocks(at: KernelContext, *args: Any, **kwargs: Any) -> Any
     def look_up_own_bags(
         here: At, weight: Tensor, indices: Tensor, offsets: Tensor, weights: Tensor | None
     ) -> tuple[Tensor, ...]:
-        """Look up the bags of which this rank has the results."""
+        """Look up the bags that are in one rank's block of the result."""
         own = bags_of_member(here, at, result)
-        beside = {"offsets": offsets, "per_sample_weights": weights}
-        return look_up_bags(op, own, result.shape[0], weight, indices=indices, **beside, **arguments)
+        bounds_and_weights = {"offsets": offsets, "per_sample_weights": weights}
+        return look_up_bags(op, own, result.shape[0], weight, indices=indices, **bounds_and_weights, **arguments)
 
     return at.map(look_up_own_bags, weight, indices, offsets, weights)
 
 
 def _all_gather_indices(at: KernelContext, name: str, x: Any) -> Any:
-    """Return the unsharded values for all indices."""
+    """All-gather the indices, or the weights of indices, if they are sharded."""
     layout = None if x is None else at.operands[at.call.names.index(name)]
     if layout is None or layout.splits[0] is None:
         return x
@@ -104,33 +104,33 @@ def _all_gather_indices(at: KernelContext, name: str, x: Any) -> Any:
 
 
 @recorded_op
-def gradient_of_bags(op: Any, bags: range, count: int, grad: Tensor, **given: Any) -> Tensor:
-    """Return the gradient that these bags give: for the table, or for each index with zeros for other bags."""
-    indices, offsets = given["indices"], given["offsets"]
+def gradient_of_bags(op: Any, bags: range, count: int, grad: Tensor, **settings: Any) -> Tensor:
+    """Compute the gradient that some bags contribute: of the table, or of each index's weight (zeros for other bags)."""
+    indices, offsets = settings["indices"], settings["offsets"]
     if len(bags) == count:
-        return cast(Tensor, op(grad, **given))
+        return cast(Tensor, op(grad, **settings))
     if not bags or not has_readable_bounds(offsets):
         embedded = _embed_in_zeros(grad, bags, count)
-        largest = given.get("maximum_indices")
+        largest = settings.get("maximum_indices")
         embedded_maximum = (
             {} if largest is None or largest.ndim < 2 else {"maximum_indices": _embed_in_zeros(largest, bags, count)}
         )
-        return cast(Tensor, op(embedded, **given | embedded_maximum))
+        return cast(Tensor, op(embedded, **settings | embedded_maximum))
     own_indices, own = index_range_of_bags(bags, count, indices, offsets), slice(bags.start, bags.stop)
-    places = given["offset2bag"]
+    places = settings["offset2bag"]
     own_arguments = {
         "indices": indices[own_indices],
         "offsets": offsets[own] - own_indices.start,
         "offset2bag": places[own_indices] - bags.start if len(places) else places,
     }
-    if "bag_size" in given:
-        own_arguments["bag_size"] = given["bag_size"][own]
-    if given.get("per_sample_weights") is not None:
-        own_arguments["per_sample_weights"] = given["per_sample_weights"][own_indices]
-    if given.get("scale_grad_by_freq"):
+    if "bag_size" in settings:
+        own_arguments["bag_size"] = settings["bag_size"][own]
+    if settings.get("per_sample_weights") is not None:
+        own_arguments["per_sample_weights"] = settings["per_sample_weights"][own_indices]
+    if settings.get("scale_grad_by_freq"):
         own_arguments["scale_grad_by_freq"] = False
-    gradient: Tensor = op(grad, **given | own_arguments)
-    if given.get("scale_grad_by_freq"):  # divide by the frequency in all bags
+    gradient: Tensor = op(grad, **settings | own_arguments)
+    if settings.get("scale_grad_by_freq"):  # divide by the frequency in all bags
         gradient /= torch.bincount(indices, minlength=len(gradient)).clamp_(min=1)[:, None]
     if gradient.ndim > 1:
         return gradient
@@ -140,19 +140,19 @@ def gradient_of_bags(op: Any, bags: range, count: int, grad: Tensor, **given: An
 
 
 def _embed_in_zeros(block: Tensor, bags: range, count: int) -> Tensor:
-    """Return zeros for ``count`` bags, with a block in the place of its bags."""
+    """Return zeros for ``count`` bags, with ``block`` in the place of its bags."""
     embedded = block.new_zeros((count, *block.shape[1:]))
     embedded[bags.start : bags.stop] = block
     return embedded
 
 
-def gradients_of_blocks(at: KernelContext, *args: Any, **kwargs: Any) -> Any:
-    """Compute the gradients of each rank's own bags."""
-    op, grad_layout, arguments = at.once(functional_overload), at.operands[0], at.named(args, kwargs)
+def embedding_bag_gradients(at: KernelContext, *args: Any, **kwargs: Any) -> Any:
+    """Compute the gradient that each rank's own bags contribute (a kernel)."""
+    op, grad_layout, arguments = at.compute_once(functional_overload), at.operands[0], at.arguments_by_name(args, kwargs)
     names = tuple(arguments)[1:]
 
     def gradient_of_own_bags(here: At, grad: Tensor, *values: Any) -> Tensor:
-        """Return the gradient of the weight from the bags that this rank has."""
+        """Compute the gradient that the bags in one rank's block of ``grad`` contribute."""
         return gradient_of_bags(
             op, bags_of_member(here, at, grad_layout), grad_layout.shape[0], grad, **dict(zip(names, values, strict=True))
         )
@@ -162,7 +162,7 @@ def gradients_of_blocks(at: KernelContext, *args: Any, **kwargs: Any) -> Any:
 
 # --- declarations -------------------------------------------------------------------------------------------------------
 def embedding_bag_factors(call: Call) -> Factors | None:
-    """Return the factors of ``embedding_bag``; bags of equal size can be sharded together with their indices."""
+    """Return the factors of ``_embedding_bag``. If bags divide the number of indices, both can be sharded together."""
     results = [meta for meta in call.results if meta is not None]
     if len(results[0].shape) != 2 or len(call["indices"].shape) != 1:
         return None  # torch raises for these
@@ -180,14 +180,14 @@ def embedding_bag_factors(call: Call) -> Factors | None:
         tuple(dims[name] for name in call.names),
         tuple(BAG_DIMS if len(meta.shape) > 1 else ((),) for meta in results),
         {"b": bags, "e": columns, "i": count},
-        whole=frozenset("bi"),
+        unsharded=frozenset("bi"),
         kernels={"e": Kernel(embedding_bag_of_blocks, joint=True)},
         listed_strategies=(shard_bags,) if bags and count % bags == 0 else (),
     )
 
 
 def _index_bytes(call: Call) -> int:
-    """Return the bytes of a rank's indices and weights."""
+    """Return the bytes of one rank's indices and their weights, which the all-gathers send."""
     listed = [layout for layout, name in zip(call.operands, call.names, strict=True) if name in INDEX_ARGUMENTS]
     return sum(layout.max_local_nbytes for layout in listed)
 
@@ -205,7 +205,7 @@ def has_dense_gradient(choice: StrategyChoice) -> bool:
     return not choice.call.get("sparse")
 
 
-BAG_KERNELS = {"b": Kernel(gradients_of_blocks, lacking=Partial("sum"))}
+BAG_KERNELS = {"b": Kernel(embedding_bag_gradients, lacking=Partial("sum"))}
 BAG_OPERANDS = "offset2bag: [], bag_size: [], per_sample_weights: [], maximum_indices:"
 INDEX_OPERANDS = "indices: [], offsets: []"
 blockwise(

@@ -16,7 +16,7 @@ from ...comm.local_reduce import max_min_identities
 from ...placement import Monoid
 from ..call import Call
 from ..declare import fold, reduce
-from ..folds import REDUCED_PATTERN, FoldContext, InPairs
+from ..folds import REDUCED_PATTERN, FoldContext, ReduceInPairs
 
 reduce("amax max", "max", partials="max -> max", refuses_nothing=True)
 reduce("amin min", "min", partials="min -> min", refuses_nothing=True)
@@ -34,7 +34,7 @@ class BestWithIndex:
     op: str  # "max" or "min"
 
     def block(self, part: FoldContext, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the best of a block. Its index is row-major over the folded dims of the global tensor."""
+        """Return the best value of one rank's block as int64 bits, and its global row-major index in the folded dims."""
         rest = [d for d in range(x.ndim) if d not in part.dims]
         value, local = getattr(x.permute(*rest, *part.dims).flatten(len(rest)), self.op)(-1)
         index, step, local_step = torch.zeros_like(local), 1, 1
@@ -45,10 +45,10 @@ class BestWithIndex:
         return to_int64_bits(value).reshape(state_shape), index.reshape(state_shape)
 
     def monoid(self, call: Call) -> Monoid:
-        """Return the reduction of (value, index) pairs that keeps the better value."""
+        """Return the reduction of (value, index) pairs that keeps the better one."""
         is_float = call.operands[0].dtype.is_floating_point
         better = _BetterPair(self.op, is_float)
-        return Monoid(f"arg{self.op}", better, _WorstPair(self.op, is_float), combine_all=InPairs(better))
+        return Monoid(f"arg{self.op}", better, _WorstPair(self.op, is_float), combine_all=ReduceInPairs(better))
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,7 @@ class _BetterPair:
     is_float: bool
 
     def __call__(self, a: Tensor, b: Tensor) -> Tensor:
+        """Return the better of two (value, index) pairs at each position."""
         x, y = (pair[0].contiguous().view(torch.float64) if self.is_float else pair[0] for pair in (a, b))
         wins = y > x if self.op == "max" else y < x
         ties = y == x
@@ -76,6 +77,7 @@ class _WorstPair:
     is_float: bool
 
     def __call__(self, like: Tensor) -> Tensor:
+        """Return pairs of the worst value and the largest index, for ``like``."""
         dtype = torch.float64 if self.is_float else torch.int64
         worst = torch.full(like.shape[1:], max_min_identities(dtype)[self.op == "min"], dtype=dtype, device=like.device)
         return torch.stack([to_int64_bits(worst), torch.full_like(like[1], torch.iinfo(torch.int64).max)])

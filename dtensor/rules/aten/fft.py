@@ -13,11 +13,11 @@ from ..partial_rules import linear
 
 
 def make_local_transform(name: str, dtype_of: Any, size_of: Any) -> Any:
-    """Return the operator on one rank's block. The FFT libraries refuse empty blocks."""
+    """Return a Fourier transform for one rank's block that accepts empty blocks, which FFT libraries refuse."""
     op = functional_operator(name)
 
     def transform_block(x: Tensor, dim: list[int], *args: Any, **kwargs: Any) -> Tensor:
-        """Transform a block; an empty block gets its result shape without a call of the kernel."""
+        """Transform a block. For an empty one return an empty tensor of the result shape."""
         if x.numel() or not dim:
             return op(x, dim, *args, **kwargs)
         shape = list(x.shape)

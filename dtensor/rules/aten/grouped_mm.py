@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...layout.layout import Layout
 from ..call import Call, Meta
-from ..declare import by_pattern
+from ..declare import make_blockwise_rule
 from ..kernel_context import At, KernelContext
 from ..registry import register
 from ..rule import Along, Declaration, Factors, R, Strategy
@@ -32,7 +32,7 @@ _DIM_NAMES: dict[tuple[int, int], tuple[str, str, str]] = {
 
 
 def _dim_names(call: Call) -> tuple[str, str, str]:
-    """Return the dim names of both operands and of the result, by their numbers of dims."""
+    """Return a letter for each dim of both operands and of the result (``r`` ragged, ``g`` groups)."""
     for name, operand in zip("ab", (0, 1), strict=True):
         if len(call.shape(operand)) not in (2, 3):
             raise RuntimeError(f"mat_{name} has to be 2 or 3d")
@@ -44,14 +44,13 @@ def _group_count(call: Call) -> int:
 
 
 def _operand_sizes(call: Call) -> dict[str, int]:
-    """Return the sizes of the dims of both operands."""
+    """Return the size of each lettered dim of both operands."""
     left, right, _ = _dim_names(call)
     return dict(zip(left + right, call.shape(0) + call.shape(1), strict=True))
 
 
 def grouped_metas(call: Call) -> tuple[Meta, ...]:
-    """Return the metadata of the result. Its rows begin at multiples of 16 bytes, which the operator requires of its operands
-    too."""
+    """Return the metas of ``_grouped_mm``, after its checks of groups and strides. Result rows begin at multiples of 16 bytes."""
     left, right, result = _dim_names(call)
     _check_groups(call, left + right)
     sizes = _operand_sizes(call) | {"g": _group_count(call)}
@@ -68,7 +67,7 @@ def grouped_metas(call: Call) -> tuple[Meta, ...]:
 
 
 def _check_groups(call: Call, dims: str) -> None:
-    """Raise what torch raises for wrong groups, in its words, because a rank's own part need not show it."""
+    """Raise torch's errors for wrong groups, because one rank's blocks need not show them."""
     offs = call.get("offs")
     if (offs is not None) != ("r" in dims):
         raise RuntimeError("Have to provide offsets if there is a 2d matrix, or no offset if both matrices are 3d")
@@ -86,14 +85,14 @@ def _is_misaligned(stride: tuple[int, ...], itemsize: int) -> bool:
 def grouped_mm_of_blocks(
     at: KernelContext, a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: torch.dtype | None = None
 ) -> Any:
-    """Multiply the groups of rows in each rank's blocks, by torch's operator or group by group."""
+    """Compute grouped products on each rank's blocks, by torch's operator or group by group (runs for all strategies)."""
     left, right, result = _dim_names(at.call)
     result_layout = at.results[0]
     assert result_layout is not None
-    total, runs_operator = at.once(_operand_sizes).get("r", 0), _can_run_operator(at, result_layout)
+    total, runs_operator = at.compute_once(_operand_sizes).get("r", 0), _can_run_operator(at, result_layout)
 
     def multiply_block(here: At, a: Tensor, b: Tensor, offs: Tensor | None) -> Tensor:
-        """Multiply the groups of rows that one rank's blocks have."""
+        """Compute the grouped products of one rank's blocks: the part of every group that they have, zeros elsewhere."""
         if offs is None:
             return torch.bmm(a, b)
         if runs_operator and not a.is_meta:  # torch's meta kernel accepts one dtype only
@@ -124,18 +123,18 @@ def grouped_mm_of_blocks(
 
 
 def _can_run_operator(at: KernelContext, result: Layout) -> bool:
-    """Return True if the operator accepts the blocks: they have all groups with all of their positions, and rows of 16 bytes."""
-    if "by operator" not in at.known:
+    """Return True if torch's operator accepts all blocks: ragged and group dims unsharded, rows of multiples of 16 bytes."""
+    if "by operator" not in at.cache:
         step, sharded, rows = 16 // at.operands[0].dtype.itemsize, set(), set()
         for layout, names in zip((*at.operands[:2], result), _dim_names(at.call), strict=True):
             sharded |= {name for name, split in zip(names, layout.splits, strict=True) if split}
             rows |= {*layout.splits[-1].sizes} if layout.splits[-1] else {layout.shape[-1]}
-        at.known["by operator"] = sharded.isdisjoint("rg") and all(size and size % step == 0 for size in rows)
-    return bool(at.known["by operator"])
+        at.cache["by operator"] = sharded.isdisjoint("rg") and all(size and size % step == 0 for size in rows)
+    return bool(at.cache["by operator"])
 
 
 def _align_rows(x: Tensor) -> Tensor:
-    """Return a block with rows that begin at multiples of 16 bytes, a copy if its own do not.
+    """Copy a block if its rows do not begin at multiples of 16 bytes, which torch's operator requires.
 
     ``contiguous`` would return a block with no elements or with one row as it is, with any stride.
     """
@@ -145,13 +144,13 @@ def _align_rows(x: Tensor) -> Tensor:
 
 
 def _group_ends(offs: Tensor, total: int) -> list[int]:
-    """Return where each group ends. Without data, groups are even."""
+    """Return where each group ends along the ragged dim. On meta tensors groups are even."""
     count = offs.shape[0]
     return [total * (i + 1) // count for i in range(count)] if offs.is_meta else offs.tolist()
 
 
 def grouped_mm_flops(call: Call) -> float:
-    """Return the FLOPs of a call. Each position of the ragged dim is in one group."""
+    """Return the FLOPs of a grouped product. Each position of the ragged dim is in one group only."""
     sizes = _operand_sizes(call)
     return 2.0 * math.prod(size for name, size in sizes.items() if name != "g" or "r" not in sizes)
 
@@ -166,6 +165,7 @@ class RaggedFactors(Declaration):
     notation: Callable[[Call], Factors | None]
 
     def __call__(self, call: Call) -> Factors | None:
+        """Return the factors of a grouped product, with the ragged dim marked as consisting of groups."""
         factors = self.notation(call)
         if factors is None or call.get("offs") is None:
             return factors
@@ -183,5 +183,5 @@ class RaggedFactors(Declaration):
 
 
 PRODUCTS = "r k, g k n, [], [] -> r n | g m k, k r, [], [] -> m r | m r, r n, [], [] -> [] m n | g m k, g k n, [], [] -> g m n"
-GROUPED_MM_RULE = by_pattern(PRODUCTS, sums="*", run=grouped_mm_of_blocks, metas=grouped_metas, flops=grouped_mm_flops)
+GROUPED_MM_RULE = make_blockwise_rule(PRODUCTS, sums="*", run=grouped_mm_of_blocks, metas=grouped_metas, flops=grouped_mm_flops)
 register("_grouped_mm", replace(GROUPED_MM_RULE, factors=RaggedFactors(GROUPED_MM_RULE.factors)))

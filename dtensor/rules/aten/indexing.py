@@ -10,21 +10,21 @@ import torch
 
 from ..declare import blockwise
 from ..declared_factors import by
-from ..index_rules import reads
+from ..index_rules import index_read
 from ..partial_rules import linear
 from ..sharded_index_local import ELEMENTS, FLAT, PLACES, ROWS, TABLE, has_mask
 
 aten = torch.ops.aten
 
-reads("embedding", TABLE)
-reads("index_select", ROWS, plain=("index",))
-reads("gather", ELEMENTS)
-reads("take", FLAT, aten.index.Tensor, plain=("index",))
+index_read("embedding", TABLE)
+index_read("index_select", ROWS, plain=("index",))
+index_read("gather", ELEMENTS)
+index_read("take", FLAT, aten.index.Tensor, plain=("index",))
 
 
 # --- advanced indexing ---
 def masks_to_indices(indices: Sequence[Any]) -> list[Any]:
-    """Return the indices with masks replaced by the positions that they select, one index for each mask dim."""
+    """Replace each mask in a list of indices by the positions that it selects, one index for each dim of the mask."""
     index_list: list[Any] = []
     for item in indices:
         is_mask = isinstance(item, torch.Tensor) and item.dtype in (torch.bool, torch.uint8)
@@ -38,7 +38,7 @@ def index_with_masks(op: Any, x: Any, indices: Sequence[Any]) -> Any:
 
 for _name in ("index", "_unsafe_index"):
     _by_number = functools.partial(index_with_masks, getattr(aten, _name))
-    reads(_name, PLACES, aten.index.Tensor, decompose=_by_number, decomposes=has_mask, plain=("indices",))
+    index_read(_name, PLACES, aten.index.Tensor, decompose=_by_number, decomposes=has_mask, plain=("indices",))
 
 
 # --- gradients of embeddings ---

@@ -21,7 +21,7 @@ from ..rule import Factors, Kernel
 
 
 def run_in_global_order(at: KernelContext, matrix: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run the operator on blocks in the memory order of the global tensor.
+    """Run a factorization on each rank's matrices, in the memory order of the global tensor (a kernel).
 
     It factors the transpose of a real contiguous matrix, and its gradient reads the global order to know which.
     """
@@ -29,6 +29,7 @@ def run_in_global_order(at: KernelContext, matrix: Any, *args: Any, **kwargs: An
     dense = torch.empty_strided(global_layout.shape, global_layout.stride, device="meta").is_contiguous()
 
     def order_block(_: At, block: Tensor) -> Tensor:
+        """Copy one rank's matrices into the memory order of the global tensor, if they have another one."""
         if dense or block.shape[-1] < 2:
             return block.contiguous()
         return block.mT.contiguous().mT if block.is_contiguous() else block
@@ -51,7 +52,7 @@ blockwise("linalg_lu_factor_ex linalg_ldl_factor_ex", "... [m] [n] -> ... [m] [n
 
 
 def householder_metas(call: Call) -> tuple[Meta, ...]:
-    """Return the metadata of ``geqrf``: matrices by columns, as in LAPACK. Torch has no meta kernel."""
+    """Return the metas of ``geqrf``, for which torch has no meta kernel: matrices by columns, as in LAPACK."""
     *stack, m, n = shape = call.shape(0)
     dtype, least, rows = call.operands[0].dtype, (*stack, min(m, n)), len(stack)
     factors = Meta(tuple(shape), dense_stride(shape, [*range(rows), rows + 1, rows]), dtype)
@@ -76,8 +77,7 @@ def declare_left_right(names: str, left: str, **options: Any) -> None:
 
 
 def lu_solve_block(*args: Any, **kwargs: Any) -> Tensor:
-    """Return the solution with its conjugation resolved. Torch does not conjugate lazily for empty blocks, so ranks would
-    differ."""
+    """Solve on one rank's block with conjugation resolved: torch is lazy only for non-empty blocks, so ranks would differ."""
     return torch.ops.aten.linalg_lu_solve(*args, **kwargs).resolve_conj()
 
 
@@ -90,7 +90,7 @@ blockwise("triangular_solve", "... [j] k, ... [i] [j] -> ... [j] k, ... [i] [j]"
 
 
 def solve_factors(call: Call) -> Factors | None:
-    """Return the factors of ``_linalg_solve_ex``: right-hand sides are a batch of vectors or of matrices.
+    """Return the factors of ``_linalg_solve_ex``, for right-hand sides that are vectors or matrices.
 
     LU, pivots and info lack the columns and the batch dims that only the right-hand sides have. There they are replicated.
     """
@@ -100,7 +100,7 @@ def solve_factors(call: Call) -> Factors | None:
     factors = factors_of_pattern(parse_notation(f"... [i] [j], {right} -> {right}, ... [i] [j], ... [i], ..."), call, None)
     if factors is None:
         return None
-    missing = {name for name in factors.sizes if any((name,) not in dims for dims in factors.results)} - factors.whole
+    missing = {name for name in factors.sizes if any((name,) not in dims for dims in factors.results)} - factors.unsharded
     return replace(factors, kernels=dict.fromkeys(missing, Kernel(run_in_global_order, joint=True)))
 
 

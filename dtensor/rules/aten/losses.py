@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ...placement import Partial
 from ..call import Call
-from ..declare import along, blockwise, by_pattern, kernel_rule
+from ..declare import along, blockwise, kernel_rule, make_blockwise_rule
 from ..declared_factors import by
 from ..kernel_context import At, KernelContext, check_range, on_each_rank, statistics_bytes
 from ..rule import Along, Dims, Factors, Kernel, Partials, R, Strategy
@@ -29,18 +29,18 @@ PARTIAL_SUM = Partial("sum")
 
 
 def default_overload(call: Call) -> Any:
-    """Return the overload that returns its result. The engine fills an ``out=`` argument."""
+    """Return the operator's default overload, which returns its result; the engine fills an ``out=`` argument."""
     return call.func.overloadpacket.default
 
 
 def replace_reduction(call: Call, args: tuple[Any, ...], reduction: int) -> tuple[Any, ...]:
-    """Return the positional arguments with ``reduction`` replaced."""
+    """Return positional arguments of a loss with argument ``reduction`` replaced."""
     place = [argument.name for argument in call.func._schema.arguments].index("reduction")
     return (*args[:place], reduction, *args[place + 1 :])
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of sums. A sum in half precision would overflow where the mean does not."""
+    """Return the dtype in which losses are added. A sum in half precision would overflow where the mean does not."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -49,23 +49,24 @@ Count = Callable[[Call], int]
 
 
 def count_elements(call: Call) -> int:
-    """Return the number of losses of operands that are compared element by element."""
+    """Return the global number of losses of a call that compares element by element."""
     shapes = (layout.shape for name, layout in zip(call.names, call.operands, strict=True) if name != "grad_output")
     return torch.broadcast_shapes(*shapes).numel()
 
 
 def count_samples(call: Call) -> int:
-    """Return the number of losses of samples."""
+    """Return the global number of samples of a call that has one loss for each."""
     return call.shape(call.names.index("self"))[0]
 
 
-def mean_gradient(count: Count) -> Any:
-    """Return a kernel for the gradient of a mean, because the local operator would divide by the number of local elements."""
+def make_mean_gradient(count: Count) -> Any:
+    """Return a kernel function for a mean's gradient, because the local operator would divide by the local count."""
 
-    def run_gradient(at: KernelContext, grad: Any, *args: Any, **kwargs: Any) -> Any:
+    def gradient_of_mean(at: KernelContext, grad: Any, *args: Any, **kwargs: Any) -> Any:
+        """Compute the gradient of a sum, from the incoming gradient divided by the global count."""
         return default_overload(at.call)(*replace_reduction(at.call, (grad / count(at.call), *args), SUM), **kwargs)
 
-    return run_gradient
+    return gradient_of_mean
 
 
 # --- element by element -----------------------------------------------------------------------------------------------------
@@ -78,13 +79,13 @@ blockwise(
 blockwise(
     "mse_loss_backward smooth_l1_loss_backward huber_loss_backward soft_margin_loss_backward binary_cross_entropy_backward",
     by("reduction", {NONE: ELEMENTWISE, MEAN: "each: [s*] -> s*", SUM: ELEMENTWISE}),
-    kernel=Kernel(mean_gradient(count_elements), joint=True, order_invariant=True),
+    kernel=Kernel(make_mean_gradient(count_elements), joint=True, order_invariant=True),
 )
 
 
 # --- margins of classes: samples are factors, classes are unsharded ---------------------------------------------------------
 def margin_operand_dims(call: Call, first: int) -> tuple[list[Dims], int]:
-    """Return the dims of operands from ``first`` on (scores, labels, class weights), and the number of samples."""
+    """Return the factors of the operands of a margin loss from operand ``first`` on, and the number of samples."""
     scores = call.shape(first)
     batched = len(scores) == 2
     samples = scores[0] if batched else 1
@@ -96,7 +97,7 @@ def margin_operand_dims(call: Call, first: int) -> tuple[list[Dims], int]:
 
 
 def margin_factors(call: Call) -> Factors:
-    """Return the factors of a margin loss: samples, which can be sharded; classes are unsharded."""
+    """Return the factors of a margin loss: samples can be sharded, classes are unsharded."""
     dims, samples = margin_operand_dims(call, 0)
     loss: Dims = (("n",),) if len(call.shape(0)) == 2 and call["reduction"] == NONE else ()
     results = (loss, dims[1]) if len(call.results) == 2 else (loss,)
@@ -104,12 +105,12 @@ def margin_factors(call: Call) -> Factors:
         call.results = tuple(
             meta and (replace(meta, shape=(), stride=()) if i == 0 else meta) for i, meta in enumerate(call.results)
         )
-    kernels = {} if loss else {"n": Kernel(loss_of_samples, lacking=PARTIAL_SUM, order_invariant=True)}
+    kernels = {} if loss else {"n": Kernel(margin_loss_of_samples, lacking=PARTIAL_SUM, order_invariant=True)}
     return Factors(tuple(dims), results, {"n": samples}, kernels=kernels)
 
 
-def loss_of_samples(at: KernelContext, *args: Any, **kwargs: Any) -> Any:
-    """Return the loss of a block: its sum, divided by the global count for a mean."""
+def margin_loss_of_samples(at: KernelContext, *args: Any, **kwargs: Any) -> Any:
+    """Compute the margin loss of each rank's samples as an addend: its sum, for a mean divided by the global count (a kernel)."""
     total = count_samples(at.call) if at.call["reduction"] == MEAN else 1
     results = default_overload(at.call)(*replace_reduction(at.call, args, SUM), **kwargs)
     loss, *rest = (results,) if isinstance(results, Tensor) else results
@@ -119,20 +120,21 @@ def loss_of_samples(at: KernelContext, *args: Any, **kwargs: Any) -> Any:
 
 @on_each_rank
 def reshape_like_targets(which: Tensor, targets: Tensor) -> Tensor:
-    """Return the target marks in the shape of the targets. For empty batches a CUDA kernel returns another shape."""
+    """Reshape the marks of targets that ``multilabel_margin_loss`` saves; CUDA kernels return another shape for empty batches."""
     return which.reshape(targets.shape)
 
 
 @on_each_rank
 def zero_if_empty(loss: Tensor, x: Tensor) -> Tensor:
-    """Return the sum, or 0 for an empty block: torch leaves that loss uninitialized (a CUDA kernel even its shape)."""
+    """Return the loss of a block, or 0 for an empty one, for which torch leaves it uninitialized."""
     return loss if x.numel() else loss.new_zeros(())
 
 
 def margin_gradient_factors(call: Call) -> Factors:
+    """Return the factors of the backward of a margin loss, with a kernel if it is a mean."""
     dims, samples = margin_operand_dims(call, 1)
     grad: Dims = (("n",),) if call.shape(0) else ()
-    kernels = {"n": Kernel(mean_gradient(count_samples), order_invariant=True)} if call["reduction"] == MEAN else {}
+    kernels = {"n": Kernel(make_mean_gradient(count_samples), order_invariant=True)} if call["reduction"] == MEAN else {}
     return Factors((grad, *dims), (dims[0],), {"n": samples}, kernels=kernels)
 
 
@@ -148,7 +150,7 @@ IGNORED = -100  # the mark of targets of other ranks: local targets are never ne
 
 
 def local_targets(target: Tensor, start: int, size: int, total: int, ignore_index: int) -> Tensor:
-    """Return targets counted from ``start``, with ``IGNORED`` for those that are ignored or belong to other ranks.
+    """Convert targets to class indices of one rank's block of classes. Ignored ones and other ranks' become ``IGNORED``.
 
     Raises:
         IndexError: a target is no class, as in the plain loss (on CPU; elsewhere asserted on the device).
@@ -167,18 +169,19 @@ def _wrong_class_error(target: int) -> Exception:
 
 
 def class_dim_and_count(call: Call) -> tuple[int, int]:
-    """Return the class dim of the scores, and the number of classes."""
+    """Return the class dim of a loss's scores, and the global number of classes."""
     shape = call.shape(call.names.index("self"))
     dim = min(1, len(shape) - 1)
     return dim, shape[dim]
 
 
 def select_own_classes(at: KernelContext, target: Any, weight: Any, ignore_index: int) -> tuple[Any, Any]:
-    """Return each rank's targets and weights for the classes in its block of scores."""
-    dim, total = at.once(class_dim_and_count)
+    """Return each rank's targets and class weights, for the classes in its block of the scores."""
+    dim, total = at.compute_once(class_dim_and_count)
 
     def select_on_rank(here: At, target: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        classes = at.held("self", dim, here.member)
+        """Convert targets and narrow class weights to the classes in one rank's block of the scores."""
+        classes = at.block_range("self", dim, here.member)
         local = local_targets(target, classes.start, len(classes), total, ignore_index)
         return local, None if weight is None else weight.narrow(0, classes.start, len(classes))
 
@@ -186,7 +189,7 @@ def select_own_classes(at: KernelContext, target: Any, weight: Any, ignore_index
 
 
 def total_weight(target: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Tensor:
-    """Return the total weight of the targets that count."""
+    """Return the total class weight of one rank's targets that are not ignored; without weights, their number."""
     target = target.long()
     counts = target != ignore_index
     if weight is None:
@@ -202,19 +205,19 @@ def sum_losses_and_weights(op: Any, scores: Tensor, target: Tensor, weight: Tens
 
 
 @on_each_rank
-def sum_own_losses(op: Any, scores: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
-    """Return the sum of losses. A rank without classes has targets, which generated code would look up."""
+def sum_losses_of_own_classes(op: Any, scores: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
+    """Return the sum of the losses of targets in this rank's classes; 0 without classes."""
     return op(scores, target, weight, SUM, IGNORED)[0] if scores.numel() else scores.sum()
 
 
 @on_each_rank
-def own_losses(op: Any, scores: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
+def losses_of_own_classes(op: Any, scores: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
     return op(scores, target, weight, NONE, IGNORED)[0] if scores.numel() else scores.new_zeros(target.shape)
 
 
 def nll_loss_of_blocks(at: KernelContext, scores: Any, target: Any, weight: Any, reduction: int, ignore_index: int) -> Any:
-    """Compute the loss of each rank's block; a target of another rank's class counts there."""
-    op, dtype = at.once(default_overload), at.dtype(0)
+    """Compute the negative log likelihood of each rank's samples and classes as addends, and the total weight (a kernel)."""
+    op, dtype = at.compute_once(default_overload), at.dtype(0)
     wide = sum_dtype(dtype)
     if "c" not in at.splits and reduction != NONE and dtype is wide:  # the operator returns both sums over all classes
         loss, total = sum_losses_and_weights(op, scores, target, weight, ignore_index)
@@ -222,11 +225,11 @@ def nll_loss_of_blocks(at: KernelContext, scores: Any, target: Any, weight: Any,
         own = select_own_classes(at, target, weight, ignore_index)
         total = total_weight(target, weight, ignore_index, wide)
         if reduction == NONE:
-            return own_losses(op, scores, *own), torch.zeros_like(total, dtype=dtype)
+            return losses_of_own_classes(op, scores, *own), torch.zeros_like(total, dtype=dtype)
         if dtype is wide:
-            loss = sum_own_losses(op, scores, *own)
+            loss = sum_losses_of_own_classes(op, scores, *own)
         else:
-            loss = own_losses(op, scores, *own).sum(dtype=wide)
+            loss = losses_of_own_classes(op, scores, *own).sum(dtype=wide)
     if reduction == MEAN:
         total = at.all_reduce(total, "sum", tuple([name for name in at.splits if name != "c"]), spent=True)
         loss = loss / total
@@ -235,11 +238,11 @@ def nll_loss_of_blocks(at: KernelContext, scores: Any, target: Any, weight: Any,
 
 # the mean needs all weights on every rank
 BATCHED, UNBATCHED = "self: n c s*, target: n s*, weight: []", "self: c, target: , weight: []"
-NLL_NOTATION = by_pattern(f"{BATCHED} -> n s*, | {BATCHED} -> , | {UNBATCHED} -> ,").factors
+NLL_NOTATION = make_blockwise_rule(f"{BATCHED} -> n s*, | {BATCHED} -> , | {UNBATCHED} -> ,").factors
 
 
 def nll_factors(call: Call) -> Factors | None:
-    """Return the factors of a negative log-likelihood, each with its kernel or reduction; None if the notation does not fit."""
+    """Return the factors of a negative log likelihood with kernels for sharded classes and samples; None if shapes do not fit."""
     factors, none, mean = NLL_NOTATION(call), call["reduction"] == NONE, call["reduction"] == MEAN
     if factors is None:
         return None
@@ -274,18 +277,20 @@ def nll_gradient_of_blocks(
     ignore_index: int,
     total: Any,
 ) -> Any:
+    """Compute the gradient of a negative log likelihood with respect to each rank's classes (a kernel)."""
     own = select_own_classes(at, target, weight, ignore_index)
-    return gradient_of_own_classes(at.once(default_overload), grad, scores, *own, reduction, total)
+    return gradient_of_own_classes(at.compute_once(default_overload), grad, scores, *own, reduction, total)
 
 
 @on_each_rank
 def gradient_of_own_classes(
     op: Any, grad: Tensor, scores: Tensor, target: Tensor, weight: Tensor | None, reduction: int, total: Tensor
 ) -> Any:
+    """Run the backward operator on one rank's block of scores; zeros for an empty block."""
     return op(grad, scores, target, weight, reduction, IGNORED, total) if scores.numel() else torch.zeros_like(scores)
 
 
-NLL_GRADIENT_NOTATION = by_pattern(
+NLL_GRADIENT_NOTATION = make_blockwise_rule(
     f"grad_output: n s*, {BATCHED}, total_weight: -> n c s* | grad_output: , {BATCHED}, total_weight: -> n c s* "
     f"| grad_output: , {UNBATCHED}, total_weight: -> c",
     kernels={"c": Kernel(nll_gradient_of_blocks)},
@@ -293,7 +298,7 @@ NLL_GRADIENT_NOTATION = by_pattern(
 
 
 def nll_gradient_strategies(call: Call) -> Partials:
-    """Return strategies for partial gradients. Without a mean the total weight, which may be zero, is not read.
+    """Return strategies for partial gradients of a negative log likelihood. With a mean there are none.
 
     So the operator is linear in the gradient, which may stay partial.
     """

@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 @on_each_rank
 def run_layer(x: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    """Return output and last states, with an empty workspace for the backward pass."""
+    """Run oneDNN's LSTM layer on one rank's sequences, and return an empty workspace in place of its own."""
     *_, hx, cx, _, _, _, hidden = args[:10]
     nothing = x.new_empty(0, dtype=torch.uint8)
     if not x.numel():
@@ -31,7 +31,7 @@ def run_layer(x: Tensor, *args: Any) -> tuple[Tensor, ...]:
 
 @on_each_rank
 def run_layer_gradients(x: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    """Return the gradients of the input, the weights and the first states."""
+    """Run one rank's LSTM layer again to make its workspace, and compute the gradients of input, weights and states."""
     weights, hx, cx = args[:4], args[4], args[5]
     if not x.numel():
         state_gradients = zip((hx, cx), args[10:12], strict=True)
@@ -47,12 +47,15 @@ def run_layer_gradients(x: Tensor, *args: Any) -> tuple[Tensor, ...]:
 
 
 def is_unpacked(choice: StrategyChoice) -> bool:
-    """Return True if the sequences are not packed, or nothing is sharded. Packed sequences end one after another."""
+    """Return True if sequences are not packed, or nothing is sharded.
+
+    Packed sequences end one after another, so they have no blocks.
+    """
     return not choice.call["batch_sizes"] or not choice.splits
 
 
 def layer_flops(call: Call) -> float:
-    """Return the FLOPs: each step multiplies its features, and the state before it, by the weights."""
+    """Return the FLOPs of an LSTM layer: each step multiplies its features, and the state before it, by the weights."""
     steps, sequences, features = call.shape(0)
     gates, hidden = call.shape(2)
     return 2.0 * steps * sequences * gates * (features + hidden)

@@ -15,55 +15,54 @@ import torch
 
 from ...layout.layout import Layout
 from ..op_traits import MetaArguments, RunInference, declare_traits
-from .output_strides import as_if_empty_like, fft_strides, row_major, suggested_format
+from .output_strides import make_empty_like_strides, make_fft_strides, make_suggested_strides, row_major
 
 META = torch.device("meta")
 
 
 # --- results of inference -----------------------------------------------------------------------------------------------
-def empty_like_argument(name: str) -> Callable[[RunInference, MetaArguments, str], Any]:
-    """Return an inference: contiguous, in the shape and dtype of this argument. It is for gradients without a meta kernel."""
-    return lambda ask, arguments, device: torch.empty(arguments[name].shape, dtype=arguments[name].dtype, device=META)
+def make_like_argument_inference(name: str) -> Callable[[RunInference, MetaArguments, str], Any]:
+    """Return an inference of results in the shape and dtype of argument ``name``, for gradients without a meta kernel."""
+    return lambda default, arguments, device: torch.empty(arguments[name].shape, dtype=arguments[name].dtype, device=META)
 
 
-def with_converted_argument(
+def make_converting_inference(
     name: str, convert: Callable[[Any, MetaArguments], Any]
 ) -> Callable[[RunInference, MetaArguments, str], Any]:
-    """Return the operator's own inference with one argument converted."""
-    return lambda ask, arguments, device: ask({**arguments, name: convert(arguments[name], arguments)})
+    """Return an inference that converts argument ``name`` and then runs the operator's own inference."""
+    return lambda default, arguments, device: default({**arguments, name: convert(arguments[name], arguments)})
 
 
 def convert_byte_labels(target: torch.Tensor, arguments: MetaArguments) -> torch.Tensor:
-    """Return byte labels as int64. The operators accept them, their meta kernels do not."""
+    """Convert byte labels to int64. The loss operators accept them, their meta kernels do not."""
     return target.long() if target.dtype is torch.uint8 else target
 
 
 def convert_to_input_dtype(weight: torch.Tensor | None, arguments: MetaArguments) -> torch.Tensor | None:
-    """Return the weight in the dtype of the input, which results have. The meta kernel gives the wider dtype."""
+    """Convert a loss's weight to the dtype of the input, which the result has; the meta kernel would infer the wider dtype."""
     return None if weight is None else weight.to(arguments["self"].dtype)
 
 
-def infer_last_dim(ask: RunInference, arguments: MetaArguments, device: str) -> Any:
-    """Infer with the last dim only, which alone changes sizes. Torch 2.11 fails on dims out of order; strides have a rule of
-    their own."""
-    return ask({**arguments, "self": arguments["self"].contiguous(), "dim": arguments["dim"][-1:]})
+def infer_last_dim(default: RunInference, arguments: MetaArguments, device: str) -> Any:
+    """Infer a Fourier transform from its last dim, which alone changes size. Torch 2.11 fails on dims that are out of order."""
+    return default({**arguments, "self": arguments["self"].contiguous(), "dim": arguments["dim"][-1:]})
 
 
-def sums_in_query_dtype(ask: RunInference, arguments: MetaArguments, device: str) -> Any:
-    """Infer sums of float64 as float64. Torch 2.11 infers float32."""
-    return [x.to(torch.promote_types(x.dtype, arguments["query"].dtype)) for x in ask(arguments)]
+def infer_sums_in_query_dtype(default: RunInference, arguments: MetaArguments, device: str) -> Any:
+    """Infer the results of CPU attention, with log-sums in float64 for float64 queries, where torch 2.11 infers float32."""
+    return [x.to(torch.promote_types(x.dtype, arguments["query"].dtype)) for x in default(arguments)]
 
 
-def infer_scaled_mm(ask: RunInference, arguments: MetaArguments, device: str) -> Any:
-    """Infer any order and sizes on the CPU. The meta kernel accepts what a GPU accepts."""
+def infer_scaled_mm(default: RunInference, arguments: MetaArguments, device: str) -> Any:
+    """Infer the result of ``_scaled_mm`` on CPU in any strides and sizes; the meta kernel accepts only those of GPUs."""
     if device != "cpu":
-        return ask(arguments)
+        return default(arguments)
     rows, columns = arguments["self"], arguments["mat2"]
     return torch.empty(rows.shape[0], columns.shape[1], dtype=arguments.get("out_dtype") or rows.dtype, device=META)
 
 
-def infer_view_copy(ask: RunInference, arguments: MetaArguments, device: str) -> Any:
-    """Infer a view or a copy. The kernel copies what cannot be viewed, its meta kernel does not."""
+def infer_view_copy(default: RunInference, arguments: MetaArguments, device: str) -> Any:
+    """Infer the result of ``view_copy``: the kernel copies what cannot be viewed, its meta kernel raises."""
     return arguments["self"].clone(memory_format=torch.contiguous_format).view(arguments["size"])
 
 
@@ -71,21 +70,22 @@ def infer_view_copy(ask: RunInference, arguments: MetaArguments, device: str) ->
 def require_dtypes(
     argument: str, what: str, *dtypes: torch.dtype, error: type[Exception] = RuntimeError
 ) -> Callable[[str, dict[str, Any]], None]:
-    """Return a check that an argument, if it is a tensor, has one of these dtypes."""
+    """Return a check that raises ``error`` if argument ``argument`` is a tensor of another dtype than these."""
 
-    def check_dtype(name: str, arguments: dict[str, Any]) -> None:
+    def check_argument_dtype(name: str, arguments: dict[str, Any]) -> None:
+        """Raise if the tensor argument has none of the required dtypes."""
         value = arguments[argument]
         if isinstance(value, Layout) and value.dtype not in dtypes:
             raise error(f"{name}: expected {what} of dtype {' or '.join(map(str, dtypes))}, got {value.dtype}")
 
-    return check_dtype
+    return check_argument_dtype
 
 
 require_index_dtypes = partial(require_dtypes, "index", "indices")
 
 
 def check_indices(name: str, arguments: dict[str, Any]) -> None:
-    """Raise unless indices are integers or masks, masks have the sizes of their dims, and the others broadcast together."""
+    """Raise unless the indices of ``index`` fit: integers or masks, masks of the size of their dims, others that broadcast."""
     shape, d, index_shapes = arguments["self"].shape, 0, []
     for item in arguments["indices"]:
         if not isinstance(item, Layout):
@@ -111,23 +111,26 @@ def check_indices(name: str, arguments: dict[str, Any]) -> None:
 
 
 def require_same_dtype(second: str) -> Callable[[str, dict[str, Any]], None]:
-    def check_dtype(name: str, arguments: dict[str, Any]) -> None:
+    """Return a check that raises if ``self`` and argument ``second`` have different dtypes."""
+
+    def check_same_dtype(name: str, arguments: dict[str, Any]) -> None:
+        """Raise if ``self`` and the second argument have different dtypes."""
         one, other = arguments["self"].dtype, arguments[second].dtype
         if one is not other:
             raise RuntimeError(f"{name}: expected tensors of the same dtype, got {one} and {other}")
 
-    return check_dtype
+    return check_same_dtype
 
 
 def check_dim_in_range(name: str, arguments: dict[str, Any]) -> None:
-    """Raise unless ``dim`` is a dim of ``self``, or None."""
+    """Raise unless argument ``dim`` is None or a dim of ``self``."""
     dim, ndim = arguments["dim"], max(1, arguments["self"].ndim)
     if dim is not None and not -ndim <= dim < ndim:
         raise IndexError(f"Dimension out of range (expected to be in range of [{-ndim}, {ndim - 1}], but got {dim})")
 
 
 def check_dims_exist(name: str, arguments: dict[str, Any]) -> None:
-    """Raise unless ``self`` has the dims and the index that the arguments name."""
+    """Raise unless ``self`` has the dims ``dim``, ``dim1``, ``dim2`` and the position ``index`` that the arguments name."""
     shape = arguments["self"].shape
     for key in arguments.keys() & {"dim", "dim1", "dim2"}:
         if not -len(shape) <= arguments[key] < len(shape):
@@ -138,13 +141,13 @@ def check_dims_exist(name: str, arguments: dict[str, Any]) -> None:
 
 
 def check_dim_below_ndim(name: str, arguments: dict[str, Any]) -> None:
-    """Raise unless ``dim`` is below the number of dims of ``self``. Another check refuses negative dims."""
+    """Raise unless argument ``dim`` is less than the number of dims of ``self``. Another check refuses negative dims."""
     if arguments["dim"] >= arguments["self"].ndim:
         raise RuntimeError(f"{name}: expected a dim below {arguments['self'].ndim}, got {arguments['dim']}")
 
 
 def check_weight_dtypes(name: str, arguments: dict[str, Any]) -> None:
-    """Raise unless weights and statistics have the dtype of the input, or are float32 beside an input in half precision."""
+    """Raise unless a norm's weights and statistics have the dtype of the input, or float32 with an input in half precision."""
     dtype = arguments["input"].dtype
     values = (arguments.get(each) for each in ("weight", "bias", "running_mean", "running_var"))
     dtypes = {layout.dtype for layout in values if isinstance(layout, Layout)}
@@ -155,7 +158,7 @@ def check_weight_dtypes(name: str, arguments: dict[str, Any]) -> None:
 
 
 def check_renorm(name: str, arguments: dict[str, Any]) -> None:
-    """Raise unless the order of the norm is positive and the largest norm is not negative."""
+    """Raise unless the arguments of ``renorm`` fit: a dim of ``self``, order ``p`` positive, ``maxnorm`` not negative."""
     check_dim_in_range(name, arguments)
     order, largest = arguments["p"], arguments["maxnorm"]
     if not order > 0 or largest < 0:
@@ -165,9 +168,10 @@ def check_renorm(name: str, arguments: dict[str, Any]) -> None:
 def require_expandable(
     name: str, product: Callable[[dict[str, Any]], Iterable[int]], whose: str = "the product's"
 ) -> Callable[[str, dict[str, Any]], None]:
-    """Return a check that an addend expands to the sizes of a product."""
+    """Return a check that raises if tensor argument ``name`` does not expand to the sizes that ``product`` computes."""
 
     def check_expandable(operator: str, arguments: dict[str, Any]) -> None:
+        """Raise if the addend has more dims than the sizes, or a dim that does not expand to them."""
         addend, sizes = arguments[name], tuple(product(arguments))
         if isinstance(addend, Layout):
             is_expandable = [own in (1, size) for own, size in zip(reversed(addend.shape), reversed(sizes), strict=False)]
@@ -178,10 +182,14 @@ def require_expandable(
 
 
 def require_view_sizes(view: Callable[..., torch.Tensor]) -> Callable[[str, dict[str, Any]], None]:
-    """Return a check that the gradient of a view expands to the view's sizes. The meta kernel makes zeros without a check."""
+    """Return a check that raises if a view's gradient does not expand to the view's sizes.
+
+    The meta kernel makes zeros unchecked.
+    """
     named = ("dim", "start", "end", "step", "index", "offset", "dim1", "dim2")
 
     def view_shape(arguments: dict[str, Any]) -> Iterable[int]:
+        """Return the shape of the view of a tensor of ``input_sizes``."""
         return view(
             torch.empty(arguments["input_sizes"], device=META), *(arguments[key] for key in named if key in arguments)
         ).shape
@@ -190,49 +198,49 @@ def require_view_sizes(view: Callable[..., torch.Tensor]) -> Callable[[str, dict
 
 
 def check_grad_shape(name: str, arguments: dict[str, Any]) -> None:
-    """Raise unless the gradient has the output's shape. One kernel checks it, the other reads beyond its memory."""
+    """Raise unless the gradient has the shape of the output. One softmax kernel checks it, the other reads beyond its memory."""
     grad, output = arguments["grad_output"], arguments["output"]
     if grad.shape != output.shape:
         raise RuntimeError(f"{name}: the gradient has shape {list(grad.shape)}, but the output has shape {list(output.shape)}")
 
 
 def check_comparable(name: str, arguments: dict[str, Any]) -> None:
-    """Raise unless elements can be compared one by one. A Python value is not inferred."""
+    """Raise unless the operands of ``allclose`` can be compared element by element: it returns a bool, which is not inferred."""
     x, y = (torch.empty(layout.shape, dtype=layout.dtype, device=META) for layout in (arguments["self"], arguments["other"]))
     torch.isclose(x, y, arguments["rtol"], arguments["atol"])
 
 
 def refuse_bools(name: str, arguments: dict[str, Any]) -> None:
-    """Raise for bools: their sum is an integer, which their own memory cannot hold."""
+    """Raise if ``self`` of an in-place ``cumsum`` has bools, which cannot hold their sum."""
     if arguments["self"].dtype is torch.bool:
         raise NotImplementedError(f"{name}: not implemented for bools in place")
 
 
 def refuse_zero_dims(name: str, arguments: dict[str, Any]) -> None:
-    """Raise for tensors without dims, which the meta kernel accepts."""
+    """Raise if ``cat`` gets tensors without dims, which its meta kernel accepts."""
     if any(not x.shape for x in arguments["tensors"] if isinstance(x, Layout)):
         raise RuntimeError("zero-dimensional tensors cannot be concatenated")
 
 
-def infer_grid_sample(ask: RunInference, arguments: MetaArguments, device: str) -> Any:
-    """Infer samples and channels of the image, positions of the grid."""
+def infer_grid_sample(default: RunInference, arguments: MetaArguments, device: str) -> Any:
+    """Infer the result of a grid sampler: samples and channels of the image, positions of the grid."""
     return arguments["self"].new_empty((*arguments["self"].shape[:2], *arguments["grid"].shape[1:-1]))
 
 
-def infer_lstm_cell(ask: RunInference, arguments: MetaArguments, device: str) -> Any:
-    """Infer output, next state and gates. Torch's meta kernel reads the device of biases that may be absent."""
+def infer_lstm_cell(default: RunInference, arguments: MetaArguments, device: str) -> Any:
+    """Infer output, next state and gates of a fused LSTM cell. Torch's meta kernel reads biases that may be absent."""
     state = arguments["cx"]
     return torch.empty_like(state), torch.empty_like(state), torch.empty_like(arguments["input_gates"])
 
 
-def infer_gru_cell(ask: RunInference, arguments: MetaArguments, device: str) -> Any:
-    """Infer the next state, and five values of each of its elements for the backward pass."""
+def infer_gru_cell(default: RunInference, arguments: MetaArguments, device: str) -> Any:
+    """Infer next state and workspace of a fused GRU cell: five values for each element of the state."""
     state = arguments["hx"]
     return torch.empty_like(state), state.new_empty(state.shape[0], 5 * state.shape[1])
 
 
-def infer_gru_gradients(ask: RunInference, arguments: MetaArguments, device: str) -> Any:
-    """Infer the gradients of both gates, the state before, and both biases."""
+def infer_gru_gradients(default: RunInference, arguments: MetaArguments, device: str) -> Any:
+    """Infer the gradients of a fused GRU cell: of both gates, the state before, and both biases."""
     grad = arguments["grad_hy"]
     rows, gates = grad.shape[0], 3 * grad.shape[1]
     biases = [grad.new_empty(gates) if arguments["has_bias"] else None for _ in range(2)]
@@ -245,74 +253,76 @@ declare_traits(
     by_device=True,
 )
 for _name in ("_fft_c2c", "_fft_r2c", "_fft_c2r"):
-    declare_traits(_name, by_device=True, infer=infer_last_dim, strides=fft_strides(_name))
+    declare_traits(_name, by_device=True, infer=infer_last_dim, strides=make_fft_strides(_name))
 declare_traits(
-    "multi_margin_loss_backward multilabel_margin_loss_backward fractional_max_pool3d_backward", infer=empty_like_argument("self")
+    "multi_margin_loss_backward multilabel_margin_loss_backward fractional_max_pool3d_backward",
+    infer=make_like_argument_inference("self"),
 )
-declare_traits("_ctc_loss_backward", infer=empty_like_argument("log_probs"))
+declare_traits("_ctc_loss_backward", infer=make_like_argument_inference("log_probs"))
 declare_traits("cudnn_grid_sampler", infer=infer_grid_sample)
 declare_traits(
-    "cudnn_grid_sampler_backward", infer=lambda ask, given, device: [torch.empty_like(given[name]) for name in ("self", "grid")]
+    "cudnn_grid_sampler_backward",
+    infer=lambda default, arguments, device: [torch.empty_like(arguments[name]) for name in ("self", "grid")],
 )
 declare_traits("_thnn_fused_lstm_cell", infer=infer_lstm_cell)
 declare_traits("_thnn_fused_gru_cell", infer=infer_gru_cell)
 declare_traits("_thnn_fused_gru_cell_backward", infer=infer_gru_gradients)
-declare_traits("glu_jvp", infer=empty_like_argument("glu"))
-declare_traits("glu_backward_jvp", infer=empty_like_argument("grad_x"))
+declare_traits("glu_jvp", infer=make_like_argument_inference("glu"))
+declare_traits("glu_backward_jvp", infer=make_like_argument_inference("grad_x"))
 declare_traits("view_copy.default", infer=infer_view_copy)
 declare_traits(
     "soft_margin_loss.default huber_loss.default",
-    infer=with_converted_argument("target", lambda x, given: x.to(given["self"].dtype)),
+    infer=make_converting_inference("target", lambda x, arguments: x.to(arguments["self"].dtype)),
 )
-declare_traits("_scaled_dot_product_flash_attention_for_cpu.default", infer=sums_in_query_dtype)
+declare_traits("_scaled_dot_product_flash_attention_for_cpu.default", infer=infer_sums_in_query_dtype)
 declare_traits(
     "nll_loss nll_loss2d nll_loss_forward nll_loss_backward nll_loss2d_backward",
-    infer=with_converted_argument("target", convert_byte_labels),
+    infer=make_converting_inference("target", convert_byte_labels),
 )
-declare_traits("nll_loss2d_forward", infer=with_converted_argument("target", convert_byte_labels), strides=row_major)
+declare_traits("nll_loss2d_forward", infer=make_converting_inference("target", convert_byte_labels), strides=row_major)
 declare_traits("_scaled_mm _scaled_mm_v2", infer=infer_scaled_mm)
 for _side, _other in (("l", "left"), ("r", "right")):  # the kernels accept bool shifts, their meta kernels do not
     for _form, _end in (("", ""), ("i", "_")):
         _same = getattr(torch.ops.aten, f"bitwise_{_other}_shift{_end}")
-        declare_traits(f"__{_form}{_side}shift__", infer=lambda ask, given, device, same=_same: ask(given, same))
+        declare_traits(f"__{_form}{_side}shift__", infer=lambda default, arguments, device, same=_same: default(arguments, same))
 
 _LONG, _INT = torch.int64, torch.int32
-declare_traits("index_add index_select", refuses=(require_index_dtypes(_INT, _LONG),))
-declare_traits("index_reduce", refuses=(require_index_dtypes(_INT, _LONG), check_dim_in_range))
-declare_traits("index_copy put", refuses=(require_index_dtypes(_LONG),))
-declare_traits("index_fill", refuses=(require_index_dtypes(_LONG, error=IndexError),), strides=as_if_empty_like("self"))
+declare_traits("index_add index_select", checks=(require_index_dtypes(_INT, _LONG),))
+declare_traits("index_reduce", checks=(require_index_dtypes(_INT, _LONG), check_dim_in_range))
+declare_traits("index_copy put", checks=(require_index_dtypes(_LONG),))
+declare_traits("index_fill", checks=(require_index_dtypes(_LONG, error=IndexError),), strides=make_empty_like_strides("self"))
 declare_traits(
     "index.Tensor _unsafe_index.Tensor index_put.default index_put_.default _index_put_impl_.default _unsafe_index_put.default",
-    refuses=(check_indices,),
+    checks=(check_indices,),
 )
 declare_traits(
     "binary_cross_entropy",
-    refuses=(require_same_dtype("target"),),
-    infer=with_converted_argument("weight", convert_to_input_dtype),
-    strides=as_if_empty_like("self"),
+    checks=(require_same_dtype("target"),),
+    infer=make_converting_inference("weight", convert_to_input_dtype),
+    strides=make_empty_like_strides("self"),
 )
-declare_traits("masked_scatter", refuses=(require_same_dtype("source"),))
-declare_traits("slice_scatter select_scatter diagonal_scatter", refuses=(check_dims_exist,))
-declare_traits("unique_dim unique_consecutive unique_dim_consecutive", refuses=(check_dim_in_range,))
+declare_traits("masked_scatter", checks=(require_same_dtype("source"),))
+declare_traits("slice_scatter select_scatter diagonal_scatter", checks=(check_dims_exist,))
+declare_traits("unique_dim unique_consecutive unique_dim_consecutive", checks=(check_dim_in_range,))
 declare_traits(
     "addmm _addmm_activation",
-    refuses=(require_expandable("self", lambda given: (*given["mat1"].shape[:1], *given["mat2"].shape[1:])),),
+    checks=(require_expandable("self", lambda arguments: (*arguments["mat1"].shape[:1], *arguments["mat2"].shape[1:])),),
 )
-declare_traits("addmv", refuses=(require_expandable("self", lambda given: given["mat"].shape[:1]),))
-declare_traits("select_backward", refuses=(require_view_sizes(torch.Tensor.select),))
-declare_traits("slice_backward", refuses=(require_view_sizes(torch.ops.aten.slice.Tensor),))
-declare_traits("diagonal_backward", refuses=(require_view_sizes(torch.Tensor.diagonal),))
-declare_traits("_softmax_backward_data", refuses=(check_grad_shape,))
-declare_traits("_log_softmax_backward_data", refuses=(check_grad_shape,), strides=row_major)
-declare_traits("allclose", refuses=(check_comparable,))
-declare_traits("renorm", refuses=(check_renorm,))
-declare_traits("native_layer_norm native_group_norm", refuses=(check_weight_dtypes,))
+declare_traits("addmv", checks=(require_expandable("self", lambda arguments: arguments["mat"].shape[:1]),))
+declare_traits("select_backward", checks=(require_view_sizes(torch.Tensor.select),))
+declare_traits("slice_backward", checks=(require_view_sizes(torch.ops.aten.slice.Tensor),))
+declare_traits("diagonal_backward", checks=(require_view_sizes(torch.Tensor.diagonal),))
+declare_traits("_softmax_backward_data", checks=(check_grad_shape,))
+declare_traits("_log_softmax_backward_data", checks=(check_grad_shape,), strides=row_major)
+declare_traits("allclose", checks=(check_comparable,))
+declare_traits("renorm", checks=(check_renorm,))
+declare_traits("native_layer_norm native_group_norm", checks=(check_weight_dtypes,))
 declare_traits(
     "native_batch_norm _native_batch_norm_legit.default _native_batch_norm_legit.no_stats",
-    refuses=(check_weight_dtypes,),
-    strides=suggested_format("input"),
+    checks=(check_weight_dtypes,),
+    strides=make_suggested_strides("input"),
 )
-declare_traits("cat.default", refuses=(refuse_zero_dims,))
-declare_traits("cumsum_", refuses=(refuse_bools,))
-declare_traits("narrow_copy", refuses=(check_dim_below_ndim,))
-declare_traits("multinomial.out", refuses=(require_dtypes("out", "out", _LONG),))  # the kernel does not convert results
+declare_traits("cat.default", checks=(refuse_zero_dims,))
+declare_traits("cumsum_", checks=(refuse_bools,))
+declare_traits("narrow_copy", checks=(check_dim_below_ndim,))
+declare_traits("multinomial.out", checks=(require_dtypes("out", "out", _LONG),))  # the kernel does not convert results

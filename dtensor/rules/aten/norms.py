@@ -39,21 +39,20 @@ aten = torch.ops.aten
 
 # --- shared parts: computation of one rank before and after the collective ------------------------------------------
 def gather_moments(at: KernelContext, x: Any, dims: tuple[int, ...], count: int) -> tuple[list[Any], list[int]]:
-    """Return the moments of all blocks over ``dims`` (kept), and their counts of ``count`` values, for
-    :func:`combine_moments`."""
-    return at.all_gather(block_moments(x, dims)), at.counts(count)
+    """All-gather mean and squared deviations of all ranks' blocks over ``dims``, and return them with element counts."""
+    return at.all_gather(stack_block_moments(x, dims)), at.block_counts(count)
 
 
 @on_each_rank
-def block_moments(x: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """Return mean and sum of squared deviations of a block. An empty block has no mean, which is not read."""
+def stack_block_moments(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """Return mean and sum of squared deviations of one rank's block, stacked. Those of an empty block are not read."""
     x = to_sum_dtype(x)
     mean = x.mean(dims, keepdim=True)
     return torch.stack((mean, (x - mean).square().sum(dims, keepdim=True)))
 
 
 def combine_moments(blocks: list[Tensor], counts: list[int]) -> tuple[Any, Any]:
-    """Return mean and biased variance of the union of blocks."""
+    """Combine the moments of several blocks into mean and biased variance of all their values."""
     nonempty = [(size, block[0], block[1]) for size, block in zip(counts, blocks, strict=True) if size]
     if not nonempty:
         return torch.zeros_like(blocks[0][0]), torch.zeros_like(blocks[0][0])
@@ -62,10 +61,10 @@ def combine_moments(blocks: list[Tensor], counts: list[int]) -> tuple[Any, Any]:
     return mean, reduce(add, [squares + (own - mean).square() * size for size, own, squares in nonempty]) / total
 
 
-def normalize(
+def normalize_by_moments(
     x: Tensor, mean: Tensor, variance: Tensor, eps: float, weight: Any, bias: Any, statistics_dtype: torch.dtype
 ) -> Any:
-    """Return the normalized values times ``weight`` plus ``bias``, the mean, and the reciprocal deviation."""
+    """Normalize values by mean and variance, scale and shift them; return them with the mean and the reciprocal deviation."""
     rstd = (variance + eps).rsqrt()
     return (
         scale_and_shift((to_sum_dtype(x) - mean) * rstd, weight, bias).to(x.dtype),
@@ -75,14 +74,14 @@ def normalize(
 
 
 def scale_and_shift(x: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> Tensor:
-    """Return ``x * weight + bias``. Either may be missing."""
+    """Return ``x * weight + bias``. Either may be None."""
     x = x if weight is None else x * weight
     return x if bias is None else x + bias
 
 
 @on_each_rank
 def gradient_terms(grad: Tensor, x: Tensor, mean: Any, rstd: Tensor, weight: Any, dims: tuple[int, ...]) -> Any:
-    """Return the gradient, the normalized values, the gradient with respect to them (g), and the local sums that it needs.
+    """Compute for a norm's backward: the gradient, normalized values, the gradient with respect to these, and local sums.
 
     The sums over ``dims`` (if any) are those of g (unless ``mean`` is None) and of g times the values.
     """
@@ -94,13 +93,13 @@ def gradient_terms(grad: Tensor, x: Tensor, mean: Any, rstd: Tensor, weight: Any
 
 
 def input_gradient(upstream: Tensor, normalized: Tensor, sums: Tensor, count: int, rstd: Tensor) -> Tensor:
-    """Return the gradient of ``count`` values that were centered (if there are two sums) and scaled, from the global sums."""
+    """Return the gradient of a norm's input, from the gradient of the normalized values and its global sums."""
     centre = sums[0] / count if len(sums) > 1 else 0
     return (upstream - centre - normalized * (sums[-1] / count)) * rstd
 
 
 def requested_dtypes(call: Call, mask: list[bool]) -> tuple[Any, ...]:
-    """Return the dtypes of the gradients of input, weight and bias, None for those that are not requested."""
+    """Return the dtypes of the gradients of input, weight and bias; None for each that ``mask`` does not request."""
     x, weight = call["input"], call["weight"]
     weight = x if weight is None else weight
     bias = call.get("bias", weight)
@@ -111,8 +110,8 @@ def requested_dtypes(call: Call, mask: list[bool]) -> tuple[Any, ...]:
 
 
 @on_each_rank
-def finish_gradients(parts: Any, sums: Any, count: int, rstd: Tensor, rows: tuple[int, ...], dtypes: tuple[Any, ...]) -> Any:
-    """Return the gradients of input, weight and bias that have a dtype. ``parts`` are those of :func:`gradient_terms`."""
+def finish_norm_gradients(parts: Any, sums: Any, count: int, rstd: Tensor, rows: tuple[int, ...], dtypes: tuple[Any, ...]) -> Any:
+    """Compute the requested gradients of a norm's input, weight and bias, from :func:`gradient_terms` and the reduced sums."""
     grad, normalized, upstream = parts
     first, *rest = dtypes
     of_input = None if first is None else input_gradient(upstream, normalized, sums, count, rstd).to(first)
@@ -124,11 +123,10 @@ def finish_gradients(parts: Any, sums: Any, count: int, rstd: Tensor, rows: tupl
 def normalized_backward(
     at: KernelContext, grad: Any, x: Any, mean: Any, rstd: Any, weight: Any, mask: Any, dims: Any, count: int, rows: Any
 ) -> Any:
-    """Return the requested gradients of values that were normalized over ``dims``. Gradients of weights are sums over
-    ``rows``."""
+    """Compute the requested gradients of a norm over ``dims``: one all-reduce. Gradients of weights are summed over ``rows``."""
     *parts, terms = gradient_terms(grad, x, mean, rstd, weight, dims if mask[0] else ())
     sums = at.all_reduce(terms, "sum") if mask[0] else None
-    return finish_gradients(parts, sums, count, rstd, rows, requested_dtypes(at.call, mask))
+    return finish_norm_gradients(parts, sums, count, rstd, rows, requested_dtypes(at.call, mask))
 
 
 # --- factors of a norm's call ---------------------------------------------------------------------------------------
@@ -143,14 +141,14 @@ class NormCall:
     sizes: dict[str, int]
     inner: tuple[str, ...]
     outer: tuple[str, ...] = ()
-    whole: frozenset[str] = frozenset()
+    unsharded: frozenset[str] = frozenset()
 
     def count(self, name: str) -> int:
-        """Return how many elements an argument has."""
+        """Return how many global elements an argument has."""
         return math.prod(self.sizes[factor] for dim in self.dims[name] for factor in dim)
 
     def operands(self, call: Call) -> tuple[Dims, ...]:
-        """Return the factors by argument name. An empty tensor in place of absent statistics has no factors."""
+        """Return the factors of all operands of a norm. An empty tensor in place of absent statistics has none."""
         return tuple(
             ((),) if tuple(layout.shape) == (0,) and self.count(name) else self.dims[name]
             for name, layout in zip(call.names, call.operands, strict=True)
@@ -161,9 +159,11 @@ def input_shape(call: Call) -> tuple[int, ...]:
     return call.shape(call.names.index("input"))
 
 
-def factors_of(call: Call, norm_call: NormCall, program: Any, results: Any, numbers: int, lacking: Spec = R) -> Factors:
-    """Return factors with ``program`` as the kernel of inner dims. It reduces ``numbers`` values for each mean, in one
-    collective."""
+def make_norm_factors(call: Call, norm_call: NormCall, program: Any, results: Any, numbers: int, lacking: Spec = R) -> Factors:
+    """Return the factors of a norm, with ``program`` as the kernel if inner dims are sharded.
+
+    The kernel all-reduces ``numbers`` values per mean.
+    """
     nbytes = statistics_bytes(call, numbers * norm_call.count("rstd"))
     kernel = Kernel(program, lacking, int(numbers > 0), lambda call: nbytes, joint=True)
     reduced = {} if lacking is R else dict.fromkeys(norm_call.outer, "sum")
@@ -171,7 +171,7 @@ def factors_of(call: Call, norm_call: NormCall, program: Any, results: Any, numb
         norm_call.operands(call),
         results,
         norm_call.sizes,
-        norm_call.whole,
+        norm_call.unsharded,
         reduced,
         kernels=dict.fromkeys(norm_call.inner, kernel),
     )
@@ -180,13 +180,13 @@ def factors_of(call: Call, norm_call: NormCall, program: Any, results: Any, numb
 def declare_norm(
     name: str, describe: Callable[[Call], NormCall], program: Any, results: str, *, numbers: int = 2, **options: Any
 ) -> None:
-    """Declare a norm. In a backward pass only the gradient of the input needs statistics; those of the weights are partial sums.
+    """Declare a norm operator, with ``program`` as the kernel for sharded inner dims.
 
     Torch's meta kernels do not know the dtype of saved statistics, nor that the gradient of the input has the input's dtype.
     """
 
     def norm_factors(call: Call) -> Factors:
-        """Return the factors of the call, with the results' dtypes of the CPU kernels."""
+        """Return the factors of a norm's call, after its results got the dtypes of the CPU kernels."""
         norm_call, mask, statistics_dtype = (
             describe(call),
             call.get("output_mask"),
@@ -196,8 +196,8 @@ def declare_norm(
         dtypes = (None, statistics_dtype, statistics_dtype) if mask is None else (call["input"].dtype, None, None)
         call.results = tuple(m and replace(m, dtype=d or m.dtype) for m, d in zip(call.results, dtypes, strict=False))
         if mask is None:
-            return factors_of(call, norm_call, program, result_dims, numbers)
-        return factors_of(
+            return make_norm_factors(call, norm_call, program, result_dims, numbers)
+        return make_norm_factors(
             call, norm_call, program, drop_unrequested_results(call, result_dims), mask[0] * numbers, Partial("sum")
         )
 
@@ -205,12 +205,12 @@ def declare_norm(
 
 
 def handle_empty_blocks(op: Any, instead: Callable[..., Any], block: int = 0) -> Any:
-    """Return ``op``, which refuses empty blocks (of argument ``block``), with ``instead`` for those."""
+    """Wrap an operator that refuses empty blocks: ``instead`` is called if argument ``block`` is empty."""
     return on_each_rank(lambda *args: op(*args) if args[block].numel() else instead(*args))
 
 
 def cpu_statistics_dtype(call: Call) -> torch.dtype | None:
-    """Return the dtype in which CPU kernels save statistics, which torch's meta kernels do not know. None on other devices.
+    """Return the dtype in which CPU kernels save a norm's statistics, which meta kernels do not know. None on other devices.
 
     It is the input's, also in float16 and bfloat16, unless weights of float32 make the computation mixed.
     """
@@ -222,7 +222,7 @@ def cpu_statistics_dtype(call: Call) -> torch.dtype | None:
 
 # --- layer norm, RMS norm: over the last dims -----------------------------------------------------------------------
 def describe_layer_norm(call: Call) -> NormCall:
-    """Return the factors of a layer norm's arguments: batch dims, and those over which it normalizes."""
+    """Return the factors of all arguments of a layer norm or RMS norm: batch dims, and the dims that it normalizes over."""
     shape = input_shape(call)
     count = len(shape) - len(call["normalized_shape"])
     sizes = {f"{'b' if d < count else 'n'}{d}": size for d, size in enumerate(shape)}
@@ -232,24 +232,26 @@ def describe_layer_norm(call: Call) -> NormCall:
     return NormCall(dims, sizes, inner=tuple(sizes)[count:], outer=tuple(sizes)[:count])
 
 
-def last_dims(normalized_shape: Any) -> tuple[int, ...]:
+def normalized_dims(normalized_shape: Any) -> tuple[int, ...]:
     return tuple(range(-len(normalized_shape), 0))
 
 
 def layer_norm(at: KernelContext, x: Any, normalized_shape: Any, weight: Any, bias: Any, eps: float) -> Any:
-    parts = gather_moments(at, x, last_dims(normalized_shape), math.prod(normalized_shape))
+    """Layer-normalize each rank's block by the moments of all ranks' blocks (a kernel)."""
+    parts = gather_moments(at, x, normalized_dims(normalized_shape), math.prod(normalized_shape))
     return normalize_layer(x, *parts, eps, weight, bias, at.dtype(1))
 
 
-normalize_layer = on_each_rank(lambda x, blocks, counts, *rest: normalize(x, *combine_moments(blocks, counts), *rest))
+normalize_layer = on_each_rank(lambda x, blocks, counts, *rest: normalize_by_moments(x, *combine_moments(blocks, counts), *rest))
 
 
 def layer_norm_backward(
     at: KernelContext, grad: Any, x: Any, normalized_shape: Any, mean: Any, rstd: Any, weight: Any, bias: Any, mask: list[bool]
 ) -> Any:
+    """Compute the requested gradients of layer norm on each rank's block: one all-reduce (a kernel)."""
     rows = tuple(range(len(at.call["input"].shape) - len(normalized_shape)))
     return normalized_backward(
-        at, grad, x, mean, rstd, weight, mask, last_dims(normalized_shape), math.prod(normalized_shape), rows
+        at, grad, x, mean, rstd, weight, mask, normalized_dims(normalized_shape), math.prod(normalized_shape), rows
     )
 
 
@@ -265,25 +267,29 @@ def scale_by_rms(x: Tensor, squares: Tensor, count: int, weight: Any, eps: float
 
 
 def rms_norm(at: KernelContext, x: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> Any:
-    total = at.all_reduce(sum_squares(x, last_dims(normalized_shape)), "sum")
+    """RMS-normalize each rank's block by the all-reduced sum of squares (a kernel)."""
+    total = at.all_reduce(sum_squares(x, normalized_dims(normalized_shape)), "sum")
     return scale_by_rms(x, total, math.prod(normalized_shape), weight, eps, at.dtype(1))
 
 
 def rms_norm_backward(
     at: KernelContext, grad: Any, x: Any, normalized_shape: Any, rstd: Any, weight: Any, mask: list[bool]
 ) -> Any:
-    """Return the gradients of layer norm for values that were not centered."""
+    """Compute the requested gradients of RMS norm: those of layer norm for values that were not centered (a kernel)."""
     mask = [mask[0], mask[1] and weight is not None]
     return layer_norm_backward(at, grad, x, normalized_shape, None, rstd, weight, None, mask)
 
 
 def rms_norm_backward_of_rows(at: KernelContext, grad: Any, *args: Any) -> Any:
-    """Run the operator. It has no CPU kernel, so the program above runs there."""
+    """Run the backward of RMS norm if inner dims are unsharded: the operator, or this module's program on CPU.
+
+    The operator has no CPU kernel.
+    """
     return (rms_norm_backward if at.call.mesh.device_type == "cpu" else run_operator)(at, grad, *args)
 
 
 def layer_norm_shapes(call: Call) -> Shapes | None:
-    """Return the shapes of the results of a layer norm, or None if arguments do not fit."""
+    """Return the result shapes of a layer norm, or None if its arguments do not fit."""
     shape, normalized = call.shape(0), tuple(call["normalized_shape"])
     rows = len(shape) - len(normalized)
     if rows < 0 or shape[rows:] != normalized or any(layout.shape != normalized for layout in call.operands[1:]):
@@ -313,7 +319,7 @@ GROUP_DIMS = (2, 3)  # the dims of a group after the channels are split into gro
 
 
 def describe_group_norm(call: Call) -> NormCall:
-    """Return the factors. Channels of a single group, and positions, are inner. Without channels nothing is sharded inside."""
+    """Return the factors of all arguments of a group norm. Positions, and the channels of a single group, are inner dims."""
     shape, groups = input_shape(call), call["group"]
     spatial = tuple(f"s{d}" for d in range(2, len(shape)))
     input_dims: Dims = (("n",), ("g", "c"), *((name,) for name in spatial))
@@ -326,7 +332,7 @@ def describe_group_norm(call: Call) -> NormCall:
 
 @on_each_rank
 def split_into_groups(x: Any, channels: int, groups: int) -> Any:
-    """Return (n, channels, ...) or (channels,) as (n, groups, channels of a group, positions), for a block."""
+    """Reshape a block (n, channels, ...) or (channels,) to (n, groups, channels of a group, positions)."""
     if x is None:
         return None
     n, own, *spatial = x.shape if x.ndim > 1 else (1, *x.shape)
@@ -340,6 +346,7 @@ def reshape_like(x: Tensor, value: Tensor) -> Tensor:
 
 
 def group_norm(at: KernelContext, x: Any, weight: Any, bias: Any, *sizes: Any) -> Any:
+    """Group-normalize each rank's block by the moments of all ranks' blocks (a kernel)."""
     _, channels, positions, groups, eps = sizes
     parts = gather_moments(at, split_into_groups(x, channels, groups), GROUP_DIMS, channels // groups * positions)
     return normalize_groups(x, *parts, weight, bias, [channels, groups], eps, at.dtype(1))
@@ -349,14 +356,14 @@ def group_norm(at: KernelContext, x: Any, weight: Any, bias: Any, *sizes: Any) -
 def normalize_groups(
     x: Tensor, blocks: Any, counts: Any, weight: Any, bias: Any, of: list[int], eps: float, statistics_dtype: Any
 ) -> Any:
-    """Normalize a rank's block in groups of channels, by the moments of all blocks."""
+    """Normalize one rank's block in groups of channels, by the moments of all ranks' blocks."""
     block, weight, bias = (split_into_groups(value, *of) for value in (x, weight, bias))
-    out, mean, rstd = normalize(block, *combine_moments(blocks, counts), eps, weight, bias, statistics_dtype)
+    out, mean, rstd = normalize_by_moments(block, *combine_moments(blocks, counts), eps, weight, bias, statistics_dtype)
     return out.reshape(x.shape).to(x.dtype), mean[:, :, 0, 0], rstd[:, :, 0, 0]
 
 
 def group_norm_backward(at: KernelContext, grad: Any, x: Any, mean: Any, rstd: Any, weight: Any, *sizes: Any) -> Any:
-    """Return the requested gradients of a group norm's input, weight and bias."""
+    """Compute the requested gradients of group norm on each rank's block: one all-reduce (a kernel)."""
     _, channels, positions, groups, mask = sizes
     grad, block, own = (split_into_groups(value, channels, groups) for value in (grad, x, weight))
     mean, rstd = mean[:, :, None, None], rstd[:, :, None, None]
@@ -366,7 +373,7 @@ def group_norm_backward(at: KernelContext, grad: Any, x: Any, mean: Any, rstd: A
 
 
 def local_group_norm_args(call: Call, view: LocalView) -> dict[str, Any]:
-    """Return the sizes of the block, which the operator takes as arguments."""
+    """Return the sizes of one rank's block, which the group norm operator takes as arguments."""
     n, channels, *spatial = view.operands[call.names.index("input")]
     per_group = call["C"] // call["group"]
     return {"N": n, "C": channels, "HxW": math.prod(spatial), "group": channels // per_group if per_group else call["group"]}
@@ -374,7 +381,7 @@ def local_group_norm_args(call: Call, view: LocalView) -> dict[str, Any]:
 
 @on_each_rank
 def group_norm_of_block(x: Tensor, weight: Any, bias: Any, n: int, c: int, positions: int, groups: int, eps: float) -> Any:
-    """Run the operator, which refuses empty groups and blocks that are not contiguous."""
+    """Run group norm on one rank's block, also without groups and not contiguous, which the operator refuses."""
     if groups:
         return aten.native_group_norm(x.contiguous(), weight, bias, n, c, positions, groups, eps)
     return x.clone(), x.new_empty(n, 0), x.new_empty(n, 0)
@@ -399,10 +406,10 @@ declare_norm(
 
 
 # --- weight norm: one norm for each index of dim ``dim``; norms have size one in the others --------------------------
-_others_whole = "each: [a*] @dim [b*] -> each: [a*] @dim [b*]"
+_OTHERS_UNSHARDED = "each: [a*] @dim [b*] -> each: [a*] @dim [b*]"
 _local = handle_empty_blocks(on_contiguous(aten._weight_norm_interface), lambda v, g, *_: (v.clone(), g.clone()))
-blockwise("_weight_norm_interface", _others_whole, local=_local)
+blockwise("_weight_norm_interface", _OTHERS_UNSHARDED, local=_local)
 _local = handle_empty_blocks(
     on_contiguous(aten._weight_norm_interface_backward), lambda grad, v, g, *_: (v.clone(), g.clone()), block=1
 )
-blockwise("_weight_norm_interface_backward", _others_whole, local=_local)
+blockwise("_weight_norm_interface_backward", _OTHERS_UNSHARDED, local=_local)

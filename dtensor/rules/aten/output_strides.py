@@ -18,37 +18,40 @@ def row_major(result: Meta, arguments: MetaArguments) -> tuple[int, ...]:
     return torch.empty(result.shape, device="meta").stride()
 
 
-def suggested_format(name: str) -> StrideFunction:
-    """Return a function that gives channels-last strides if this argument has them, else row-major ones."""
+def make_suggested_strides(name: str) -> StrideFunction:
+    """Return a stride function: channels-last if argument ``name`` suggests that memory format, else row-major."""
 
-    def strides_of(result: Meta, arguments: MetaArguments) -> tuple[int, ...]:
+    def suggested_strides(result: Meta, arguments: MetaArguments) -> tuple[int, ...]:
+        """Return the result's strides in the memory format that the argument suggests."""
         if len(result.shape) != arguments[name].ndim:  # a result of another rank: statistics, gradients of weights
             return row_major(result, arguments)
         return torch.empty(result.shape, device="meta", memory_format=suggest_memory_format(arguments[name])).stride()
 
-    return strides_of
+    return suggested_strides
 
 
-def iterator_strides(*names: str) -> StrideFunction:
-    """Return a function that gives the strides of TensorIterator, from an operator with the same inference."""
+def make_iterator_strides(*names: str) -> StrideFunction:
+    """Return a stride function: the strides of TensorIterator (torch's element-by-element loop) over these arguments."""
 
-    def strides_of(result: Meta, arguments: MetaArguments) -> tuple[int, ...]:
+    def loop_strides(result: Meta, arguments: MetaArguments) -> tuple[int, ...]:
+        """Return the strides that ``add`` or ``addcmul`` infers for operands of these shapes and strides."""
         operands = [_as_bytes(x) for x in (arguments[name] for name in names) if isinstance(x, torch.Tensor)]
         if len(operands) == 3:
             return torch.addcmul(*operands).stride()
         return torch.add(operands[0], operands[1] if len(operands) > 1 else 1).stride()
 
-    return strides_of
+    return loop_strides
 
 
-def fft_strides(name: str) -> StrideFunction:
-    """Return a function that gives the strides of MKL transforms.
+def make_fft_strides(name: str) -> StrideFunction:
+    """Return a stride function: the strides of the results of MKL's Fourier transforms on CPU.
 
     MKL gets a batch of signals: first the untransformed dims, widest stride first, then in each signal the transformed dims.
     These are in the order of strides as well, except the last one of a transform between real and complex numbers.
     """
 
-    def strides_of(result: Meta, arguments: MetaArguments) -> tuple[int, ...]:
+    def mkl_strides(result: Meta, arguments: MetaArguments) -> tuple[int, ...]:
+        """Return the result's strides: untransformed dims outside, transformed dims inside."""
         x, dims = arguments["self"], [d % arguments["self"].ndim for d in arguments["dim"]]
         if x.device.type != "cpu" or not dims or not torch.backends.mkl.is_available():
             return result.stride
@@ -61,36 +64,37 @@ def fft_strides(name: str) -> StrideFunction:
             strides = _batched_strides(x.shape, strides, dims_outermost_first(strides, dims[:-1]))
         return _batched_strides(result.shape, strides, dims[-1:])
 
-    return strides_of
+    return mkl_strides
 
 
 def _batched_strides(shape: tuple[int, ...], strides: tuple[int, ...], signal: list[int]) -> tuple[int, ...]:
-    """Return dense strides of a result with signals along the dims ``signal``, one after the other."""
+    """Return dense strides with the dims ``signal`` innermost, and the other dims in the order of ``strides``."""
     return dense_stride(shape, [*dims_outermost_first(strides, [d for d in range(len(shape)) if d not in signal]), *signal])
 
 
-def as_if_empty_like(name: str) -> StrideFunction:
-    """Return a function that gives the memory order of this argument, if the result has its shape."""
+def make_empty_like_strides(name: str) -> StrideFunction:
+    """Return a stride function: the memory order of argument ``name`` if the result has its shape, else row-major."""
 
-    def strides_of(result: Meta, arguments: MetaArguments) -> tuple[int, ...]:
+    def empty_like_strides(result: Meta, arguments: MetaArguments) -> tuple[int, ...]:
+        """Return the strides of ``torch.empty_like`` of the argument, if the result has its shape; else row-major ones."""
         same = tuple(arguments[name].shape) == tuple(result.shape)
         return torch.empty_like(arguments[name]).stride() if same else row_major(result, arguments)
 
-    return strides_of
+    return empty_like_strides
 
 
-def volume_strides(batched: str, single: str) -> StrideFunction:
-    """Return a function that gives channels-last strides if ``batched`` suggests it; without a batch, if ``single`` has that
-    order."""
+def make_volume_strides(batched: str, single: str) -> StrideFunction:
+    """Return a stride function for 3d pooling: channels-last if ``batched`` suggests it; without a batch, if ``single`` does."""
 
-    def strides_of(result: Meta, arguments: MetaArguments) -> tuple[int, ...]:
+    def pooled_volume_strides(result: Meta, arguments: MetaArguments) -> tuple[int, ...]:
+        """Return the strides of a batch of volumes, or of a single volume."""
         if len(result.shape) == 5:
-            return suggested_format(batched)(result, arguments)
+            return make_suggested_strides(batched)(result, arguments)
         last = arguments[single].unsqueeze(0).is_contiguous(memory_format=torch.channels_last_3d)
         order = torch.channels_last_3d if last else torch.contiguous_format
         return torch.empty((1, *result.shape), device="meta", memory_format=order).stride()[1:]
 
-    return strides_of
+    return pooled_volume_strides
 
 
 def _as_bytes(x: torch.Tensor) -> torch.Tensor:
@@ -103,24 +107,26 @@ declare_traits(
     "normal.Tensor_float normal.float_Tensor pow.Scalar smooth_l1_loss_backward",
     strides=row_major,
 )
-declare_traits("channel_shuffle max_unpool2d pixel_shuffle", strides=suggested_format("self"))
+declare_traits("channel_shuffle max_unpool2d pixel_shuffle", strides=make_suggested_strides("self"))
 for _kind in ("reflection", "replication"):
-    declare_traits(f"{_kind}_pad2d {_kind}_pad2d_backward {_kind}_pad3d {_kind}_pad3d_backward", strides=suggested_format("self"))
-declare_traits("native_batch_norm_backward", strides=suggested_format("input"))
+    declare_traits(
+        f"{_kind}_pad2d {_kind}_pad2d_backward {_kind}_pad3d {_kind}_pad3d_backward", strides=make_suggested_strides("self")
+    )
+declare_traits("native_batch_norm_backward", strides=make_suggested_strides("input"))
 declare_traits(
     "copysign.Tensor div.Tensor_mode floor_divide.default logaddexp logaddexp2 logical_and logical_or logical_xor "
     "special_xlog1py.default xlogy.Tensor",
-    strides=iterator_strides("self", "other"),
+    strides=make_iterator_strides("self", "other"),
 )
 declare_traits(
     "hardsigmoid_backward hardswish_backward hardtanh_backward logit_backward softplus_backward",
-    strides=iterator_strides("grad_output", "self"),
+    strides=make_iterator_strides("grad_output", "self"),
 )
-declare_traits("binary_cross_entropy_backward", strides=as_if_empty_like("self"))
-declare_traits("max_pool3d_with_indices", strides=volume_strides("self", "self"))
-declare_traits("max_pool3d_with_indices_backward", strides=volume_strides("self", "grad_output"))
-declare_traits("_prelu_kernel", strides=iterator_strides("self", "weight"))
-declare_traits("_prelu_kernel_backward", strides=iterator_strides("self", "weight", "grad_output"))
-declare_traits("elu_backward", strides=iterator_strides("grad_output", "self_or_result"))
-declare_traits("heaviside", strides=iterator_strides("self", "values"))
-declare_traits("native_dropout_backward", strides=iterator_strides("grad_output", "mask"))
+declare_traits("binary_cross_entropy_backward", strides=make_empty_like_strides("self"))
+declare_traits("max_pool3d_with_indices", strides=make_volume_strides("self", "self"))
+declare_traits("max_pool3d_with_indices_backward", strides=make_volume_strides("self", "grad_output"))
+declare_traits("_prelu_kernel", strides=make_iterator_strides("self", "weight"))
+declare_traits("_prelu_kernel_backward", strides=make_iterator_strides("self", "weight", "grad_output"))
+declare_traits("elu_backward", strides=make_iterator_strides("grad_output", "self_or_result"))
+declare_traits("heaviside", strides=make_iterator_strides("self", "values"))
+declare_traits("native_dropout_backward", strides=make_iterator_strides("grad_output", "mask"))

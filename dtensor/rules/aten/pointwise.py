@@ -256,8 +256,7 @@ pointwise(
 
 @on_each_rank
 def log_sigmoid_with_buffer(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the result and the saved values. CPUs save one value for each element for the gradient, accelerators none, and
-    ignore it."""
+    """Compute ``log_sigmoid_forward`` with a buffer of the operand's shape also on accelerators, which save none."""
     out, saved = torch.ops.aten.log_sigmoid_forward(x)
     return out, saved if saved.shape == x.shape else x.new_empty(()).expand(x.shape)
 
@@ -273,10 +272,10 @@ pointwise(
 )
 pointwise("clone positive _to_copy alias alias_copy lift lift_fresh lift_fresh_copy zero", partials=copies)
 pointwise("copy", partials=(*(f"{op},{op} -> {op}" for op in REDUCE_OPS), forgets), plain=("src",))
-declare_traits("clone copy new_empty_strided", stores=True)
-declare_traits("add_", accumulates=True)
+declare_traits("clone copy new_empty_strided", stores_gradient=True)
+declare_traits("add_", accumulates_gradient=True)
 pointwise("fill zeros_like ones_like empty_like full_like", partials=forgets)
 
 # --- optimizer steps over lists, element by element ---------------------------------------------------------------------
 pointwise("_fused_adam _fused_adamw _fused_sgd _fused_adagrad")
-declare_traits("_fused_adam _fused_adamw _fused_sgd _fused_adagrad", per_element=True, flat=True)
+declare_traits("_fused_adam _fused_adamw _fused_sgd _fused_adagrad", per_element=True, reads_flat=True)

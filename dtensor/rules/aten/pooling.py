@@ -21,7 +21,7 @@ WEIGHTED_PARTIALS = on_floats("sum -> sum", "avg -> avg")
 
 
 def declare_on_positions(names: str, count: int, **options: Any) -> None:
-    """Declare operators that work on the last ``count`` dims, each image by itself."""
+    """Declare operators on the last ``count`` dims, which are unsharded: each image or sequence is computed by itself."""
     pattern = f"each: n* c {POSITIONS[count]} -> each: n* c {POSITIONS[count]}"
     blockwise(names, pattern, nonempty="c", kind="positions", **options)
 
@@ -93,6 +93,7 @@ def window_size(call: Call) -> int:
 
 
 def im2col_factors(call: Call) -> Factors:
+    """Return the factors of ``im2col``: batch and channels. Each result channel is a product of channel and window position."""
     shape = call.shape(0)
     lead: Dims = tuple((f"n.{d}",) for d in range(len(shape) - 3))
     sizes = {f"n.{d}": shape[d] for d in range(len(lead))} | {"c": shape[-3], "k": window_size(call)}

@@ -18,7 +18,7 @@ from ...base.caches import memoize
 from ...placement import Monoid
 from ..call import Call
 from ..declare import blockwise, fold, reduce
-from ..folds import REDUCED_PATTERN, FoldContext, InPairs
+from ..folds import REDUCED_PATTERN, FoldContext, ReduceInPairs
 from ..partial_rules import linear, on_bools
 
 reduce("sum", "sum", partials=linear())
@@ -34,22 +34,22 @@ reduce("median mode nanmedian kthvalue", None)
 
 # --- variances: (count, mean, sum of squared deviations) of blocks combine as Chan, Golub and LeVeque (1979) have it, which does
 # not cancel as sums of squares do
-def block_moments(part: FoldContext, x: Tensor) -> tuple[Tensor, ...]:
-    """Return count, mean and sum of squared deviations of one block."""
+def block_count_and_moments(part: FoldContext, x: Tensor) -> tuple[Tensor, ...]:
+    """Return count, mean and sum of squared deviations of one rank's block, over the folded dims."""
     count = math.prod(x.shape[d] for d in part.dims)
     variance, mean = torch.var_mean(x, part.dims, correction=0, keepdim=True)
     return torch.full_like(mean, count), mean, variance * count
 
 
 def _combine_moments(a: Tensor, b: Tensor) -> Tensor:
-    """Combine count, mean and sum of squared deviations of two blocks."""
+    """Combine count, mean and sum of squared deviations of two blocks into those of both together."""
     count = a[0] + b[0]
     delta = b[1] - a[1]
     share = b[0] / count.clamp(min=1)
     return torch.stack([count, a[1] + delta * share, a[2] + b[2] + delta * delta * a[0] * share])
 
 
-MOMENTS = Monoid("moments", _combine_moments, torch.zeros_like, combine_all=InPairs(_combine_moments))
+MOMENTS = Monoid("moments", _combine_moments, torch.zeros_like, combine_all=ReduceInPairs(_combine_moments))
 
 
 def finish_variance(part: FoldContext, squares: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ VARIANCES: dict[str, Any] = {
     "std_mean": lambda part, x, count, mean, squares: (finish_variance(part, squares).sqrt(), mean),
 }
 for _name, _finish in VARIANCES.items():  # complex numbers have one variance for both parts
-    fold(_name, REDUCED_PATTERN, block=block_moments, monoid=MOMENTS, numbers=3, finish=_finish, takes="floating")
+    fold(_name, REDUCED_PATTERN, block=block_count_and_moments, monoid=MOMENTS, numbers=3, finish=_finish, takes="floating")
 
 
 # --- norms ------------------------------------------------------------------------------------------------------------
@@ -75,6 +75,7 @@ class _CombineAllNorms:
     p: float
 
     def __call__(self, terms: Tensor) -> Tensor:
+        """Return the p-norm over dim 0 of stacked norms. If all but one are empty, return that one with its sign."""
         wide = torch.promote_types(terms.dtype, torch.float32)
         norm = torch.linalg.vector_norm(terms, self.p, dim=0, dtype=wide).to(terms.dtype)
         counts = terms != _empty_norm(self.p)
@@ -108,7 +109,7 @@ class _EmptyNorm:
 
 @memoize(256)
 def p_norm(p: float) -> str | Monoid:
-    """Return the reduction that combines p-norms of blocks."""
+    """Return the reduction that combines the p-norms of blocks: "max", "min", "sum" or a monoid ``norm<p>``."""
     if p == math.inf:
         return "max"
     if p == -math.inf:
@@ -119,7 +120,7 @@ def p_norm(p: float) -> str | Monoid:
 
 
 def library_monoid(name: str) -> Monoid | None:
-    """Return the monoid with this name that results of operators can have (``norm2``); None if there is none."""
+    """Parse the name of a norm's monoid (``norm2``) and return the monoid; None for other names."""
     if (match := re.fullmatch(r"norm(-?\d+(?:\.\d+)?(?:e[+-]?\d+)?)", name)) is None:
         return None
     monoid = p_norm(float(match[1]))
@@ -127,7 +128,7 @@ def library_monoid(name: str) -> Monoid | None:
 
 
 def norm_monoid(call: Call) -> str | Monoid:
-    """Return the reduction for the order of the call's norm."""
+    """Return the reduction that combines the norms of blocks, for the order in the call's arguments."""
     order = call.get("ord", call.get("p", 2))
     return p_norm(2.0 if order is None else float(order))
 

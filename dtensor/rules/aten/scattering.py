@@ -12,29 +12,37 @@ import torch
 from torch import Tensor
 
 from ..call import Call
-from ..index_rules import CONSTANT_REDUCTIONS, accumulate_if_asked, adds, combine_by_reduce, combine_on_owner, replaces, writes
+from ..index_rules import (
+    CONSTANT_REDUCTIONS,
+    combine_by_reduce,
+    combine_by_sum,
+    combine_if_accumulate,
+    combine_on_owner,
+    index_write,
+    replace_written,
+)
 from ..rule import Factors, StrategyChoice, factors_of_first_operand
 from ..sharded_index_local import ELEMENTS, FLAT, PLACES, ROWS, TABLE, has_mask
 from .indexing import masks_to_indices
 
 aten = torch.ops.aten
 
-writes("scatter scatter_reduce", ELEMENTS, combine_by_reduce)
-writes("scatter_add", ELEMENTS, adds)
-writes("index_add", ROWS, adds, plain=("index",))
-writes("index_copy", ROWS, replaces, plain=("index",))
-writes(
+index_write("scatter scatter_reduce", ELEMENTS, combine_by_reduce)
+index_write("scatter_add", ELEMENTS, combine_by_sum)
+index_write("index_add", ROWS, combine_by_sum, plain=("index",))
+index_write("index_copy", ROWS, replace_written, plain=("index",))
+index_write(
     "index_fill",
     ROWS,
-    replaces,
+    replace_written,
     plain=("index",),
     partials=tuple(f"{op},R{value} -> {op}" for op in CONSTANT_REDUCTIONS for value in ("", ",R")),
 )
-writes("embedding_renorm_", TABLE, combine_on_owner, whole="d1")  # the norm needs unsharded rows
+index_write("embedding_renorm_", TABLE, combine_on_owner, unsharded="d1")  # the norm needs unsharded rows
 
 
 def allows_half_precision_product(choice: StrategyChoice) -> bool:
-    """Return True unless torch would multiply rows of one element in half precision, which it cannot, because of small blocks."""
+    """Return False if small blocks make ``index_reduce`` multiply rows of one element in half precision, which torch cannot."""
     call = choice.call
     if call["reduce"] != "prod" or call.operands[0].dtype not in (torch.float16, torch.bfloat16) or not choice.splits:
         return True
@@ -42,7 +50,7 @@ def allows_half_precision_product(choice: StrategyChoice) -> bool:
     return not all(1 in choice.sizes(f"d{d}") for d in others)
 
 
-writes("index_reduce", ROWS, combine_on_owner, when=allows_half_precision_product, plain=("index",))
+index_write("index_reduce", ROWS, combine_on_owner, when=allows_half_precision_product, plain=("index",))
 
 
 # --- elements of the flattened tensor ---
@@ -50,12 +58,12 @@ def put_by_dims(x: Tensor, indices: Any, source: Tensor, accumulate: bool) -> Te
     return aten.index_put(x, indices, source.reshape(indices[0].shape), accumulate)
 
 
-writes("put", FLAT, accumulate_if_asked, put_by_dims, plain=("index",))
+index_write("put", FLAT, combine_if_accumulate, put_by_dims, plain=("index",))
 
 
 # --- advanced indexing ---
 def single_value_factors(call: Call) -> Factors | None:
-    """Return elementwise factors of one value for all elements that a mask selects, or None."""
+    """Return elementwise factors of an ``index_put`` that writes one value where a single mask is True. None for other calls."""
     indices = [(d, item) for d, item in enumerate(call["indices"]) if item is not None]
     if len(indices) != 1 or math.prod(call["values"].shape) != 1:
         return None
@@ -69,10 +77,10 @@ def put_with_masks(x: Any, indices: Any, values: Any, accumulate: bool = False, 
     return aten.index_put.default(x, masks_to_indices(indices), values, accumulate)
 
 
-writes(
+index_write(
     "index_put _index_put_impl _unsafe_index_put",
     PLACES,
-    accumulate_if_asked,
+    combine_if_accumulate,
     lambda x, indices, values, accumulate, *options: aten.index_put.default(x, indices, values, accumulate),
     masks=single_value_factors,
     decompose=put_with_masks,

@@ -21,7 +21,7 @@ _REDUCE_OPS = {"sum": "sum", "mean": "sum", "prod": "product", "max": "max", "am
 
 
 def lengths_in_block(here: At, lengths: torch.Tensor | None, offsets: torch.Tensor | None) -> torch.Tensor:
-    """Return how much of every segment is in the block."""
+    """Return for every segment how many of its elements are in one rank's block."""
     if offsets is not None:
         starts, ends = offsets[:-1], offsets[1:]
     else:
@@ -32,7 +32,7 @@ def lengths_in_block(here: At, lengths: torch.Tensor | None, offsets: torch.Tens
 
 
 def segment_lengths(lengths: torch.Tensor | None, offsets: torch.Tensor | None, ndim: int) -> torch.Tensor:
-    """Return the lengths of whole segments, in a shape that broadcasts with ``ndim`` dims."""
+    """Return the global lengths of the segments, shaped to broadcast with ``ndim`` dims."""
     lengths_of_segments = lengths if offsets is None else offsets.diff()
     assert lengths_of_segments is not None
     return lengths_of_segments.view((-1,) + (1,) * (ndim - 1))
@@ -45,14 +45,16 @@ def wrong_lengths_error(length: int) -> Exception:
 def reduce_segments(
     at: KernelContext, data: Any, reduce: str, *, lengths: Any = None, offsets: Any = None, initial: Any = None, **options: Any
 ) -> Any:
-    """Return partial reductions. Empty parts contribute the identity, and the initial value counts once."""
+    """Reduce the part of every segment in each rank's block: partial results. The initial value counts once (a kernel)."""
     result = at.results[0]
     assert result is not None
     total = at.operands[0].shape[0]
     nothing = {"sum": 0.0, "product": 1.0, "max": -torch.inf, "min": torch.inf}[_REDUCE_OPS[reduce]]
 
-    def reduce_block(here: At, block: torch.Tensor, length: torch.Tensor | None, offset: torch.Tensor | None) -> torch.Tensor:
-        """Reduce the segments that the block has elements of."""
+    def reduce_block_segments(
+        here: At, block: torch.Tensor, length: torch.Tensor | None, offset: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Reduce the parts of the segments in one rank's block. A part without elements gives the identity."""
         if length is not None:
             unsafe = options.get("unsafe")
             check_range(length, range(sys.maxsize if unsafe else total + 1), None, wrong_lengths_error)
@@ -68,18 +70,18 @@ def reduce_segments(
             reduced = (reduced / counts.clamp(min=1)).masked_fill(counts == 0, empty)
         return reduced.to(result.dtype)
 
-    return at.map(reduce_block, data, lengths, offsets)
+    return at.map(reduce_block_segments, data, lengths, offsets)
 
 
-def spread_gradients(
+def spread_segment_gradients(
     at: KernelContext, grad: Any, output: Any, data: Any, reduce: str, *, lengths: Any = None, offsets: Any = None, **options: Any
 ) -> Any:
-    """Return for every element its segment's gradient, or its share of it."""
+    """Return the gradient of each element: its segment's, for a mean divided by the segment's length (a kernel)."""
 
     def spread_over_block(
         here: At, g: torch.Tensor, block: torch.Tensor, length: torch.Tensor | None, offset: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return the gradient of the elements in one block: that of their segment, zeros after the last segment."""
+        """Repeat the gradients of segments for the elements in one rank's block; zeros after the last segment."""
         own = lengths_in_block(here, length, offset)
         if reduce == "mean":
             g = g / segment_lengths(length, offset, g.ndim).clamp(min=1)
@@ -91,17 +93,20 @@ def spread_gradients(
 
 
 def segment_reduce_kernel(call: Call) -> Kernel | None:
-    """Return the kernel of lengths or offsets along dim 0, else None. Torch does not use ``indices`` yet."""
+    """Return the kernel of ``segment_reduce`` along dim 0 with lengths or offsets, else None.
+
+    Torch does not use ``indices`` yet.
+    """
     bounded = call.get("lengths") is not None or call.get("offsets") is not None
     return Kernel(reduce_segments, lacking=Partial(_REDUCE_OPS[call["reduce"]])) if call["axis"] == 0 and bounded else None
 
 
 def segment_gradient_kernel(call: Call) -> Kernel | None:
-    return Kernel(spread_gradients) if call["axis"] == 0 and call["reduce"] in ("sum", "mean") else None
+    return Kernel(spread_segment_gradients) if call["axis"] == 0 and call["reduce"] in ("sum", "mean") else None
 
 
 def has_no_empty_stack(choice: StrategyChoice) -> bool:
-    """Return True if no block of leading dims is empty. Torch reads the smallest length, which must exist."""
+    """Return True if no block of the leading dims is empty. Torch reads the smallest segment length, which must exist."""
     return all(min(choice.sizes(name)) > 0 for name in choice.splits if name.startswith("a."))
 
 

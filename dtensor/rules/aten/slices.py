@@ -22,7 +22,7 @@ from ..dim_windows import count_below
 from ..index_rules import allows_zero_fill
 from ..kernel_context import At, KernelContext
 from ..partial_rules import copies, one_of
-from ..rule import LINEAR_PARTIAL, Declaration, Factors, Kernel, LocalView, factors_of_first_operand, name_dims
+from ..rule import LINEAR_PARTIAL, Declaration, Factors, Kernel, LocalView, factors_of_first_operand, make_factor_per_dim
 
 ZERO_FILL_PARTIALS = tuple(f"{op} -> {op}" for op in REDUCE_OPS)  # built-in reductions of zeros are zero; a user's may not be
 SCATTER_PARTIALS = one_of("self", "src")
@@ -40,7 +40,8 @@ class WindowFactors(Declaration):
     positions: Callable[[Call, int], range]
 
     def __call__(self, call: Call) -> Factors:
-        dims, sizes = name_dims("d", call["input_sizes"] if self.of == "operand 0" else call.shape(0))
+        """Return the factors of a slice or its inverse, in which one tensor has a window of dim ``dim``."""
+        dims, sizes = make_factor_per_dim("d", call["input_sizes"] if self.of == "operand 0" else call.shape(0))
         d = call["dim"] % len(dims)
         window = self.positions(call, sizes[f"d{d}"])
         if self.of == "operand 1":
@@ -52,7 +53,7 @@ class WindowFactors(Declaration):
 
 
 def slice_positions(call: Call, size: int) -> range:
-    """Return the positions of a dim of ``size`` that a slice keeps."""
+    """Return the range of positions that a slice keeps, of a dim of ``size``."""
     return range(*slice(call.get("start"), call.get("end"), call.get("step", 1)).indices(size))
 
 
@@ -62,7 +63,7 @@ def narrow_positions(call: Call, size: int) -> range:
 
 
 def check_source_shape(call: Call, *size: int) -> None:
-    """Raise unless the source has the size of its place, which torch's inference does not check."""
+    """Raise unless operand 1, the source, has the size of the place that it is written to. Torch's inference does not check."""
     if call.shape(1) != size:
         raise RuntimeError(
             f"expected src to have a size equal to the slice of self. src size = {list(call.shape(1))}, slice size = {list(size)}"
@@ -70,16 +71,19 @@ def check_source_shape(call: Call, *size: int) -> None:
 
 
 def unshard_expanded_gradient(of: str, call: Call, factors: Factors, *size: int) -> Factors:
-    """Return the factors. A gradient ("operand 0") that expands to the size of its place is unsharded."""
+    """Make ``factors`` unsharded if the gradient ("operand 0") has fewer or smaller dims than its place, so that it expands."""
     gradient_shape = call.shape(0)
     if of != "operand 0" or gradient_shape == size:
         return factors
     dims = factors.operands[0][len(size) - len(gradient_shape) :]
-    return Factors((dims,), factors.results, factors.sizes, whole=frozenset(factors.sizes))
+    return Factors((dims,), factors.results, factors.sizes, unsharded=frozenset(factors.sizes))
 
 
 def _block_of_dim(call: Call, at: LocalView) -> tuple[int, int, int, int, dict[str, Any]]:
-    """Return the dim of a slice or position, its size, the size and offset of the block, and further arguments for the block."""
+    """Return the dim of a slice, its global size, size and offset of one rank's block, and the block's ``input_sizes``.
+
+    The last is in a dict, which is empty for operators without the argument.
+    """
     back = "input_sizes" in call.arguments
     shape, own, offsets = (
         (call["input_sizes"], at.results[0], at.result_offsets[0])
@@ -91,7 +95,7 @@ def _block_of_dim(call: Call, at: LocalView) -> tuple[int, int, int, int, dict[s
 
 
 def local_slice_args(call: Call, at: LocalView) -> dict[str, Any]:
-    """Return the slice of one block in its own positions. Nothing changes if the block is the whole dim."""
+    """Return the arguments of the slice for one rank's block. The bounds stay if the dim is not sharded."""
     d, size, own, offset, sizes = _block_of_dim(call, at)
     if own == size:
         return sizes
@@ -102,7 +106,7 @@ def local_slice_args(call: Call, at: LocalView) -> dict[str, Any]:
 
 
 def local_narrow_args(call: Call, at: LocalView) -> dict[str, Any]:
-    """Return start and length of the window in this rank's block."""
+    """Return ``start`` and ``length`` of the part of ``narrow_copy`` in one rank's block."""
     d = call["dim"] % len(at.operands[0])
     window = narrow_positions(call, call.shape(0)[d])
     start = max(0, min(window.start - at.operand_offsets[0][d], at.operands[0][d]))
@@ -117,7 +121,7 @@ view("slice_scatter", WindowFactors("operand 1", slice_positions), partials=SCAT
 
 # --- splits: consecutive slices ---
 def split_factors(call: Call) -> Factors:
-    """Return the factors of a split: each result is a window of the operand's dim."""
+    """Return the factors of a split (``split``, ``split_with_sizes``): each result is a window of the operand's dim."""
     dims, sizes = factors_of_first_operand(call)
     d = call["dim"] % len(dims)
     windows, start = {}, 0
@@ -129,7 +133,7 @@ def split_factors(call: Call) -> Factors:
 
 
 def local_split_args(call: Call, at: LocalView) -> dict[str, Any]:
-    """Return the sizes of this rank's parts."""
+    """Return the sizes of the results of a split in one rank's block."""
     d = call["dim"] % len(at.operands[0])
     name = "split_size" if "split_size" in call.arguments else "split_sizes"
     return {name: [shape[d] for shape in at.results]}
@@ -161,13 +165,14 @@ class PositionFactors(Declaration):
     number: Kernel | None = None
 
     def __call__(self, call: Call) -> Factors:
+        """Return the factors of ``select``, ``stack`` and their inverses, in which a tensor has one position of dim ``dim``."""
         result = call.results[0]
         full: Sequence[int] = call.shape(0)
         if self.of == "operand 0":
             full = call["input_sizes"]
         elif self.of == "operands" and result is not None:
             full = result.shape
-        dims, sizes = name_dims("d", full)
+        dims, sizes = make_factor_per_dim("d", full)
         d = call["dim"] % max(1, len(dims))
         if self.of == "operand 1":
             check_source_shape(call, *(size for k, size in enumerate(full) if k != d))
@@ -190,23 +195,23 @@ class PositionFactors(Declaration):
 
 
 def local_position_args(call: Call, at: LocalView) -> dict[str, Any]:
-    """Return the position in a block (None: it is in another block). Nothing changes if the block is the whole dim."""
+    """Return ``index`` in one rank's block, None if another rank has it. It stays if the dim is not sharded."""
     d, size, own, offset, sizes = _block_of_dim(call, at)
     if own == size:
         return sizes
     index = call["index"] % max(1, size) - offset
     if 0 <= index < own:
         return {**sizes, "dim": d, "index": index}
-    none = {"none": at.results[0]} if len(call.operands) == 1 and not sizes else {}
-    return {**sizes, "dim": d, "index": None, **none}
+    shape_if_elsewhere = {"empty_shape": at.results[0]} if len(call.operands) == 1 and not sizes else {}
+    return {**sizes, "dim": d, "index": None, **shape_if_elsewhere}
 
 
-def select_block(x: Tensor, dim: int, index: int | None, none: Sequence[int] = ()) -> Tensor:
-    return x.narrow(dim, 0, 0).view(none) if index is None else x.select(dim, index)
+def select_block(x: Tensor, dim: int, index: int | None, empty_shape: Sequence[int] = ()) -> Tensor:
+    return x.narrow(dim, 0, 0).view(empty_shape) if index is None else x.select(dim, index)
 
 
-def select_and_copy_block(x: Tensor, dim: int, index: int | None, none: Sequence[int] = ()) -> Tensor:
-    return select_block(x, dim, index, none).clone()
+def select_and_copy_block(x: Tensor, dim: int, index: int | None, empty_shape: Sequence[int] = ()) -> Tensor:
+    return select_block(x, dim, index, empty_shape).clone()
 
 
 def select_backward_block(grad: Tensor, input_sizes: Any, dim: int, index: int | None) -> Tensor:
@@ -218,11 +223,11 @@ def select_scatter_block(x: Tensor, src: Tensor, dim: int, index: int | None) ->
 
 
 def select_number(at: KernelContext, x: Any, dim: int, index: int) -> Any:
-    """Return the number on the rank that has it, and the neutral element of sums elsewhere."""
+    """Select the number on the rank that has its position; the identity of sums elsewhere, so that ranks add up (a kernel)."""
     dim, index = dim % len(at.call.shape(0)), index % at.total
 
     def select_from_block(here: At, block: Tensor) -> Tensor:
-        """Return the selected slice if the block has it, else zeros, which a sum over ranks does not change."""
+        """Select the position in one rank's block, or return the identity of sums if the block does not have it."""
         if here.offset <= index < here.offset + here.size:
             return block.select(dim, index - here.offset).clone()
         return block.new_full((*block.shape[:dim], *block.shape[dim + 1 :]), sum_identity(block.dtype))
@@ -231,11 +236,11 @@ def select_number(at: KernelContext, x: Any, dim: int, index: int) -> Any:
 
 
 def scatter_number(at: KernelContext, x: Any, src: Any, dim: int, index: int) -> Any:
-    """Write ``src`` into the block that holds the selected index."""
+    """Write ``src`` at the position, on the rank that has it (a kernel)."""
     dim, index = dim % len(at.call.shape(0)), index % at.total
 
     def scatter_into_block(here: At, block: Tensor, row: Tensor) -> Tensor:
-        """Write the slice into the block if the block has its position."""
+        """Write ``row`` at the position if one rank's block has it, else copy the block."""
         return select_scatter_block(
             block, row, dim, index - here.offset if here.offset <= index < here.offset + here.size else None
         )
@@ -275,9 +280,10 @@ class DiagonalFactors(Declaration):
     of: str
 
     def __call__(self, call: Call) -> Factors:
+        """Return the factors of a diagonal or its inverse: the diagonal is sharded as the rows, columns are unsharded."""
         result = call.results[0]
         assert result is not None
-        dims, sizes = name_dims("d", result.shape if self.of == "operand 0" else call.shape(0))
+        dims, sizes = make_factor_per_dim("d", result.shape if self.of == "operand 0" else call.shape(0))
         rows, columns = call["dim1"] % len(dims), call["dim2"] % len(dims)
         first = max(0, -call["offset"])
         window = range(first, max(first, min(sizes[f"d{rows}"], sizes[f"d{columns}"] - call["offset"])))
@@ -297,7 +303,7 @@ class DiagonalFactors(Declaration):
 
 
 def local_diagonal_args(call: Call, at: LocalView) -> dict[str, Any]:
-    """Return the diagonal of a block: row r of it is row r + its offset of the global tensor."""
+    """Return the ``offset`` of the diagonal for one rank's block of rows (and ``input_sizes`` for inverses)."""
     if len(at.results[0]) > len(at.operands[0]):
         rows = call["dim1"] % len(at.results[0])
         return {"input_sizes": at.results[0], "offset": call["offset"] + at.result_offsets[0][rows]}
@@ -305,7 +311,7 @@ def local_diagonal_args(call: Call, at: LocalView) -> dict[str, Any]:
 
 
 def diag_embed_block(x: Tensor, offset: int = 0, dim1: int = -2, dim2: int = -1, *, input_sizes: Any = None) -> Tensor:
-    """Return the block with the diagonal. A block of the rows is not square."""
+    """Embed one rank's part of a diagonal in a block of rows, which is not square."""
     return (
         x.diag_embed(offset, dim1, dim2)
         if input_sizes is None

@@ -14,8 +14,7 @@ from ..folds import ALONG_PATTERN, REDUCED_PATTERN, FoldContext
 
 
 def _combine_exp_sums(a: Tensor, b: Tensor) -> Tensor:
-    """Combine exp-sums relative to the larger maximum. Equal maxima keep their sums, also infinite ones, which have difference
-    NaN."""
+    """Combine two (maximum, sum of exponentials) states relative to the larger maximum."""
     top = torch.maximum(a[0], b[0])
     total = sum(torch.where(pair[0] == top, pair[1], pair[1] * (pair[0] - top).exp()) for pair in (a, b))
     return torch.stack([top, total])  # type: ignore[list-item]  # sum() of two tensors is one
@@ -26,7 +25,7 @@ def _empty_exp_sum(like: Tensor) -> Tensor:
 
 
 def _combine_all_exp_sums(stack: Tensor) -> Tensor:
-    """Combine states that are stacked along dim 0."""
+    """Combine (maximum, sum of exponentials) states, stacked along dim 0, into one."""
     tops, totals = stack.unbind(1)
     top = tops.amax(0)
     return torch.stack([top, (tops - clamp_to_finite(top)).exp_().mul_(totals).sum(0)])
@@ -37,19 +36,19 @@ EXP_SUM = Monoid("expsum", _combine_exp_sums, _empty_exp_sum, combine_all=_combi
 
 
 def exp_sum(part: FoldContext, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the maximum, and the sum of exponentials relative to it. A maximum of infinity makes the sum NaN."""
+    """Return one block's maximum, and its sum of exponentials relative to it, which is NaN if the maximum is infinite."""
     top = x.amax(part.dims, keepdim=True)
     return top, (x - top.clamp(min=-LARGEST_FINITE[top.dtype])).exp_().sum(part.dims, keepdim=True)
 
 
 def exp_sum_with_infinity(part: FoldContext, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the maximum, and the sum of exponentials relative to it. A maximum of infinity makes the sum infinite."""
+    """Return one block's maximum, and its sum of exponentials relative to it, which is infinite if the maximum is."""
     top = x.amax(part.dims, keepdim=True)
     return top, (x - clamp_to_finite(top)).exp_().sum(part.dims, keepdim=True)
 
 
 def clamp_to_finite(x: Tensor) -> Tensor:
-    """Return ``x`` with infinities replaced by the largest and least numbers."""
+    """Replace infinities by the largest and least finite numbers of the dtype."""
     most = LARGEST_FINITE[x.dtype]
     return x.clamp(-most, most)
 

@@ -23,7 +23,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]  # values and their global positions
 
 # --- sort ---
 def sort_key(x: torch.Tensor, descending: bool) -> torch.Tensor:
-    """Return integers in the order of the values. NaN is the largest, -0.0 equals 0.0."""
+    """Convert values to int64 keys in the sorting order: NaN is the largest, -0.0 equals 0.0."""
     if x.dtype.is_floating_point:
         wide = x.to(torch.float64) + 0.0
         bits = torch.where(wide.isnan(), torch.full_like(wide, torch.nan).abs(), wide).contiguous().view(torch.int64)
@@ -34,11 +34,11 @@ def sort_key(x: torch.Tensor, descending: bool) -> torch.Tensor:
 
 
 def sort_blocks(at: KernelContext, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return values and positions of a stable sort: by value, then by position."""
+    """Sort a sharded vector stably by sample sort, so that each rank gets its block of values and positions (a kernel)."""
     descending = bool(at.call.get("descending", False))
 
     def sort_block(here: At, block: torch.Tensor) -> Pair:
-        """Return the sorted block, and the global indices of its elements."""
+        """Sort one rank's block, and return its values with their global positions."""
         key = sort_key(block, descending)
         order = key.argsort(stable=True)
         return block[order], order + here.offset
@@ -46,18 +46,18 @@ def sort_blocks(at: KernelContext, x: Any, *args: Any, **kwargs: Any) -> Any:
     pairs = at.map(sort_block, x)
     count = len(at.sizes)
 
-    def sample_block(here: At, pair: Pair) -> torch.Tensor:
-        """Return ``count`` pairs of (key, position) spread over the block. Those of an empty block are larger than all."""
+    def sample_sorted_block(here: At, pair: Pair) -> torch.Tensor:
+        """Pick ``count`` evenly spaced (key, position) pairs of one sorted block. Those of an empty block are larger than all."""
         key = sort_key(pair[0], descending)
         if not key.numel():
             return torch.full((2, count), torch.iinfo(torch.int64).max, device=key.device)
         spread = torch.arange(count, device=key.device) * key.numel() // count
         return torch.stack([key[spread], pair[1][spread]])
 
-    samples = at.all_gather(at.map(sample_block, pairs), lambda member: (2, count))
+    samples = at.all_gather(at.map(sample_sorted_block, pairs), lambda member: (2, count))
 
     def count_parts(here: At, pair: Pair, samples_of_ranks: list[torch.Tensor]) -> torch.Tensor:
-        """Return how many elements of the block go to each rank."""
+        """Choose the bounds between ranks from all samples, and count how many elements of the block go to each rank."""
         ordered_samples = torch.cat(samples_of_ranks, 1)
         ordered_samples = ordered_samples[:, ordered_samples[1].argsort(stable=True)]
         ordered_samples = ordered_samples[:, ordered_samples[0].argsort(stable=True)]
@@ -78,7 +78,7 @@ def sort_blocks(at: KernelContext, x: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _part_sizes(key: torch.Tensor, place: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
-    """Return the sizes of the parts of a sorted block between the bounds, which are pairs of (key, position)."""
+    """Return the sizes of the parts of a sorted block between the ``bounds``, which are pairs of (key, position)."""
     low = torch.searchsorted(key, bounds[0].contiguous())
     high = torch.searchsorted(key, bounds[0].contiguous(), right=True)
     ends = [
@@ -93,7 +93,7 @@ SendTable = list[list[int]]  # how many elements go from one group position to a
 
 
 def _send_tables(at: KernelContext, gathered: list[Any]) -> dict[tuple[int, ...], SendTable]:
-    """Return the send table of each group that has ranks in this process."""
+    """Return, for each group with ranks in this process, how many elements go from each group position to each other."""
     tables: dict[tuple[int, ...], SendTable] = {}
 
     def record_table(here: At, rows: list[torch.Tensor]) -> torch.Tensor:
@@ -105,7 +105,7 @@ def _send_tables(at: KernelContext, gathered: list[Any]) -> dict[tuple[int, ...]
 
 
 def _resize_table(table: SendTable, sizes: Sequence[int]) -> SendTable:
-    """Return the table that sends what the ranks hold after an exchange to blocks of ``sizes``."""
+    """Return the send table that turns the uneven blocks after the exchange ``table`` into blocks of ``sizes``."""
     held_sizes = [sum(row[k] for row in table) for k in range(len(sizes))]
     starts, target_starts = [0, *accumulate(held_sizes)], [0, *accumulate(sizes)]
     return [
@@ -115,14 +115,14 @@ def _resize_table(table: SendTable, sizes: Sequence[int]) -> SendTable:
 
 
 def _exchange_pairs(at: KernelContext, pairs: Any, tables: dict[tuple[int, ...], SendTable]) -> Any:
-    """Send consecutive parts of each rank's pairs by the tables. The received parts are in the order of their sources."""
+    """Send consecutive parts of each rank's (value, position) pairs by the tables; concatenate what arrives, by source."""
     mesh, count = at.call.mesh, len(at.sizes)
 
     def group_row(member: int) -> tuple[tuple[int, ...], int]:
         group = tuple(mesh.members_of(at.mesh_dims, member))
         return group, group.index(member)
 
-    def shape_of(source: int, target: int) -> tuple[int, ...]:
+    def shape_between(source: int, target: int) -> tuple[int, ...]:
         group, i = group_row(source)
         return (tables[group][i][group.index(target)],)
 
@@ -134,12 +134,12 @@ def _exchange_pairs(at: KernelContext, pairs: Any, tables: dict[tuple[int, ...],
     for which in (0, 1):
         chunks = at.map(lambda here, pair, which=which: split_parts(here, pair[which]), pairs)
         chunks = [at.map(lambda _, own, k=k: own[k], chunks) for k in range(count)]
-        received.append(at.comm.all_to_all(chunks, at.mesh_dims, shape_of).wait())
+        received.append(at.comm.all_to_all(chunks, at.mesh_dims, shape_between).wait())
     return at.map(lambda _, values, places: (torch.cat(values), torch.cat(places)), *received)
 
 
 def sort_kernel(call: Call) -> Kernel | None:
-    """Return the kernel of a sort if no other dim can carry the shards, else None."""
+    """Return the kernel that sorts a sharded vector, or None if another dim can be sharded instead."""
     if len(call.shape(0)) != 1 or call.operands[0].dtype is torch.uint64:
         return None
     return Kernel(sort_blocks, collectives=6, nbytes=lambda call: call.operands[0].max_local_nbytes // 2)
@@ -150,8 +150,10 @@ along("sort", kernel=sort_kernel, shapes=None)
 
 # --- topk ---
 def topk_of_blocks(at: KernelContext, x: Any, k: int, dim: int = -1, largest: bool = True, ordered: bool = True) -> Any:
-    """Return the best elements: the best of each block and one more are gathered. With ties the whole tensor is gathered, so all
-    ranks select alike."""
+    """Find the global ``topk`` among the best k + 1 of each block (a kernel).
+
+    With ties the dim is all-gathered, so that all ranks select alike.
+    """
     layout = at.operands[0]
     dim %= len(layout.shape)
     count = min(k + 1, layout.shape[dim])
@@ -160,14 +162,16 @@ def topk_of_blocks(at: KernelContext, x: Any, k: int, dim: int = -1, largest: bo
         values, places = torch.topk(block, min(count, here.size), dim, largest)
         return values, places + here.offset
 
-    def shape_of(member: int) -> tuple[int, ...]:
-        """Return the shape of the candidates of one rank."""
+    def shape_of_candidates(member: int) -> tuple[int, ...]:
+        """Return the shape of one rank's candidates."""
         shape = list(layout.shape_of(member))
         shape[dim] = min(count, shape[dim])
         return tuple(shape)
 
     pairs = at.map(topk_of_block, x)
-    values, places = (at.all_gather(at.map(lambda _, pair, which=which: pair[which], pairs), shape_of) for which in (0, 1))
+    values, places = (
+        at.all_gather(at.map(lambda _, pair, which=which: pair[which], pairs), shape_of_candidates) for which in (0, 1)
+    )
 
     def merge_candidates(_: At, candidate_values: list[torch.Tensor], candidate_places: list[torch.Tensor]) -> Pair:
         chosen, position = torch.topk(torch.cat(candidate_values, dim), count, dim, largest)
@@ -176,6 +180,7 @@ def topk_of_blocks(at: KernelContext, x: Any, k: int, dim: int = -1, largest: bo
     chosen = at.map(merge_candidates, values, places)
 
     def has_tie(_: At, pair: Pair) -> torch.Tensor:
+        """Return on one rank whether two adjacent candidates are equal (NaN included)."""
         first, second = pair[0].narrow(dim, 0, max(0, count - 1)), pair[0].narrow(dim, min(1, count), max(0, count - 1))
         return ((first == second) | (first.isnan() & second.isnan())).any()
 
@@ -187,7 +192,7 @@ def topk_of_blocks(at: KernelContext, x: Any, k: int, dim: int = -1, largest: bo
 
 
 def topk_bytes(call: Call) -> int:
-    """Return an estimate of the bytes that a rank receives: values and indices of the candidates."""
+    """Estimate the bytes that a rank sends: values and indices of its candidates."""
     layout = call.operands[0]
     size = layout.shape[call["dim"] % len(layout.shape)]
     return 2 * (call["k"] + 1) * layout.max_local_nbytes // max(1, size)

@@ -18,11 +18,11 @@ from ...placement import REDUCE_OPS
 from ..call import Call
 from ..declare import local_size, view
 from ..kernel_context import At, KernelContext
-from ..rule import ANY_PARTIAL, LINEAR_PARTIAL, Dims, Factors, LocalView, all_unsharded, factors_of_first_operand
+from ..rule import ANY_PARTIAL, LINEAR_PARTIAL, Dims, Factors, LocalView, factors_of_first_operand, make_unsharded_factors
 
 
 def transpose_factors(call: Call) -> Factors:
-    """Return the factors with two dims exchanged."""
+    """Return the factors of ``transpose``: two dims are exchanged."""
     dims, sizes = factors_of_first_operand(call)
     if not dims:
         return Factors((dims,), (dims,), sizes)
@@ -38,7 +38,7 @@ def permute_factors(call: Call) -> Factors:
 
 
 def squeeze_factors(call: Call) -> Factors:
-    """Return the factors without dims of size one (the selected ones, if any)."""
+    """Return the factors of ``squeeze``: the result lacks dims of size one (the selected ones, if any)."""
     dims, sizes = factors_of_first_operand(call)
     dropped = set(squeezed_dims_of(call))
     operand_dims = tuple(() if d in dropped else dim for d, dim in enumerate(dims))
@@ -46,15 +46,15 @@ def squeeze_factors(call: Call) -> Factors:
 
 
 def squeezed_dims_of(call: Call) -> list[int]:
-    """Return the dims of size 1 that a call of ``squeeze`` removes."""
+    """Return the dims of size one that a call of ``squeeze`` removes."""
     shape = call.shape(0)
     requested = call.get("dim", tuple(range(len(shape))))
-    picked = () if isinstance(requested, (list, tuple)) and not requested else call.dims("dim", len(shape))
-    return [d for d in picked if shape[d] == 1]
+    selected = () if isinstance(requested, (list, tuple)) and not requested else call.dims("dim", len(shape))
+    return [d for d in selected if shape[d] == 1]
 
 
 def local_squeeze_args(call: Call, at: LocalView) -> dict[str, Any]:
-    """Return the dims to squeeze, because a block may have one element in a dim with more global elements."""
+    """Return the dims to squeeze in a rank's block, if the block has dims of size one that must stay."""
     return {"dim": squeezed_dims_of(call)} if any(size == 1 for size in at.results[0]) else {}
 
 
@@ -63,7 +63,7 @@ def squeeze_block(x: torch.Tensor, dim: Any = None) -> torch.Tensor:
 
 
 def reshape_factors(call: Call) -> Factors:
-    """Return the factors of dims that split and merge. Each run of dims with equal products shares factors."""
+    """Return the factors of ``view`` and ``reshape``, in which runs of dims with equal products share factors."""
     result = call.results[0]
     assert result is not None
     own, other, sizes, unsharded = factors_of_reshape(call.shape(0), result.shape)
@@ -77,8 +77,9 @@ def reshape_factors(call: Call) -> Factors:
 def _add_singleton_factors(
     old: Sequence[int], new: Sequence[int], own: Dims, other: Dims, single: Sequence[int]
 ) -> tuple[Dims, Dims]:
-    """Return the dims with factors for sharded dims of size one. One rank has all of it, so another dim can carry the shard on
-    that rank.
+    """Add factors for sharded dims of size one to both sides of a reshape.
+
+    One rank has all of such a dim, so another dim can carry the shard on that rank.
 
     They go to a dim of size one at the same place, else they lead the dim at that place.
 
@@ -98,7 +99,7 @@ def _add_singleton_factors(
 
 
 def view_dtype_factors(call: Call) -> Factors:
-    """Return the factors of the same bytes as another dtype. The last dim grows or shrinks by the ratio of the element sizes."""
+    """Return the factors of a view as another dtype. The last dim grows or shrinks by the ratio of the element sizes."""
     dims, sizes = factors_of_first_operand(call)
     result = call.results[0]
     assert result is not None
@@ -117,7 +118,7 @@ def view_dtype_partials(call: Call) -> tuple[str, ...]:
 
 
 def factors_of_reshape(old: tuple[int, ...], new: tuple[int, ...]) -> tuple[Dims, Dims, dict[str, int], frozenset[str]]:
-    """Return the common factors of two shapes with the same elements in the same order, and the factors that are not common.
+    """Return the factors of the dims of two shapes of equal elements, their sizes, and those that must be unsharded.
 
     >>> factors_of_reshape((6, 5), (2, 3, 5))[:2]
     ((('f0', 'f1'), ('f2',)), (('f0',), ('f1',), ('f2',)))
@@ -154,7 +155,7 @@ def factors_of_reshape(old: tuple[int, ...], new: tuple[int, ...]) -> tuple[Dims
 
 
 def _cumulative_sizes(shape: Sequence[int], total: int) -> dict[int, int]:
-    """Return, for each dim longer than one, how many elements the dims up to it count.
+    """Return, for each dim longer than one, the product of the sizes up to it.
 
     The last is ``total``, also if symbolic sizes do not show it.
     """
@@ -163,7 +164,7 @@ def _cumulative_sizes(shape: Sequence[int], total: int) -> dict[int, int]:
 
 
 def _add_shared_factor(sizes: dict[str, int], size: int, *dims: list[str]) -> None:
-    """Add a new factor of this size to the notation of several dims."""
+    """Append a new factor of this size to the factors of several dims."""
     name = f"f{len(sizes)}"
     sizes[name] = size
     for dim in dims:
@@ -171,19 +172,19 @@ def _add_shared_factor(sizes: dict[str, int], size: int, *dims: list[str]) -> No
 
 
 def as_strided_factors(call: Call) -> Factors:
-    """Return the factors. Strides other than the tensor's own mix its dims, so every rank needs it unsharded."""
+    """Return the factors of ``as_strided``. Strides other than the tensor's own mix its dims, so that it must be unsharded."""
     dims, sizes = factors_of_first_operand(call)
-    return Factors((dims,), (dims,), sizes) if own_strides(call) else all_unsharded(call)
+    return Factors((dims,), (dims,), sizes) if own_strides(call) else make_unsharded_factors(call)
 
 
 def as_strided_scatter_factors(call: Call) -> Factors:
-    """Return factors with destination and source unsharded."""
+    """Return factors with destination and source unsharded. Raise for strides beyond the tensor's memory."""
     check_memory(call)
-    return all_unsharded(call)
+    return make_unsharded_factors(call)
 
 
 def check_memory(call: Call) -> None:
-    """Raise unless the tensor has all elements that its memory with other strides has."""
+    """Raise unless a DTensor has all elements that ``as_strided`` would read: no gaps between them, and none beyond the last."""
     layout = call.operands[0]
     if not _is_dense(layout.shape, layout.stride):
         raise UnsupportedOperationError(
@@ -195,7 +196,7 @@ def check_memory(call: Call) -> None:
 
 
 def _check_bounds(layout: Layout, size: Sequence[int], stride: Sequence[int], offset: int) -> None:
-    """Raise what plain torch raises for elements beyond the tensor's last."""
+    """Raise, as plain torch, if ``as_strided`` would read beyond the tensor's last element."""
     last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
     if math.prod(size) and last >= layout.numel:
         raise LayoutError(
@@ -217,8 +218,7 @@ def own_strides(call: Call) -> bool:
 
 
 def as_strided_of_blocks(at: KernelContext, x: Any, size: Any, stride: Any, storage_offset: int | None = None) -> Any:
-    """Return ``as_strided`` of blocks in the memory order of the layout. ``storage_offset`` counts from the tensor's first
-    element."""
+    """Compute ``as_strided`` on each rank's block, copied to the strides of the layout if it has others (a kernel)."""
     if own_strides(at.call):
         return at.map(lambda here, block: torch.ops.aten.alias(block), x)
     check_memory(at.call)
@@ -234,11 +234,11 @@ def as_strided_of_blocks(at: KernelContext, x: Any, size: Any, stride: Any, stor
 def as_strided_scatter_of_blocks(
     at: KernelContext, x: Any, src: Any, size: Any, stride: Any, storage_offset: int | None = None
 ) -> Any:
-    """Write ``src`` into a copy of each block, by strides in the memory of the layout."""
+    """Copy each rank's block in the strides of the layout, and write ``src`` through a strided view of the copy (a kernel)."""
     layout = at.operands[0]
 
     def scatter_block(here: At, block: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Return the block with ``value`` written through a strided view."""
+        """Copy one rank's block in the strides of the layout, and write ``value`` through a strided view of the copy."""
         strided_block = torch.empty_strided(block.shape, layout.stride, dtype=block.dtype, device=block.device).copy_(block)
         strided_block.as_strided(size, stride, storage_offset or 0).copy_(value)
         return strided_block
@@ -247,14 +247,14 @@ def as_strided_scatter_of_blocks(
 
 
 def _copy_to_strides(block: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-    """Return ``block`` if its memory has these strides, else a copy that has them."""
+    """Copy ``block`` into memory with these strides, or return it if it has them."""
     if all(n == 1 or own == step for n, own, step in zip(block.shape, block.stride(), stride, strict=True)):
         return block
     return torch.empty_strided(block.shape, stride, dtype=block.dtype, device=block.device).copy_(block)
 
 
 def reshape_and_copy(x: torch.Tensor, size: Any, *rest: Any) -> torch.Tensor:
-    """Return a reshaped copy, because local strides need not allow a view where the global ones do."""
+    """Reshape and copy a block, because its strides need not allow a view where the global ones do."""
     return x.reshape(size).clone()
 
 
@@ -263,7 +263,7 @@ def local_dtype_args(call: Call, at: LocalView) -> dict[str, Any]:
 
 
 def view_block_as_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """View a block as another dtype; an empty block gets a new tensor, because its strides need not divide."""
+    """View one rank's block as another dtype. An empty block gets a new tensor, because its strides need not divide."""
     if x.numel() or not x.ndim:
         return x.view(dtype)
     last = x.shape[-1] * x.dtype.itemsize // dtype.itemsize  # strides of an empty tensor need not divide

@@ -46,7 +46,7 @@ from ...propagation.propagate import CallPlan, propagate_sharding
 from ...propagation.select_strategy import select_strategies
 from ...propagation.strategy_table import StrategySelection
 from ...redistribute import plan as plan_redistribution
-from ...rules.aten.attention.operators import HEAD_DIMS, attention_sizes, attention_table, operand_factors
+from ...rules.aten.attention.operators import HEAD_DIMS, attention_dims_by_argument, attention_operand_dims, attention_sizes
 from ...rules.call import Call
 from ...rules.rule import Factors, Rule
 from ..autograd import from_local_recorded, grad_layout, is_recorded, redistribute_if_needed, to_local_tensor
@@ -141,10 +141,10 @@ def _plan_layouts(operands: list[Any], unsharded: frozenset[str]) -> CallPlan:
         rule: Rule, _: Factors, call: Call, inplace_results: Mapping[int, int]
     ) -> StrategySelection | None:
         """Select strategies by the factors of attention, with ``unsharded`` ones and without kernels."""
-        table, sizes = attention_table(call), attention_sizes(call)
+        table, sizes = attention_dims_by_argument(call), attention_sizes(call)
         assert sizes is not None, "flex_attention has checked the shapes"
         results = (table["out"], table["logsumexp"])
-        factors = Factors(operand_factors(call, table, sizes), results, sizes, HEAD_DIMS | unsharded)
+        factors = Factors(attention_operand_dims(call, table, sizes), results, sizes, HEAD_DIMS | unsharded)
         return select_strategies(replace(rule, partials=()), factors, call, inplace_results)
 
     operator = operator_schema_of(_RULE_OPERATOR)

@@ -68,7 +68,7 @@ def run_on_stack(operator: OperatorSchema, args: tuple[Any, ...], kwargs: dict[s
 
     Returns NotImplemented for all other calls.
     """
-    if operator.traits.shows == "all":
+    if operator.traits.view_kind == "all":
         return _view_stack(operator, args, kwargs)
     if operator.is_view:
         return _permute_stack(operator, args, kwargs)
@@ -153,7 +153,7 @@ def _call_key(operator: OperatorSchema, args: tuple[Any, ...]) -> Any:
     """Return the cache key of a call with tensors only; None for other calls."""
     key: list[Any] = [id(operator.func)]
     for x in args:
-        if type(x) is LazyView and x._origin.shows == "all" and not x._origin.pinned:
+        if type(x) is LazyView and x._origin.view_kind == "all" and not x._origin.pinned:
             key += LazyView, x._origin.base._layout, x._layout
         elif type(x) is DTensor:
             key.append(x._layout)
@@ -253,7 +253,7 @@ def _find_flattened(x: Any) -> _Flattened | None:
     origin = x._origin
     base, shape = origin.base, x._layout.shape
     base_shape = base._layout.shape
-    if origin.shows == "all" and (at := find_merged_dim(base_shape, shape)) is not None:
+    if origin.view_kind == "all" and (at := find_merged_dim(base_shape, shape)) is not None:
         return _Flattened(base, at, base_shape[at : at + 1 + len(base_shape) - len(shape)], (), at)
     inner = _find_flattened(base)
     dim = None if inner is None else _map_dim(origin.plan, inner.dim, x._place)

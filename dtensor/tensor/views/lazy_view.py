@@ -140,9 +140,9 @@ class Origin:
         return list(result) if isinstance(result, (list, tuple)) else [result]
 
     @property
-    def shows(self) -> str | None:
-        """Return the trait ``OperatorTraits.shows`` of the operator (``dtensor.rules.op_traits``)."""
-        return traits_of(self.operator.func).shows
+    def view_kind(self) -> str | None:
+        """Return the trait ``OperatorTraits.view_kind`` of the operator (``dtensor.rules.op_traits``)."""
+        return traits_of(self.operator.func).view_kind
 
 
 @dataclass(slots=True, frozen=True, eq=False)

@@ -186,7 +186,7 @@ def _find_region(view: DTensor) -> Region | None:
     """Return a lazy view as a slice of a DTensor that is no lazy view; None if it is not the result of slices and rows."""
     if not isinstance(view, LazyView):
         return view, tuple(range(view.ndim))
-    base_region = _find_region(view._origin.base) if view._origin.shows == "slice" else None
+    base_region = _find_region(view._origin.base) if view._origin.view_kind == "slice" else None
     return None if base_region is None else _narrow_region(view._origin, view._place, *base_region)
 
 
@@ -218,9 +218,9 @@ def _write_elements_of(origin: Origin, place: int, base: DTensor, assign: Writer
         assign(base, lambda value: dispatch(DTensor, origin.operator.func, (), (value,)))
     elif is_local(origin.plan):
         _write_local(origin, place, base, assign)
-    elif origin.shows == "slice":
+    elif origin.view_kind == "slice":
         _write_region(*_narrow_region(origin, place, base, tuple(range(base.ndim))), assign)
-    elif origin.shows == "all":
+    elif origin.view_kind == "all":
         assign(base, lambda value: dispatch(DTensor, _aten.view_copy.default, (), (value, list(base.shape))))
     else:
         _write_gathered([(origin, place)], base, assign)
@@ -251,7 +251,7 @@ def _write_gathered(links: list[tuple[Origin, int]], base: DTensor, assign: Writ
     Operations that change values are applied to the gathered base.
     """
     layout = base._layout
-    value_changes = [origin for origin, _ in links if origin.shows == "mirror"]
+    value_changes = [origin for origin, _ in links if origin.view_kind == "mirror"]
     replicated = layout.to_replicated()
     gathered = wrap(redistribute_local(base._local, layout, replicated), replicated)
     dense_value = dense_copy(reduce(_apply_mirror, value_changes, gathered))

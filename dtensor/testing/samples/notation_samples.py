@@ -13,7 +13,7 @@ import torch
 
 from ...base.tensor_tree import map_tensors, tensor_leaves
 from ...rules.declared_factors import by, fitting
-from ...rules.notation import EACH, Pattern, Term, argument_of, is_group, is_selected
+from ...rules.notation import EACH, Pattern, Term, is_group, is_selected, selector_argument
 from ...rules.rule import Rule
 from .sample import Sample
 from .schema_samples import DTYPES, error_in_plain_torch, make_sample, make_tensor
@@ -62,7 +62,7 @@ def _make_arguments(schema: Any, pattern: Pattern, dtype: torch.dtype) -> dict[s
     following = iter(pattern.operands)
     given: dict[str, Any] = {}
     picked = {
-        argument_of(dim).rstrip("!"): k
+        selector_argument(dim).rstrip("!"): k
         for term in reversed(pattern.operands)
         for k, dim in enumerate(term.dims)
         if is_selected(dim)

@@ -1,4 +1,4 @@
-"""Attention of blocks of queries and keys, by the CPU operator, which accepts a mask for a block; elsewhere by a reference.
+"""Blocks of attention: output and gradients for a block of queries and a block of keys, by the CPU operator or a reference.
 
 A block of keys gives a partial output of every row. Partial outputs are combined by the logarithms of the rows' sums: ``out = sum
 over blocks of exp(lse_block - lse) * out_block`` (Rabe and Staats 2021, "Self-attention does not need O(n^2) memory"). With the
@@ -24,8 +24,7 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 # --- operators on blocks, which may be empty -------------------------------------------------------------------------------
 @on_each_rank
 def attention_block(query: Tensor, key: Tensor, value: Tensor, *args: Any, **keywords: Any) -> tuple[Tensor, Tensor]:
-    """Return output and log-sums of a block. Rows without keys are zeros. The operators divide by zero without queries or
-    keys."""
+    """Compute attention of a block of queries and a block of keys: output and log-sum of each row; zeros if a block is empty."""
     if query.numel() and key.numel():
         rows, sums = (flash_attention_on_cpu if has_fused_kernel(query) else attention_reference)(
             query, key, value, *args, **keywords
@@ -37,7 +36,7 @@ def attention_block(query: Tensor, key: Tensor, value: Tensor, *args: Any, **key
 
 @on_each_rank
 def attention_gradients(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any, **keywords: Any) -> Gradients:
-    """Return the gradients of attention on one block: by the fused kernel, if it has one; zeros if it is empty."""
+    """Compute the gradients of attention on one block, by the CPU operator or the reference; zeros if a block is empty."""
     if query.numel() and key.numel():
         run = (
             aten._scaled_dot_product_flash_attention_for_cpu_backward.default if has_fused_kernel(query) else gradients_reference
@@ -47,7 +46,7 @@ def attention_gradients(grad: Tensor, query: Tensor, key: Tensor, value: Tensor,
 
 
 def has_fused_kernel(query: Tensor) -> bool:
-    """Return True if the CPU operator runs on this device."""
+    """Return True if the CPU attention operator runs on the device of ``query``."""
     return query.is_cpu or query.is_meta
 
 
@@ -61,7 +60,7 @@ def attention_reference(
     attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return what the operator returns, with all weights of the block in memory."""
+    """Compute attention like the CPU operator, for other devices: with all weights of the block in memory."""
     _, _, scores = _masked_scores(query, key, is_causal, attn_mask, scale)
     sums = scores.logsumexp(-1)
     weights = _softmax_weights(scores, sums)
@@ -81,7 +80,7 @@ def gradients_reference(
     attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> Gradients:
-    """Return the gradients of attention, with all weights of the block in memory."""
+    """Compute the gradients of attention like the CPU operator, for other devices: with all weights of the block in memory."""
     query_, key_, scores = _masked_scores(query, key, is_causal, attn_mask, scale)
     weights, upstream = _softmax_weights(scores, sums), grad.to(scores.dtype)
     row_dot = (upstream * out).sum(-1, keepdim=True)
@@ -95,7 +94,7 @@ def gradients_reference(
 def _masked_scores(
     query: Tensor, key: Tensor, causal: bool, mask: Tensor | None, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries, keys (one for each query head, in the dtype of sums), and their masked products."""
+    """Return queries, keys repeated for the query heads, and their scaled and masked products, all in the dtype of sums."""
     query_, key_ = (x.to(sums_dtype(query)) for x in (query, _repeat_key_heads(key, query)))
     scores = query_ @ key_.mT * _scale_or_default(query, scale)
     if causal:
@@ -106,7 +105,7 @@ def _masked_scores(
 
 
 def _softmax_weights(scores: Tensor, sums: Tensor) -> Tensor:
-    """Return the weights of the keys: zeros for rows that attend to nothing."""
+    """Return the softmax weights of the keys from scores and log-sums; zeros for rows that attend to nothing."""
     return (scores - sums.masked_fill(sums == -math.inf, 0.0).unsqueeze(-1)).exp()
 
 
@@ -115,7 +114,7 @@ def _scale_or_default(query: Tensor, scale: float | None) -> float:
 
 
 def _repeat_key_heads(x: Tensor, query: Tensor) -> Tensor:
-    """Return heads of keys or values, repeated for the query heads that share them."""
+    """Repeat each head of keys or values for the query heads that share it (grouped queries)."""
     each = query.shape[1] // x.shape[1]
     return x if each == 1 else x.repeat_interleave(each, 1)
 
@@ -126,8 +125,7 @@ def sums_dtype(query: Tensor) -> torch.dtype:
 
 # --- a block of rows (queries) and a block of keys -------------------------------------------------------------------------
 class BlockPair(NamedTuple):
-    """The sequence positions of a block of queries (rows) and a block of keys, with the operator's other arguments and the whole
-    mask."""
+    """A block of queries (rows) and a block of keys: their sequence positions, the complete mask, and the operator's settings."""
 
     rows: range
     keys: range
@@ -136,7 +134,7 @@ class BlockPair(NamedTuple):
     mask: Tensor | None
 
     def mask_arguments(self, like: Tensor) -> dict[str, Any] | None:
-        """Return the mask arguments of the operator, or None if the rows attend to none of the keys."""
+        """Return the operator's mask arguments for this pair of blocks, or None if no row attends to any of the keys."""
         rows, keys, mask = self.rows, self.keys, self.mask
         if not keys or (self.causal and keys.start >= rows.stop):
             return None
@@ -150,7 +148,7 @@ class BlockPair(NamedTuple):
 
 
 def make_causal_bias(rows: range, keys: range, like: Tensor) -> Tensor:
-    """Return the causal mask of a block as an additive one: 0 where key j <= query i, else -inf."""
+    """Return the causal mask of a pair of blocks as a bias: 0 where key position <= query position, else -inf."""
     query_positions = torch.arange(rows.start, rows.stop, device=like.device)[:, None]
     key_positions = torch.arange(keys.start, keys.stop, device=like.device)[None, :]
     return torch.zeros(len(rows), len(keys), dtype=like.dtype, device=like.device).masked_fill_(
@@ -159,7 +157,7 @@ def make_causal_bias(rows: range, keys: range, like: Tensor) -> Tensor:
 
 
 def partial_attention(pair: BlockPair, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the partial output of the rows for these keys, and the logarithms of the rows' sums (-inf for rows without keys)."""
+    """Compute attention of a block of rows on a block of keys: partial output, and log-sum of each row (-inf without keys)."""
     mask_arguments = pair.mask_arguments(query)
     if mask_arguments is None:
         rows, dtype = query.shape[:3], sums_dtype(query)
@@ -170,7 +168,10 @@ def partial_attention(pair: BlockPair, query: Tensor, key: Tensor, value: Tensor
 
 
 def partial_gradients(pair: BlockPair, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Tensor) -> Gradients:
-    """Return the gradients that rows and keys give each other. ``rest``: global results of the rows."""
+    """Compute the gradients of rows and keys that come from this pair of blocks.
+
+    ``rest``: outputs and log-sums of the rows over all keys.
+    """
     mask_arguments = pair.mask_arguments(query)
     if mask_arguments is None:
         return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
@@ -179,47 +180,48 @@ def partial_gradients(pair: BlockPair, grad: Tensor, query: Tensor, key: Tensor,
 
 
 def row_weight(sums: Tensor, total: Tensor) -> Tensor:
-    """Return the weight of a partial output in its row, from the logarithms of the partial and the total sum."""
+    """Return the weight of a partial output in the combined output of its row, from its log-sum and the total log-sum."""
     return torch.where(sums == -math.inf, 0.0, (sums - total).exp()).unsqueeze(-1)
 
 
 @on_each_rank
 def scale_partial_output(out: Tensor, sums: Tensor, parts: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return a partial output as an addend of the global output, and the logarithms of the global sums."""
+    """Weight this rank's partial output, so that the outputs of all ranks add up, and return it with the total log-sums."""
     total = torch.stack(parts).logsumexp(0)
     return out.to(total.dtype) * row_weight(sums, total), total
 
 
 @on_each_rank
 def finish_rows(query: Tensor, out: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
-    """Return output and log-sums as the operator does: sums of 0 for rows that attend to nothing."""
+    """Convert combined outputs to the dtype of the operator, and set log-sums of rows that attend to nothing to 0."""
     return out.to(query.dtype), torch.where(total == -math.inf, 0.0, total)
 
 
 # --- kernels: sharded queries with all keys, or all queries with sharded keys -----------------------------------------------
 def block_pair_of(at: KernelContext, here: At, scale: float | None, mask: Tensor | None) -> BlockPair:
-    """Return each rank's own rows and keys."""
-    return BlockPair(at.held("query", 2, here.member), at.held("key", 2, here.member), at.call["is_causal"], scale, mask)
+    """Return the positions of one rank's queries and keys, with the operator's settings."""
+    return BlockPair(
+        at.block_range("query", 2, here.member), at.block_range("key", 2, here.member), at.call["is_causal"], scale, mask
+    )
 
 
 def attention_of_blocks(
     at: KernelContext, query: Any, key: Any, value: Any, *flags: Any, attn_mask: Any = None, scale: Any = None
 ) -> Any:
-    """Return the attention of sharded queries or keys. Each block of keys gives a partial output of every row; these are weighted
-    and added."""
+    """Compute attention with sharded queries or keys: for keys, partial outputs are weighted and all-reduced (a kernel)."""
 
     def attention_of_block(here: At, mask: Tensor | None, *block: Tensor) -> tuple[Tensor, Tensor]:
         return partial_attention(block_pair_of(at, here, scale, mask), *block)
 
     out, sums = at.map(attention_of_block, attn_mask, query, key, value)
     if "s" in at.splits:
-        terms, sums = scale_partial_output(out, sums, at.all_gather(sums))
-        out = at.all_reduce(terms, "sum")
+        addends, sums = scale_partial_output(out, sums, at.all_gather(sums))
+        out = at.all_reduce(addends, "sum")
     return finish_rows(query, out, sums)
 
 
-def gradients_of_blocks(at: KernelContext, *block: Any, attn_mask: Any = None, scale: Any = None) -> Any:
-    """Return addends of the gradients for a block of queries or of keys."""
+def attention_gradients_of_blocks(at: KernelContext, *block: Any, attn_mask: Any = None, scale: Any = None) -> Any:
+    """Compute each rank's addends of attention's gradients, for sharded queries or sharded keys (a kernel)."""
 
     def gradients_of_block(here: At, mask: Tensor | None, *block: Tensor) -> Gradients:
         return partial_gradients(block_pair_of(at, here, scale, mask), *block)

@@ -22,7 +22,7 @@ from ...declare import NO_FACTORS, kernel_rule
 from ...kernel_context import run_operator
 from ...registry import register
 from ...rule import Dims, Factors, Kernel, Rule
-from .blocks import attention_block, attention_gradients, attention_of_blocks, gradients_of_blocks
+from .blocks import attention_block, attention_gradients, attention_gradients_of_blocks, attention_of_blocks
 from .ring import ranks_in_ring, ring_attention, ring_gradients
 
 HEAD_DIMS = frozenset(("e", "v"))
@@ -30,9 +30,9 @@ HEAD_DIMS = frozenset(("e", "v"))
 
 # --- factors shared by all fused operators --------------------------------------------------------------------------
 def attention_sizes(call: Call) -> dict[str, int] | None:
-    """Return the sizes of batch b, key heads h, query heads per key head g, queries l, keys s, and head dims e and v.
+    """Return the size of each factor of attention by its letter, or None if the shapes do not fit or there is dropout.
 
-    Return None if the shapes do not fit, and with dropout.
+    The factors are batch b, key heads h, query heads per key head g, queries l, keys s, and head dims e and v.
     """
     q, k = call.shape(call.names.index("query")), call.shape(call.names.index("key"))
     if call["dropout_p"] > 0 or len(q) != 4 or len(k) != 4 or q[0] != k[0] or not k[1] or q[1] % k[1]:
@@ -48,8 +48,8 @@ def attention_sizes(call: Call) -> dict[str, int] | None:
     }
 
 
-def attention_table(call: Call) -> dict[str, Dims]:
-    """Return the factors of operands by argument name."""
+def attention_dims_by_argument(call: Call) -> dict[str, Dims]:
+    """Return the factors of the dims of query, key, value, output and log-sums, each by its argument name."""
     query: Dims = (("b",), ("h", "g"), ("l",), ("e",))
     key: Dims = (("b",), ("h",), ("s",), ("e",))
     out: Dims = (*query[:3], ("v",))
@@ -59,15 +59,15 @@ def attention_table(call: Call) -> dict[str, Dims]:
 
 
 def bias_dims(shape: tuple[int, ...], sizes: dict[str, int]) -> Dims:
-    """Return the factors of a mask or bias, right-aligned to (batch, heads, queries, keys). Dims of size one are broadcast."""
+    """Return the factors of the dims of a mask or bias, right-aligned to (batch, heads, queries, keys); () for broadcast dims."""
     names = (("b",), ("h", "g"), ("l",), ("s",))[4 - len(shape) :]
     return tuple(
         () if size == 1 and math.prod(sizes[f] for f in own) != 1 else own for size, own in zip(shape, names, strict=True)
     )
 
 
-def operand_factors(call: Call, table: dict[str, Dims], sizes: dict[str, int]) -> tuple[Dims, ...]:
-    """Return the factors of all operands. Those that are not in the table (seeds, lengths) are replicated."""
+def attention_operand_dims(call: Call, table: dict[str, Dims], sizes: dict[str, int]) -> tuple[Dims, ...]:
+    """Return the factors of the dims of all operands. Those that are not in ``table`` (seeds, lengths) are replicated."""
     operand_dims = []
     for name, layout in zip(call.names, call.operands, strict=True):
         shape = tuple(layout.shape)
@@ -79,36 +79,39 @@ def operand_factors(call: Call, table: dict[str, Dims], sizes: dict[str, int]) -
 
 
 def pad_dims(dims: Dims, ndim: int) -> Dims:
-    """Return ``dims`` with further unsharded dims: cuDNN's log-sums have one dim more than those of other operators."""
+    """Append unsharded dims up to ``ndim``: cuDNN's log-sums have one dim more than those of other operators."""
     return (*dims, *((),) * (ndim - len(dims)))
 
 
 # --- the CPU operator -----------------------------------------------------------------------------------------------
-def forward_factors(call: Call) -> Factors | None:
-    """Return the factors of attention; None if the shapes do not fit."""
+def cpu_forward_factors(call: Call) -> Factors | None:
+    """Return factors and kernels of the CPU attention operator, or None if shapes do not fit.
+
+    If queries and keys are sharded alike, the kernel is ring attention.
+    """
     sizes = attention_sizes(call)
     if sizes is None:
         return None
-    table = attention_table(call)
+    table = attention_dims_by_argument(call)
     rows: dict[str, Kernel] = {"l": Kernel(attention_of_blocks)} if call["is_causal"] else {}
     keys = Kernel(attention_of_blocks, collectives=2, nbytes=lambda call: 2 * call.operands[0].nbytes)
     results = (table["out"], table["logsumexp"])
-    factors = Factors(operand_factors(call, table, sizes), results, sizes, HEAD_DIMS, kernels=rows | {"s": keys})
+    factors = Factors(attention_operand_dims(call, table, sizes), results, sizes, HEAD_DIMS, kernels=rows | {"s": keys})
     if ranks_in_ring(call) == 1:
         return factors
     return merge_sequence_factors(call, factors, Kernel(ring_attention, collectives=1, nbytes=ring_bytes))
 
 
-def backward_factors(call: Call) -> Factors | None:
-    """Return the factors of the backward of attention; None if the shapes do not fit."""
+def cpu_backward_factors(call: Call) -> Factors | None:
+    """Return factors and kernels of the backward of the CPU attention operator, or None if shapes do not fit."""
     sizes = attention_sizes(call)
     if sizes is None:
         return None
-    table = attention_table(call)
-    kernels = dict.fromkeys("ls", Kernel(gradients_of_blocks, lacking=Partial("sum"))) if call["is_causal"] else {}
+    table = attention_dims_by_argument(call)
+    kernels = dict.fromkeys("ls", Kernel(attention_gradients_of_blocks, lacking=Partial("sum"))) if call["is_causal"] else {}
     results = (table["query"], table["key"], table["value"])
     factors = Factors(
-        operand_factors(call, table, sizes), results, sizes, HEAD_DIMS, dict.fromkeys("gls", "sum"), kernels=kernels
+        attention_operand_dims(call, table, sizes), results, sizes, HEAD_DIMS, dict.fromkeys("gls", "sum"), kernels=kernels
     )
     if ranks_in_ring(call) == 1:
         return factors
@@ -116,8 +119,10 @@ def backward_factors(call: Call) -> Factors | None:
 
 
 def merge_sequence_factors(call: Call, factors: Factors, ring: Kernel) -> Factors:
-    """Return the factors with one sequence factor ``t``, for queries and keys that are sharded alike. Each rank needs complete
-    rows of the mask."""
+    """Replace the factors of queries and keys by one factor ``t`` with the kernel ``ring``, for ring attention.
+
+    The mask is sharded by rows only.
+    """
 
     def rename_dims(dims: Dims, mask: bool) -> Dims:
         return tuple(() if mask and own == ("s",) else ("t",) if own in (("l",), ("s",)) else own for own in dims)
@@ -130,14 +135,14 @@ def merge_sequence_factors(call: Call, factors: Factors, ring: Kernel) -> Factor
 
 
 def ring_bytes(call: Call) -> int:
-    """Return the bytes of all ring steps. They overlap with computation, so a ring has the latency of one collective."""
+    """Return the bytes of keys and values that a rank sends in all steps of the ring."""
     key, value = (call.operands[call.names.index(name)] for name in ("key", "value"))
     return (ranks_in_ring(call) - 1) * (key.max_local_nbytes + value.max_local_nbytes)
 
 
 # --- FLOPs of all rows with all keys, as torch counts them ------------------------------------------------------------------
 def _attention_flops(call: Call, keys: int, values: int) -> int:
-    """Return the FLOPs of ``keys`` products with the width of the keys, and ``values`` products with that of the values."""
+    """Return the FLOPs of attention with ``keys`` products as wide as keys, and ``values`` products as wide as values."""
     batch, heads, rows, e = call.shape(call.names.index("query"))
     _, _, s, v = call.shape(call.names.index("value"))
     return 2 * batch * heads * rows * s * (keys * e + values * v)
@@ -150,14 +155,14 @@ BACKWARD: dict[str, Any] = {"flops": partial(_attention_flops, keys=3, values=2)
 
 
 def partials_of_value(call: Call) -> tuple[str, ...]:
-    """Return the strategies for partial values. The log-sums do not depend on the values."""
+    """Return the strategies in which the values, and so the output, are partial. The log-sums do not depend on the values."""
     mask = ",R" * (len(call.operands) - 3)
     return tuple(f"R,R,{op}{mask} -> {op},R" for op in ("sum", "avg"))
 
 
 CPU = "_scaled_dot_product_flash_attention_for_cpu"
-kernel_rule(CPU, forward_factors, partials=partials_of_value, local=attention_block, as_laid_out=True, **FORWARD)
-kernel_rule(f"{CPU}_backward", backward_factors, local=attention_gradients, as_laid_out=True, **BACKWARD)
+kernel_rule(CPU, cpu_forward_factors, partials=partials_of_value, local=attention_block, as_laid_out=True, **FORWARD)
+kernel_rule(f"{CPU}_backward", cpu_backward_factors, local=attention_gradients, as_laid_out=True, **BACKWARD)
 
 
 # --- the CUDA operators: unsharded sequences ------------------------------------------------------------------------
@@ -166,13 +171,16 @@ def unshard_sequences(dims: Dims) -> Dims:
 
 
 def _unsharded_sequence_factors(call: Call, sizes: dict[str, int]) -> tuple[dict[str, Dims], tuple[Dims, ...]]:
-    """Return the factors of results (by name) and of operands, with the sequences of queries and keys unsharded."""
-    table = {name: unshard_sequences(dims) for name, dims in attention_table(call).items()}
-    return table, tuple(unshard_sequences(dims) for dims in operand_factors(call, table, sizes))
+    """Return the factors of results (by name) and of operands of a CUDA operator, which needs unsharded sequences."""
+    table = {name: unshard_sequences(dims) for name, dims in attention_dims_by_argument(call).items()}
+    return table, tuple(unshard_sequences(dims) for dims in attention_operand_dims(call, table, sizes))
 
 
 def cuda_forward_factors(call: Call) -> Factors | None:
-    """Return the factors of a CUDA operator. Results beyond output and log-sums (seeds, lengths) are equal on all ranks."""
+    """Return the factors of a CUDA attention operator, or None if shapes do not fit.
+
+    Results beyond output and log-sums (seeds, lengths) are equal on all ranks.
+    """
     sizes = attention_sizes(call)
     if sizes is None:
         return None
@@ -187,8 +195,10 @@ def cuda_forward_factors(call: Call) -> Factors | None:
 
 
 def cuda_backward_factors(call: Call) -> Factors | None:
-    """Return the factors of a CUDA backward operator. The gradient of a bias that is broadcast over batch or heads is a sum over
-    them."""
+    """Return the factors of the backward of a CUDA attention operator, or None if shapes do not fit.
+
+    The gradient of a broadcast bias is a sum over batch or heads.
+    """
     sizes = attention_sizes(call)
     if sizes is None:
         return None
@@ -210,7 +220,7 @@ for _name in ("flash", "efficient", "cudnn"):
 
 # --- selection of the backend ---------------------------------------------------------------------------------------
 def choose_backend(call: Call) -> int:
-    """Return the backend that torch chooses for plain tensors of the global shapes.
+    """Return the attention backend that torch would choose for plain tensors of the global shapes.
 
     It reads shapes, dtypes, the device, and whether the last dim is dense, but no values. So the tensors take hardly any memory.
     For a fake device, fake tensors are used.
@@ -218,7 +228,7 @@ def choose_backend(call: Call) -> int:
     device = call.mesh.device_type
 
     def run_choice() -> int:
-        """Call torch's choice of an attention kernel on hollow tensors of the global shapes."""
+        """Call torch's choice of a backend on tensors of the global shapes that take hardly any memory."""
         arguments = {name: _make_hollow_tensor(x, device) if isinstance(x, Layout) else x for name, x in call.arguments.items()}
         positional = [arguments.pop(argument.name) for argument in call.func._schema.arguments if not argument.kwarg_only]
         return int(call.func(*positional, **arguments))
@@ -231,7 +241,7 @@ def choose_backend(call: Call) -> int:
 
 
 def _make_hollow_tensor(layout: Layout, device: str) -> torch.Tensor:
-    """Return a tensor of the global shape in which all rows share memory."""
+    """Return a tensor of the global shape that takes hardly any memory, because all rows share it."""
     ndim = len(layout.shape)
     row, step = (layout.shape[-1], layout.stride[-1]) if ndim else (1, 1)
     step = step if row < 2 else min(step, 2)

@@ -28,12 +28,12 @@ from .blocks import BlockPair, Gradients, finish_rows, partial_attention, partia
 
 
 def ranks_in_ring(call: Call) -> int:
-    """Return how many ranks shard queries, keys and values alike along sequences of one length. 1 means that there is no ring."""
+    """Return the number of ranks that shard queries, keys and values alike along equal sequences (1: no ring)."""
     query, key, value = (call.operands[call.names.index(name)] for name in ("query", "key", "value"))
     if query.shape[2] != key.shape[2]:
         return 1
-    cuts = [() if layout.splits[2] is None else layout.splits[2].mesh_dims for layout in (query, key, value)]
-    return math.prod(call.mesh.shape[dim] for dim in cuts[0] if dim in cuts[1] and dim in cuts[2])
+    mesh_dims = [() if layout.splits[2] is None else layout.splits[2].mesh_dims for layout in (query, key, value)]
+    return math.prod(call.mesh.shape[dim] for dim in mesh_dims[0] if dim in mesh_dims[1] and dim in mesh_dims[2])
 
 
 SequencePieces = tuple[range, ...]  # sequence positions of a rank, in its memory order
@@ -61,29 +61,27 @@ class Ring:
         return self.mesh.size_of(self.mesh_dims)
 
     def map(self, fn: Callable[..., Any], *args: Any) -> Any:
-        """Call ``fn(member, *args)`` for each rank of this process."""
+        """Call ``fn(member, *args)`` for each rank of this process, with its local tensors."""
         return communicator_of(self.mesh).map(fn, *args)
 
     def member_behind(self, member: int, steps: int) -> int:
-        """Return the rank ``steps`` positions before ``member`` in its group, which owns the block that ``member`` holds after so
-        many steps."""
+        """Return the rank ``steps`` positions before ``member`` in the ring: ``member`` holds its block after so many steps."""
         group = self.mesh.members_of(self.mesh_dims, member)
         return group[(group.index(member) - steps) % len(group)]
 
     def unpack_block(self, member: int, step: int, block: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values of a block that ``member`` holds."""
+        """Unpack the message that ``member`` holds after ``step`` steps into keys and values."""
         shapes = self.shapes(self.member_behind(member, step))
         key, value = block.split([math.prod(shape) for shape in shapes])
         return key.view(shapes[0]), value.view(shapes[1])
 
     def block_pairs(self, member: int, step: int, mask: Tensor | None) -> list[list[BlockPair]]:
-        """Return for each piece of a rank's rows its pairs with the pieces of the received keys."""
+        """Pair each piece of a rank's rows with each piece of the keys that it holds after ``step`` steps."""
         keys = self.keys(self.member_behind(member, step))
         return [[BlockPair(own, other, self.causal, self.scale, mask) for other in keys] for own in self.rows(member)]
 
     def send_to_next(self, block: Any, step: int) -> Callable[[], Any]:
-        """Start to send every rank's ``block`` to the next rank. Return a function that waits for the block from the previous
-        rank."""
+        """Start to send every rank's ``block`` to the next rank, and return a function that waits for the block received."""
         ranks, group_of = self.ranks, functools.partial(self.mesh.members_of, self.mesh_dims)
 
         def make_chunks(member: int, block: Tensor) -> list[Tensor]:
@@ -102,12 +100,12 @@ class Ring:
 
 
 def pack_block(_: int, key: Tensor, value: Tensor) -> Tensor:
-    """Return keys and values as one message."""
+    """Pack keys and values into one flat message, for :meth:`Ring.unpack_block`."""
     return torch.cat([key.reshape(-1), value.reshape(-1)])
 
 
 def make_ring(at: KernelContext, scale: float | None) -> Ring:
-    """Return the ring of an operator's call, in which each rank has one piece of the sequence."""
+    """Make the ring for one call of the attention operator, in which each rank has one piece of the sequence."""
     call = at.call
     layouts = [at.operands[call.names.index(name)] for name in ("key", "value")]
 
@@ -116,7 +114,7 @@ def make_ring(at: KernelContext, scale: float | None) -> Ring:
         return key, value
 
     def positions_of(name: str) -> Callable[[int], SequencePieces]:
-        return lambda member: (at.held(name, 2, member),)
+        return lambda member: (at.block_range(name, 2, member),)
 
     return Ring(call.mesh, at.mesh_dims, positions_of("query"), positions_of("key"), shapes, call["is_causal"], scale)
 
@@ -124,19 +122,19 @@ def make_ring(at: KernelContext, scale: float | None) -> Ring:
 def ring_attention(
     at: KernelContext, query: Any, key: Any, value: Any, *flags: Any, attn_mask: Any = None, scale: Any = None
 ) -> Any:
-    """Return output and log-sums of each rank's queries, as the operator does."""
+    """Compute attention by the ring, with the CPU operator's arguments: output and log-sums of own queries (a kernel)."""
     return attend_on_ring(make_ring(at, scale), query, key, value, attn_mask)
 
 
 def attend_on_ring(ring: Ring, query: Any, key: Any, value: Any, mask: Any = None) -> Any:
-    """Return output and log-sums of each rank's queries for all keys. Each rank has its rows of the mask."""
+    """Compute attention of each rank's queries on all keys, which go around the ring. Each rank has its rows of the mask."""
 
     def attend_block(step: int) -> Callable[..., tuple[Tensor, Tensor]]:
-        """Return the function that attends to the key and value block of one ring step."""
+        """Return the function that computes one rank's partial attention on the keys of ring step ``step``."""
 
         def attend_on_rank(member: int, mask: Any, query: Tensor, block: Tensor) -> tuple[Tensor, Tensor]:
             key, value = ring.unpack_block(member, step, block)
-            return attend_pieces(ring.block_pairs(member, step, mask), query, key, value)
+            return attend_on_pieces(ring.block_pairs(member, step, mask), query, key, value)
 
         return attend_on_rank
 
@@ -152,8 +150,8 @@ def attend_on_ring(ring: Ring, query: Any, key: Any, value: Any, mask: Any = Non
     return finish_rows(query, *merged)
 
 
-def attend_pieces(pairs: list[list[BlockPair]], query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the partial output of rows in pieces for keys in pieces, as :func:`partial_attention` does."""
+def attend_on_pieces(pairs: list[list[BlockPair]], query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute partial attention for rows and keys that consist of several pieces of the sequence."""
     if len(pairs) == len(pairs[0]) == 1:
         return partial_attention(pairs[0][0], query, key, value)
     rows = query.split([len(own[0].rows) for own in pairs], 2)
@@ -167,7 +165,7 @@ def attend_pieces(pairs: list[list[BlockPair]], query: Tensor, key: Tensor, valu
 
 @on_each_rank
 def merge_partial_outputs(out: Tensor, sums: Tensor, other: Tensor, more: Tensor) -> tuple[Tensor, Tensor]:
-    """Return two partial outputs of the rows as one."""
+    """Combine two partial outputs of the same rows, and their log-sums, into one."""
     total = torch.logaddexp(sums, more)
     return out * row_weight(sums, total) + other * row_weight(more, total), total
 
@@ -175,7 +173,7 @@ def merge_partial_outputs(out: Tensor, sums: Tensor, other: Tensor, more: Tensor
 def ring_gradients(
     at: KernelContext, grad: Any, query: Any, key: Any, value: Any, out: Any, sums: Any, *flags: Any, **keywords: Any
 ) -> Any:
-    """Return the gradients of each rank's queries, keys and values."""
+    """Compute the gradients of attention by the ring, with the arguments of the CPU operator's backward (a kernel)."""
     return attend_on_ring_backward(
         make_ring(at, keywords.get("scale")), grad, query, key, value, out, sums, keywords.get("attn_mask")
     )
@@ -184,13 +182,13 @@ def ring_gradients(
 def attend_on_ring_backward(
     ring: Ring, grad: Any, query: Any, key: Any, value: Any, out: Any, sums: Any, mask: Any = None
 ) -> tuple[Any, Any, Any]:
-    """Return the gradients of each rank's queries, keys and values, for the results of :func:`attend_on_ring`."""
+    """Compute the gradients of each rank's queries, keys and values, where those of keys and values go around the ring."""
 
     def block_gradients(step: int) -> Callable[..., tuple[Tensor, Tensor]]:
-        """Return the function that computes the gradients of the block of one ring step."""
+        """Return the function that computes one rank's gradients on the keys of ring step ``step``."""
 
         def block_gradients_on_rank(member: int, mask: Any, block: Tensor, grad: Tensor, query: Tensor, *rest: Tensor) -> Any:
-            """Return the gradient of the query, and the packed gradients of the key and value block."""
+            """Return one rank's query gradient, and the packed gradients of the keys and values that it holds."""
             key, value = ring.unpack_block(member, step, block)
             dq, dk, dv = gradients_of_pieces(ring.block_pairs(member, step, mask), grad, query, key, value, *rest)
             return dq, pack_block(member, dk, dv).to(sums_dtype(query))
@@ -211,12 +209,13 @@ def attend_on_ring_backward(
         if arriving is not None:
             blocks = arriving()
 
-    def finish_gradients(member: int, total: Tensor, query: Tensor, both: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def unpack_gradients(member: int, total: Tensor, query: Tensor, both: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Unpack the gradients of a rank's own keys and values, and convert all to the dtype of the query."""
         dk, dv = ring.unpack_block(member, 0, both)
         return total.to(query.dtype), dk.to(query.dtype), dv.to(query.dtype)
 
     gradients: tuple[Any, Any, Any] = ring.map(
-        finish_gradients,
+        unpack_gradients,
         total,
         query,
         own_key_gradients if arriving_gradients is None else own_key_gradients + arriving_gradients(),
@@ -227,7 +226,7 @@ def attend_on_ring_backward(
 def gradients_of_pieces(
     pairs: list[list[BlockPair]], grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Tensor
 ) -> Gradients:
-    """Return the gradients that rows in pieces and keys in pieces give each other, added in the dtype of sums."""
+    """Compute the gradients for rows and keys that consist of several pieces of the sequence, added in the dtype of sums."""
     if len(pairs) == len(pairs[0]) == 1:
         return partial_gradients(pairs[0][0], grad, query, key, value, *rest)
     lengths, widths = [len(own[0].rows) for own in pairs], [len(pair.keys) for pair in pairs[0]]
