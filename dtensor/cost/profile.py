@@ -105,7 +105,7 @@ class Profile:
         links, between = (_parse_links(read.get(key, {})) for key in ("links", "between_hosts"))
         ranks_per_host = read.get("ranks_per_host", 0)
         if not isinstance(ranks_per_host, int) or ranks_per_host < 0:
-            raise ValueError(f"ranks_per_host must be a count, got {ranks_per_host!r}")
+            raise ValueError(f"ranks_per_host is an int of at least 0 (0: all ranks share a host), got {ranks_per_host!r}")
         devices = parse_devices(read.get("devices", {}))
         return cls({**BUILT_IN_PROFILE.links, **links}, {**BUILT_IN_PROFILE.between_hosts, **between}, ranks_per_host, devices)
 

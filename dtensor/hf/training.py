@@ -38,8 +38,8 @@ def prepared(trainer: Any, mesh: Any) -> Any:
     names = mesh.mesh_dim_names or ()
     if not names or not set(names) <= set(_ACCELERATE_DIMS):
         raise MeshError(
-            f"{mesh!r} has no mesh dims with the names that accelerate uses, {', '.join(_ACCELERATE_DIMS)}; with "
-            "these names it finds which ranks get the same rows of a batch"
+            f"{mesh!r} has a mesh dim without a name that accelerate knows; name each dim one of "
+            f"{', '.join(_ACCELERATE_DIMS)}: by the names it finds which ranks get the same rows of a batch"
         )
     if mesh.kind == "process_group":
         trainer.accelerator.prepare_model = lambda model, **_: model
@@ -79,8 +79,8 @@ def adapted_plan(model: Any) -> dict[str, str]:
     styles = getattr(base, "_tp_plan", None)
     if not styles:
         raise PlacementError(
-            f"{type(base).__name__} has no tensor-parallel plan (model._tp_plan); pass a plan with the names "
-            "of its modules and their styles"
+            f"adapted_plan: {type(base).__name__} has no tensor-parallel plan (model._tp_plan) to follow; pass "
+            "parallelize_module a plan with the names of its modules and their styles"
         )
     names = {module: name for name, module in base.named_modules()}
     plan = {}

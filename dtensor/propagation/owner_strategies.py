@@ -1,4 +1,4 @@
-"""Disjoint partial strategies and the single-owner strategy: the ranks that own rows or whole operands compute. Pure.
+"""Owner strategies: only the ranks that own rows, or one operand, compute; others have zeros, or empty shards. Pure.
 
 [Note: Disjoint partial strategies]
 The rows of an operand are disjoint if each row is non-zero on one rank only (``rules/disjoint_partial.py``). Two invariants make

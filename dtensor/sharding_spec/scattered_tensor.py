@@ -1,4 +1,4 @@
-"""Scattered tensor: a tensor of which one place has several non-adjacent blocks; and the metadata of shards."""
+"""Scattered tensor: a tensor of which one place has several non-adjacent blocks; ``reshard`` and the metadata of shards."""
 
 from __future__ import annotations
 

@@ -356,7 +356,7 @@ def to_dtensor_grad(grad: Any, like: Layout, placements: Placements | None = Non
 
 
 def _second_grad_layout(grad: Layout, source: Layout, copied: bool) -> Layout:
-    """Return the layout in which second derivatives come back to a gradient that was split into local tensors.
+    """Return the layout of second derivatives of the gradient that :meth:`FromLocal.backward` splits into local tensors.
 
     An addend of a partial value was a variable of its own on each rank, a replica was not. With ``copied``, one tensor was copied
     to all ranks, and only the first copy has a derivative.

@@ -721,7 +721,7 @@ def read_lines() -> int:
 
 
 # What compiled code gives that may be another at the next call, directly and through the standard library.
-WORLD: dict[str, Callable[[], float]] = {
+SYSTEM_READS: dict[str, Callable[[], float]] = {
     "a clock": time.time,
     "a clock through a name": lambda: getattr(time, "perf_counter")(),  # noqa: B009
     "a clock behind a partial": functools.partial(time.monotonic),
@@ -738,9 +738,9 @@ WORLD: dict[str, Callable[[], float]] = {
 }
 
 
-@pytest.mark.parametrize("name", WORLD)
-def test_what_the_world_gives_is_refused(name: str) -> None:
-    read = WORLD[name]
+@pytest.mark.parametrize("name", SYSTEM_READS)
+def test_reads_of_clock_system_and_interpreter_state_are_refused(name: str) -> None:
+    read = SYSTEM_READS[name]
     with pytest.raises(CaptureError, match="compiled code"):
         dt.capture(lambda x: x * read())(X)
 
@@ -756,7 +756,7 @@ def test_a_refusal_that_is_caught_is_raised_at_the_end() -> None:
         dt.capture(fn)(X)
 
 
-def test_the_world_is_refused_beside_a_profiler() -> None:
+def test_clock_is_refused_while_a_profile_function_is_set_and_it_stays_set() -> None:
     seen: list[str] = []
 
     def profiler(frame: Any, event: str, found: Any) -> None:
@@ -773,7 +773,7 @@ def test_the_world_is_refused_beside_a_profiler() -> None:
     assert "c_call" in seen
 
 
-def test_the_world_is_refused_beside_a_compiled_profiler() -> None:
+def test_clock_is_refused_while_cprofile_runs_and_cprofile_keeps_recording() -> None:
     profile = cProfile.Profile()
     profile.enable()
     try:
@@ -927,9 +927,9 @@ def test_random_programs_whose_state_changes_between_calls(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_random_programs_that_look_at_the_world_are_refused(seed: int) -> None:
+def test_random_programs_that_read_system_state_are_refused(seed: int) -> None:
     rng = random.Random(seed)
-    fn, read = State(rng).program(), rng.choice([*WORLD.values()])
+    fn, read = State(rng).program(), rng.choice([*SYSTEM_READS.values()])
     held: list[Any] = []
     wrapped = rng.choice(
         [

@@ -51,7 +51,7 @@ def test_fake_then_real(name: str, where: Any) -> None:
     check(fn, X.double(), ROWS, mesh=LINE, placements=[[where], [dt.Replicate()]])
 
 
-def test_embedding_and_nll_loss_raise_for_an_index_out_of_range() -> None:
+def test_embedding_and_nll_loss_of_real_tensors_raise_for_an_index_out_of_range() -> None:
     x = dt.distribute_tensor(X, LINE, [Shard(0)])
     with pytest.raises(IndexError, match="out of range"):
         F.embedding(dt.distribute_tensor(torch.tensor([7]), LINE, [dt.Replicate()]), x)

@@ -393,7 +393,7 @@ def test_communication_settings_without_effect_keep_values() -> None:
 
 
 @pytest.mark.gloo
-def test_communication_settings_without_effect_on_process_groups() -> None:
+def test_communication_settings_without_effect_keep_values_on_process_groups() -> None:
     for there in run_gloo(_train_with_settings, 3, 3):
         assert there == pytest.approx(_train_with_settings(3), rel=1e-12)
 

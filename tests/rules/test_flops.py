@@ -193,15 +193,15 @@ def test_attention_flops_are_divided_by_at_most_the_number_of_heads() -> None:
     assert found["h"] == 1 / 8
 
 
-def test_flops_divided_by_another_mesh_dim_are_not_divided_again() -> None:
+def test_work_for_a_mesh_dim_is_divided_by_other_mesh_dims_that_shard_operands() -> None:
     mesh = dt.init_device_mesh("meta", (4, 8))
     x, weight = f(64, 16), f(16, 16)
-    whole = call_of(aten.mm.default, x, weight, mesh=mesh)
-    cut = call_of(aten.mm.default, x, weight, mesh=mesh)
-    cut.operands = (Layout.of(mesh, [R, dt.Shard(0)], (64, 16)), cut.operands[1])
-    assert divide_by_other_mesh_dims(work_of_call(whole), whole, 0) == work_of_call(whole)
-    assert divide_by_other_mesh_dims(work_of_call(cut), cut, 0).flops == work_of_call(cut).flops / 8
-    assert divide_by_other_mesh_dims(work_of_call(cut), cut, 1) == work_of_call(cut)
+    unsharded = call_of(aten.mm.default, x, weight, mesh=mesh)
+    sharded = call_of(aten.mm.default, x, weight, mesh=mesh)
+    sharded.operands = (Layout.of(mesh, [R, dt.Shard(0)], (64, 16)), sharded.operands[1])
+    assert divide_by_other_mesh_dims(work_of_call(unsharded), unsharded, 0) == work_of_call(unsharded)
+    assert divide_by_other_mesh_dims(work_of_call(sharded), sharded, 0).flops == work_of_call(sharded).flops / 8
+    assert divide_by_other_mesh_dims(work_of_call(sharded), sharded, 1) == work_of_call(sharded)
 
 
 def test_only_bytes_of_tensors_with_the_sharded_factor_are_divided() -> None:

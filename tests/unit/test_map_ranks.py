@@ -232,7 +232,7 @@ def test_a_reentrant_checkpoint_inside_map_ranks_raises() -> None:
 
 
 @pytest.mark.parametrize("norm_class", [nn.BatchNorm1d, nn.InstanceNorm1d])
-def test_running_statistics_of_local_batches_are_written_once(norm_class: Any) -> None:
+def test_running_statistics_of_equal_local_batches_are_written_once_and_of_different_ones_raise(norm_class: Any) -> None:
     """Ranks with equal local batches write one value; ranks with different batches raise."""
     x = torch.arange(12.0).reshape(2, 3, 2)
     expected, model = (norm_class(3, track_running_stats=True) for _ in range(2))

@@ -326,7 +326,7 @@ def _trace_one_round_reduction(group: Group, x: Tensor, op: Op) -> Tensor:
 
 
 def _trace_two_round_reduction(group: Group, x: Tensor, op: Op) -> Tensor:
-    """Add an all-reduce to the graph as reduce-scatter and all-gather of chunks, in the order of ranks of torch's group."""
+    """Add an all-reduce by two all-to-alls to the graph: each rank reduces one chunk in mesh order, and sends it to all."""
     lengths = chunk_lengths(x.numel(), group.size)
     own = lengths[group.torch_rank]
     rows = _exchange_rows(group, x.view(-1), [own] * group.size, lengths, f"all_reduce({op}), to its parts")

@@ -1,4 +1,4 @@
-"""Gradient redistribution: the gradient of a redistributed operand is redistributed back to the placements of the operand."""
+"""Gradient redistribution: a hook on a redistributed operand shards its gradient like it, for half of an all-reduce."""
 
 from __future__ import annotations
 
