@@ -5,16 +5,14 @@ A number that only enters the arithmetic (a step size) is in the key by its type
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from operator import attrgetter
 from typing import Any
 
 import torch
 
 from ..base.recorder_hooks import untracked
-from ..base.symbolic_sizes import SymbolicSize, hashable_size, hashable_sizes, recompile_if_specialized, specialize_symbols
+from ..base.symbolic_sizes import SymbolicSize, hashable_size, hashable_sizes
 from ..base.tracing import has_no_values
-from ..layout.layout import Layout
 from ..state import wrap
 from .plain_tensor_args import keep_gradient_plain, torch_makes_constants
 
@@ -136,14 +134,3 @@ def replace_symbolic_numbers(value: Any, by_type: bool) -> Any:
         return type(value)([replace_symbolic_numbers(item, by_type) for item in value]) if type(value) in (list, tuple) else value
     number_type = _NUMBER_TYPES.get(type(value))
     return value if number_type is None else number_type(2) if by_type else hashable_size(value)
-
-
-def specialize_sizes(tensors: Iterable[Any]) -> None:
-    """Replace symbolic sizes in the layouts of the DTensors among ``tensors`` by numbers, and guard the traced graph on them."""
-    for x in tensors:
-        layout = getattr(x, "_layout", None)
-        if layout is None or not layout.has_symbols:
-            continue
-        shape, stride = [tuple(map(specialize_symbols, sizes)) for sizes in (layout.shape, layout.stride)]
-        x._layout = Layout.of(layout.mesh, layout.placements, shape, stride, layout.dtype)
-        recompile_if_specialized((*layout.shape, *layout.stride))

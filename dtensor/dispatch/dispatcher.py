@@ -33,10 +33,10 @@ from ..state import wrap
 from ..state.wrap import wrap_local, wrap_view
 from ..watchdog.levels import CheckLevel
 from .announced_collectives import find_announced_runner
-from .cache_key import KEYED_AS_IS, append_list_to_key, append_to_key, replace_symbolic_numbers, specialize_sizes
+from .cache_key import KEYED_AS_IS, append_list_to_key, append_to_key, replace_symbolic_numbers
 from .cross_mesh import make_cross_mesh_runner
 from .op_fingerprint import PlanFingerprints, record_calls, record_error
-from .operand_layouts import plan_call
+from .operand_layouts import plan_call, specialize_sizes
 from .plain_tensor_args import compare_plain_arguments, make_constants_runner, make_plain_write_runner
 from .programs.frame import Runner
 from .programs.local_op import local_function
@@ -313,6 +313,23 @@ def _cache_program(op_dispatch: OperatorDispatch, cache_key: tuple[Any, ...], pr
     cached = program if op_dispatch.fingerprints is None else op_dispatch.fingerprints.with_fingerprint(program, cache_key)
     PLANS.keep(op_dispatch.plans, cache_key, cached)
     return program
+
+
+def bypasses_rules(operator: OperatorSchema, bound: dict[str, Any]) -> bool:
+    """Return True if a call runs without a rule: on several meshes, on written plain tensors, or on constants of torch."""
+    return bool(
+        make_cross_mesh_runner(operator, bound)
+        or make_plain_write_runner(operator, bound)
+        or make_constants_runner(operator, bound)
+    )
+
+
+def make_view_runner(plan: CallPlan, operator: OperatorSchema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Runner:
+    """Return the runner that computes a planned view operation now, where dispatch would make lazy views.
+
+    Its results do not share version counters with the base.
+    """
+    return runner_of(bind_program(plan, operator, args, kwargs, after=()), operator)
 
 
 def run_with_strategies(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], choose: StrategySelector) -> Any:

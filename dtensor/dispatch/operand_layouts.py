@@ -7,12 +7,14 @@ and for tests of single strategies. ``explain`` plans a recorded call again, of 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
 import torch
 
 from ..base.memory_order import contiguous_stride
+from ..base.symbolic_sizes import recompile_if_specialized, specialize_symbols
 from ..base.tensor_tree import as_sequence, tensor_leaves
 from ..base.validation import check_strided
 from ..layout.layout import Layout
@@ -79,3 +81,14 @@ def _replace_tensors(value: Any, slot: ArgumentSlot, operator: OperatorSchema, m
     plain.add(slot)
     stride = value.stride() if value.layout == torch.strided else contiguous_stride(tuple(value.shape))
     return Layout.replicated(mesh, value.shape, stride, value.dtype)
+
+
+def specialize_sizes(tensors: Iterable[Any]) -> None:
+    """Replace symbolic sizes in the layouts of the DTensors among ``tensors`` by numbers, and guard the traced graph on them."""
+    for x in tensors:
+        layout = getattr(x, "_layout", None)
+        if layout is None or not layout.has_symbols:
+            continue
+        shape, stride = [tuple(map(specialize_symbols, sizes)) for sizes in (layout.shape, layout.stride)]
+        x._layout = Layout.of(layout.mesh, layout.placements, shape, stride, layout.dtype)
+        recompile_if_specialized((*layout.shape, *layout.stride))

@@ -83,6 +83,11 @@ class OperatorSchema:
         return [*args, *trailing], {name: value for name, value in kwargs.items() if name not in named}
 
     @property
+    def is_unrecorded_alias(self) -> bool:
+        """Whether the result is a view that autograd does not record as one: ``detach``, ``view`` of a dtype."""
+        return self.func in _UNRECORDED_ALIASES
+
+    @property
     def out_of_place(self) -> Any:
         """Return the overload that returns what this in-place overload writes into its first argument; raise if there is none."""
         packet = getattr(torch.ops.aten, self.func._schema.name.removeprefix("aten::").removesuffix("_"))
@@ -102,6 +107,7 @@ class OperatorSchema:
         return (func or self.func)(*positional, **keywords)
 
 
+_UNRECORDED_ALIASES = frozenset((torch.ops.aten.detach.default, torch.ops.aten.view.dtype))
 ArgumentPosition = int | str  # how an argument was passed: a position or a name
 
 

@@ -6,10 +6,8 @@ from functools import cached_property
 from typing import Any
 
 from ..base.torch_internals import OpOverload, TorchDispatchMode
-from ..dispatch.cross_mesh import make_cross_mesh_runner
-from ..dispatch.dispatcher import run_with_strategies
+from ..dispatch.dispatcher import bypasses_rules, run_with_strategies
 from ..dispatch.operand_layouts import plan_call
-from ..dispatch.plain_tensor_args import make_constants_runner, make_plain_write_runner
 from ..propagation.op_schema import OperatorSchema, operator_schema_of
 from ..propagation.propagate import CallPlan
 from ..propagation.select_strategy import StrategySelector
@@ -46,11 +44,7 @@ class OperatorCall:
     @property
     def bypasses_rules(self) -> bool:
         """Whether dispatch runs the call without a rule: on several meshes, on written plain tensors, on constants of torch."""
-        return bool(
-            make_cross_mesh_runner(self.operator, self.bound)
-            or make_plain_write_runner(self.operator, self.bound)
-            or make_constants_runner(self.operator, self.bound)
-        )
+        return bypasses_rules(self.operator, self.bound)
 
     def make_plan(self, choose: StrategySelector) -> CallPlan:
         """Plan the call with the strategies that ``choose`` selects; nothing runs."""

@@ -369,17 +369,9 @@ class WrapOutputs:
         frame.output = self.output(frame.args, frame.kwargs, frame.local_result)
 
 
-_UNRECORDED_ALIASES = frozenset((torch.ops.aten.detach.default, torch.ops.aten.view.dtype))
-
-
-def is_unrecorded_alias(operator: OperatorSchema) -> bool:
-    """Return True if the operator's result is a view that autograd does not record as one: ``detach``, ``view`` of a dtype."""
-    return operator.func in _UNRECORDED_ALIASES
-
-
 def wrap_outputs(plan: CallPlan, operator: OperatorSchema, signature: CallSignature) -> WrapOutputs:
     """Make the step that wraps local results as DTensors, returns written arguments, and resizes ``out=`` tensors."""
-    shares = is_unrecorded_alias(operator)
+    shares = operator.is_unrecorded_alias
     if plan.starts and plan.how == "rule":
         layouts = plan.results[0]
         if isinstance(layouts, Layout):

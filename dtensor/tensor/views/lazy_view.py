@@ -21,12 +21,9 @@ from ...base.symbolic_sizes import specialize_symbols
 from ...base.tensor_tree import tensor_leaves
 from ...base.torch_internals import make_wrapper_subclass
 from ...base.tracing import KERNEL_ERRORS
-from ...dispatch.cache_key import specialize_sizes
-from ...dispatch.dispatcher import dispatch, install_view_runners
-from ...dispatch.operand_layouts import plan_call
+from ...dispatch.dispatcher import dispatch, install_view_runners, make_view_runner
+from ...dispatch.operand_layouts import plan_call, specialize_sizes
 from ...dispatch.programs.frame import Runner
-from ...dispatch.programs.program import bind_program, runner_of
-from ...dispatch.programs.steps import is_unrecorded_alias
 from ...errors import LayoutError
 from ...layout.layout import Layout
 from ...propagation.op_schema import OperatorSchema, operator_schema_of
@@ -133,8 +130,7 @@ class Origin:
         """Run the operation on ``base``, which has the layout of the plan. Return a list of the results."""
         static_args = self.args[1:]
         if self.runner is None:
-            program = bind_program(self.plan, self.operator, (base, *static_args), self.kwargs, after=())
-            self.runner = runner_of(program, self.operator)
+            self.runner = make_view_runner(self.plan, self.operator, (base, *static_args), self.kwargs)
         local = _resolve_conj(base._local)  # views of empty shards are copies, which are conjugated: ranks would differ
         result = self.runner((base, *static_args), self.kwargs, [local, *static_args], dict(self.kwargs))
         return list(result) if isinstance(result, (list, tuple)) else [result]
@@ -264,7 +260,7 @@ def make_lazy_runner(operator: OperatorSchema, plan: CallPlan) -> Runner:
             return apply_views(args[0], ((operator.func, stack_shape), (operator.func, args[1])))
         static_args = (args[0], *specialize_symbols(args[1:]))  # a compiled program with the view as an input makes it again
         views = make_views(Origin(args[0], operator, static_args, specialize_symbols(kwargs) if kwargs else kwargs, plan))
-        if is_unrecorded_alias(operator):
+        if operator.is_unrecorded_alias:
             share_versions(views, args[0])
         return views
 
