@@ -1,7 +1,7 @@
 """Install: connect the packages of the library, and make its changes to torch.
 
-Lower packages do not import those above them, so this module registers what they use from there. All changes of the patch
-catalog are made here; a class or operator of the library registers itself with torch where it is defined.
+Lower packages do not import those above them, so this module registers what they use from there. It makes the changes of the
+patch catalog that ``import dtensor`` needs; a class, operator or hook is registered with torch in the module that defines it.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Base: helpers that need no mesh and no DTensor: validation, bounded caches, nested values, recording, modes."""
+"""Base: helpers that need no mesh and no DTensor: torch internals, caches, tracing, graph operators, nested values, modes."""

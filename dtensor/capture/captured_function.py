@@ -24,8 +24,8 @@ from .guards.guard_discovery import discover_guards
 from .guards.guard_set import GuardSet, ObservedCode
 from .guards.signature import Signature, current_modes, make_signature
 from .program_plans import ProgramPlans, RecordingMode
-from .recording import Recording
-from .recording_check import HAS_ROOM, RankAgreement, agree_on_bits, check_recording, collect_groups, is_confirmed_by
+from .recording.recorded_run import Recording
+from .recording.recording_check import HAS_ROOM, RankAgreement, agree_on_bits, check_recording, collect_groups, is_confirmed_by
 from .replay.replay_program import ReplayProgram, Sources
 
 P = ParamSpec("P")

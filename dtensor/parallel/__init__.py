@@ -5,15 +5,15 @@ from ..tensor.modules.materialize import materialize
 from .data.fully_shard import fully_shard, register_fsdp_forward_method, units_by_size
 from .data.replicate import ReplicatedModule, replicate
 from .data.sampler import DistributedBatchSampler
-from .data.units.fsdp_module import FSDPModule, UnshardHandle, share_comm_ctx
-from .data.units.parameters.custom_collectives import AllGather, Comm, ReduceScatter
-from .data.units.parameters.policy import (
+from .data.settings.custom_collectives import AllGather, Comm, ReduceScatter
+from .data.settings.policy import (
     CPUOffloadPolicy,
     DataParallelMeshDims,
     MixedPrecisionPolicy,
     OffloadPolicy,
     ShardPlacementResult,
 )
+from .data.units.fsdp_module import FSDPModule, UnshardHandle, share_comm_ctx
 from .data.zero import ZeroRedundancyOptimizer
 from .tensor.colwise_rowwise import ColwiseParallel, RowwiseParallel, SequenceParallel
 from .tensor.context_parallel import context_parallel, context_parallel_unshard

@@ -36,7 +36,7 @@ from dtensor.parallel import (
     register_fsdp_forward_method,
     replicate,
 )
-from dtensor.parallel.data.units.parameters.policy import HostOffload
+from dtensor.parallel.data.settings.policy import HostOffload
 from dtensor.parallel.data.units.unit import unit_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::dtensor.errors.GatherWarning")

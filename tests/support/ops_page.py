@@ -14,7 +14,7 @@ from dtensor.placement import Monoid
 from dtensor.rules import rules
 from dtensor.rules.declared_factors import DeclaredFactors
 from dtensor.rules.folds import DtypeRestrictedKernel
-from dtensor.rules.index_rules import IndexingFactors
+from dtensor.rules.kernels.index_rules import IndexingFactors
 from dtensor.rules.rule import Declaration, Kernel, Rule
 
 _LANGUAGE = "dtensor.rules"

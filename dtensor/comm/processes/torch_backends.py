@@ -83,9 +83,6 @@ def backend_traits_of(group: Group) -> BackendTraits:
     return _TRAITS.get(group.backend, _DEFAULT_TRAITS)
 
 
-# Renamed in torch 2.13, which warns at the names of 2.11.
-all_gather_single = mark_reported(getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)
-reduce_scatter_single = mark_reported(getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor)
 _BROADCAST = mark_reported(dist.broadcast)
 
 _REDUCE_OPS = {

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from .settings.dp_modes import make_sharding_axes
+from .settings.policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from .unit_arguments import (
     DEFAULT_OFFLOAD,
     DEFAULT_PRECISION,
@@ -19,9 +21,7 @@ from .unit_arguments import (
 )
 from .units.fsdp_module import FSDPModule, state_of
 from .units.make_unit import make_sharded_unit
-from .units.parameters.dp_modes import make_sharding_axes
 from .units.parameters.fsdp_param_init import ShardPlacementFn
-from .units.parameters.policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from .units.unit import unit_of
 
 

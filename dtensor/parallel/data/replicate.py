@@ -10,6 +10,9 @@ from torch import nn
 
 from ...errors import ArgumentError, UnsupportedOperationError
 from ...mesh.device_mesh import DeviceMesh
+from .settings.custom_collectives import AllGather, CommHook, CommHookReducer, ReduceScatter
+from .settings.dp_modes import make_replicating_axes
+from .settings.policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from .unit_arguments import (
     DEFAULT_OFFLOAD,
     DEFAULT_PRECISION,
@@ -21,9 +24,6 @@ from .unit_arguments import (
 )
 from .units.fsdp_module import FSDPModule, state_of, units_of
 from .units.make_unit import MEBIBYTE, make_replicated_unit
-from .units.parameters.custom_collectives import AllGather, CommHook, CommHookReducer, ReduceScatter
-from .units.parameters.dp_modes import make_replicating_axes
-from .units.parameters.policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 
 
 class ReplicatedModule(FSDPModule):

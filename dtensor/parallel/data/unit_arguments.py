@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from ...errors import ContradictionError, UnitError
-from .units.parameters.policy import MixedPrecisionPolicy, OffloadPolicy
+from .settings.policy import MixedPrecisionPolicy, OffloadPolicy
 from .units.unit import unit_of
 
 M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])  # the first argument, the type of which is returned

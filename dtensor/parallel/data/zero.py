@@ -30,7 +30,7 @@ from ...placement import Placement, Replicate, Shard
 from ...redistribute import execute_many, plan, redistribute_local
 from ...state.version_counters import VersionSnapshot, take_snapshot
 from ...tensor.dtensor import DTensor, wrap
-from .units.parameters.dp_modes import DP_MODES, MeshAxes
+from .settings.dp_modes import DP_MODES, MeshAxes
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -19,8 +19,8 @@ from ...placement import Partial
 from ..call import Call
 from ..declare import make_blockwise_rule
 from ..declared_factors import by
-from ..halo_exchange import SlidingWindow, add_halo_gradients, make_range_lookup, read_with_halo
 from ..kernel_context import At, KernelContext
+from ..kernels.halo_exchange import SlidingWindow, add_halo_gradients, make_range_lookup, read_with_halo
 from ..registry import register
 from ..rule import Declaration, Factors, Kernel, LocalView
 

@@ -10,8 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ..kernels.scans import Tensors, scan
 from ..partial_rules import linear
-from ..scans import Tensors, scan
 
 
 def add_parts(left: Tensor, right: Tensor) -> Tensor:

@@ -10,9 +10,9 @@ import torch
 
 from ..declare import blockwise
 from ..declared_factors import by
-from ..index_rules import index_read
+from ..kernels.index_rules import index_read
+from ..kernels.sharded_index_local import ELEMENTS, FLAT, PLACES, ROWS, TABLE, has_mask
 from ..partial_rules import linear
-from ..sharded_index_local import ELEMENTS, FLAT, PLACES, ROWS, TABLE, has_mask
 
 aten = torch.ops.aten
 

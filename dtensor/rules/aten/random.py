@@ -21,8 +21,8 @@ from ...random.draw import RANDOM_MODE, draw, draw_counted, map_from_one_state, 
 from ..call import Call
 from ..declare import POINTWISE
 from ..kernel_context import KernelContext
+from ..kernels.random_ops import random_operator
 from ..partial_rules import forgets
-from ..random_ops import random_operator
 from ..rule import Factors
 
 random_operator(

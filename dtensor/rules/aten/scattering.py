@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..call import Call
-from ..index_rules import (
+from ..kernels.index_rules import (
     CONSTANT_REDUCTIONS,
     combine_by_reduce,
     combine_by_sum,
@@ -21,8 +21,8 @@ from ..index_rules import (
     index_write,
     replace_written,
 )
+from ..kernels.sharded_index_local import ELEMENTS, FLAT, PLACES, ROWS, TABLE, has_mask
 from ..rule import Factors, StrategyChoice, factors_of_first_operand
-from ..sharded_index_local import ELEMENTS, FLAT, PLACES, ROWS, TABLE, has_mask
 from .indexing import masks_to_indices
 
 aten = torch.ops.aten

@@ -19,8 +19,8 @@ from ...placement import REDUCE_OPS, Partial
 from ..call import Call
 from ..declare import local_size, view
 from ..dim_windows import count_below
-from ..index_rules import allows_zero_fill
 from ..kernel_context import At, KernelContext
+from ..kernels.index_rules import allows_zero_fill
 from ..partial_rules import copies, one_of
 from ..rule import LINEAR_PARTIAL, Declaration, Factors, Kernel, LocalView, factors_of_first_operand, make_factor_per_dim
 

@@ -13,15 +13,15 @@ from ....comm.map_ranks import communicator_of
 from ....errors import DTensorError, UnsupportedOperationError
 from ....mesh.create_mesh import copy_with_new_group
 from ....state.version_counters import take_snapshot
-from .gradients.grad_accumulation import clear_pending
-from .parameters.custom_collectives import (
+from ..settings.custom_collectives import (
     AllGather,
     GroupMemoryAllGather,
     GroupMemoryReduceScatter,
     ReduceScatter,
     allocating_backend,
 )
-from .parameters.dp_modes import MeshAxes
+from ..settings.dp_modes import MeshAxes
+from .gradients.grad_accumulation import clear_pending
 from .parameters.partial_reshard import ReshardGroup
 from .unit import FSDPUnit, unit_of
 

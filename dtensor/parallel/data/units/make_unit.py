@@ -8,13 +8,13 @@ from typing import Any
 from torch import nn
 
 from ....base.group_by import group_by_key
+from ..settings.dp_modes import MeshAxes
+from ..settings.policy import MixedPrecisionPolicy
 from .fsdp_module import make_reshard_group, units_of
 from .parameters.buffers import ModuleBuffers
-from .parameters.dp_modes import MeshAxes
 from .parameters.fsdp_param import FSDPParam
 from .parameters.fsdp_param_init import ShardPlacementFn, axes_on_common_root, make_fsdp_params, move_to_common_mesh
 from .parameters.param_group import ParamGroup
-from .parameters.policy import MixedPrecisionPolicy
 from .unit import FSDPUnit
 
 MEBIBYTE = 1024 * 1024

@@ -26,14 +26,14 @@ from ....state.version_counters import VersionSnapshot
 from ....tensor.autograd import redistribute_no_grad
 from ....tensor.dtensor import DTensor
 from ....tensor.modules.materialize import check_not_on_meta
+from ..settings.dp_modes import MeshAxes
+from ..settings.policy import MixedPrecisionPolicy
 from .gradients.grad_accumulation import GradAccumulation
 from .gradients.schedule import Schedule
 from .parameters.buffers import ModuleBuffers
-from .parameters.dp_modes import MeshAxes
 from .parameters.fsdp_param import FSDPParam
 from .parameters.fsdp_param_init import UNIT_ATTRIBUTE
 from .parameters.param_group import NO_GRAPH_TASK, Column, ParamGroup
-from .parameters.policy import MixedPrecisionPolicy
 from .unit_functorch import put_differentiable_values, wrap_ranks_as_one
 from .unit_pass import (
     ForwardUse,

@@ -27,9 +27,9 @@ from .....state.version_counters import take_snapshot
 from .....tensor.dtensor import wrap
 from .....tensor.leaf_gradients import has_no_other_hooks
 from .....tensor.observers import ACTIVE_OBSERVERS
-from ..parameters.custom_collectives import CommHookReducer
+from ...settings.custom_collectives import CommHookReducer
+from ...settings.policy import HostOffload
 from ..parameters.param_group import Column, ParamGroup
-from ..parameters.policy import HostOffload
 from ..parameters.unsharded_storage import SendBufferPool
 from .tp_replicated_grad_check import check_tp_replicated_grads
 

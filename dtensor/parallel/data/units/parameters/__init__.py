@@ -1,1 +1,1 @@
-"""Parameters: the parameters of FSDP units, their layouts, memory and collectives, and the policies for them."""
+"""Parameters: the parameters of FSDP units, their layouts, memory and collectives."""

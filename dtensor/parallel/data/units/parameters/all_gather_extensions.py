@@ -31,9 +31,9 @@ from .....mesh.submesh import select_dims
 from .....redistribute.executor import box_inside
 from .....redistribute.flat_buffer import FlatBuffer
 from .....tensor.local_tensors import local_tensors_of
-from .dp_modes import MeshAxes
+from ...settings.dp_modes import MeshAxes
+from ...settings.policy import MixedPrecisionPolicy
 from .fsdp_param import EXTENSION_METHODS, FSDPParam, is_extended
-from .policy import MixedPrecisionPolicy
 
 InputSpecs = list[tuple[torch.dtype, tuple[int, ...]]]
 

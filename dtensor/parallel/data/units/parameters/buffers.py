@@ -18,7 +18,7 @@ from .....layout.layout import Layout
 from .....redistribute.coalesce import broadcast_many
 from .....state.version_counters import VersionSnapshot, take_snapshot
 from .....tensor.dtensor import DTensor, wrap
-from .dp_modes import MeshAxes
+from ...settings.dp_modes import MeshAxes
 from .fsdp_param_init import broadcast_from_first, make_unsharded_layout, tensors_with_values
 
 

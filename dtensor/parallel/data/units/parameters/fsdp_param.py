@@ -17,7 +17,7 @@ from .....state.functorch import has_tangent
 from .....state.version_counters import VersionSnapshot, take_snapshot
 from .....tensor.dtensor import DTensor, wrap
 from .....tensor.local_tensors import local_tensors_of
-from .dp_modes import MeshAxes
+from ...settings.dp_modes import MeshAxes
 
 EXTENSION_METHODS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 

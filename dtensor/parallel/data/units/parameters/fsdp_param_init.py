@@ -29,9 +29,9 @@ from .....placement import NamedPlacements, Partition, Shard
 from .....tensor.dtensor import DTensor, wrap
 from .....tensor.local_tensors import local_tensors_of
 from .....tensor.modules.stale_params import ParamAttributes, note_replaced, replacement_of, shared_param_error
-from .dp_modes import MeshAxes, make_axes_of_mesh
+from ...settings.dp_modes import MeshAxes, make_axes_of_mesh
+from ...settings.policy import ShardPlacementResult
 from .fsdp_param import FSDPParam, is_extended
-from .policy import ShardPlacementResult
 
 T = TypeVar("T", bound=Tensor)
 ShardPlacementFn = Callable[[nn.Parameter], Shard | NamedPlacements | ShardPlacementResult | None]

@@ -30,12 +30,12 @@ from .....redistribute.flat_buffer import FlatBuffer
 from .....state.version_counters import VersionSnapshot, take_snapshot
 from .....tensor.dtensor import wrap
 from .....tensor.local_tensors import local_tensors_of
+from ...settings.custom_collectives import CommSettings, gather_rows, scatter_row
+from ...settings.dp_modes import MeshAxes
+from ...settings.policy import HostOffload, MixedPrecisionPolicy
 from .all_gather_extensions import AllGatherExtensions
-from .custom_collectives import CommSettings, gather_rows, scatter_row
-from .dp_modes import MeshAxes
 from .fsdp_param import FSDPParam, is_extended
 from .partial_reshard import ReshardGroup
-from .policy import HostOffload, MixedPrecisionPolicy
 from .unsharded_storage import RowViewCache, SavedAliases, UnshardedState, UnshardedStorage
 
 Column = tuple[Tensor | None, ...]  # unsharded gradients of one parameter: one for each member of this process, None if missing

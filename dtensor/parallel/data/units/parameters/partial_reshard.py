@@ -15,7 +15,7 @@ from .....comm import reordered
 from .....comm.communicator import BoundCollective
 from .....comm.map_ranks import communicator_of
 from .....errors import UnsupportedOperationError
-from .dp_modes import MeshAxes
+from ...settings.dp_modes import MeshAxes
 
 
 class ReshardGroup:

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from ..base.recorder_hooks import CrossCallState
-from ..comm import PerRank
-from ..errors import CaptureError
-from ..tensor.dtensor import DTensor
-from ..tensor.local_tensors import local_tensors_of
-from ..tensor.views.lazy_view import LazyView
-from .guards.object_model import VALUES
-from .replay.outputs import (
+from ...base.recorder_hooks import CrossCallState
+from ...comm import PerRank
+from ...errors import CaptureError
+from ...tensor.dtensor import DTensor
+from ...tensor.local_tensors import local_tensors_of
+from ...tensor.views.lazy_view import LazyView
+from ..guards.object_model import VALUES
+from ..replay.outputs import (
     CarriedOutput,
     ComputedOutput,
     ComputedTensor,
@@ -25,9 +25,9 @@ from .replay.outputs import (
     PerRankOutput,
     ViewOutput,
 )
-from .tracing.float_provenance import TracedFloat, to_plain_float
-from .tracing.recorder import Recorder
-from .tracing.tape import Var
+from ..tracing.float_provenance import TracedFloat, to_plain_float
+from ..tracing.recorder import Recorder
+from ..tracing.tape import Var
 
 
 class OutputClassifier:

@@ -13,9 +13,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from .....errors import MeshError
-from .....mesh.create_mesh import mesh_or_world
-from .....mesh.device_mesh import DeviceMesh
+from ....errors import MeshError
+from ....mesh.create_mesh import mesh_or_world
+from ....mesh.device_mesh import DeviceMesh
 from .policy import DataParallelMeshDims, HostOffload, OffloadPolicy
 
 

@@ -14,13 +14,13 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ..base.tensor_tree import iter_tree_leaves
-from ..comm.events import Event, listening
-from ..comm.map_ranks import communicator_of
-from ..errors import CaptureError
-from ..mesh.device_mesh import DeviceMesh
-from .replay.outputs import ConstantOutput
-from .replay.replay_program import ReplayProgram
+from ...base.tensor_tree import iter_tree_leaves
+from ...comm.events import Event, listening
+from ...comm.map_ranks import communicator_of
+from ...errors import CaptureError
+from ...mesh.device_mesh import DeviceMesh
+from ..replay.outputs import ConstantOutput
+from ..replay.replay_program import ReplayProgram
 
 HAS_ROOM = 1  # the bit that says that a rank can keep another recording; each further bit stands for one recording
 Group: TypeAlias = tuple[DeviceMesh, tuple[int, ...]]  # the ranks along these mesh dims

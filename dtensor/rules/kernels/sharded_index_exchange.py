@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..base.recorder_hooks import ACTIVE_RECORDERS
-from ..base.tracing import is_tracing
-from ..layout.layout import Layout
-from ..ranks.per_rank import shards_of
-from .kernel_context import At, KernelContext, make_index_tensor
+from ...base.recorder_hooks import ACTIVE_RECORDERS
+from ...base.tracing import is_tracing
+from ...layout.layout import Layout
+from ...ranks.per_rank import shards_of
+from ..kernel_context import At, KernelContext, make_index_tensor
 from .sharded_index_local import Address, bind_indexing, crop_block, find_positions, pad_block, run_on_block
 
 

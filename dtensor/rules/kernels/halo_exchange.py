@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..layout.layout import Layout
-from .kernel_context import At, KernelContext
+from ...layout.layout import Layout
+from ..kernel_context import At, KernelContext
 
 PositionsOf = Callable[[int], range]  # rank -> the positions that it has, or needs
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .call import Call
-from .declare import along
-from .kernel_context import KernelContext
-from .rule import Declaration, Kernel, Rule
+from ..call import Call
+from ..declare import along
+from ..kernel_context import KernelContext
+from ..rule import Declaration, Kernel, Rule
 
 Tensors = tuple[Tensor, ...]
 _SUM_DTYPES = {torch.float16: torch.float32, torch.bfloat16: torch.float32}

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from ..placement import REDUCE_OPS, Monoid, Partial
-from .call import Call
-from .partial_rules import one_of
-from .registry import register
-from .rule import (
+from ...placement import REDUCE_OPS, Monoid, Partial
+from ..call import Call
+from ..partial_rules import one_of
+from ..registry import register
+from ..rule import (
     Along,
     Declaration,
     Dims,

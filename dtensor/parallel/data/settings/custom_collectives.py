@@ -18,14 +18,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .....comm import Communicator, Pending, shards_of
-from .....comm.communicator import Lengths
-from .....comm.events import Event, issue_reported, listeners, mark_reported
-from .....comm.flat_rows import concat_to_row
-from .....comm.map_ranks import communicator_of
-from .....comm.processes.torch_backends import all_gather_single, reduce_scatter_single
-from .....mesh.process_groups import get_program_group
+from ....comm import Communicator, Pending, shards_of
+from ....comm.communicator import Lengths
+from ....comm.events import Event, issue_reported, listeners, mark_reported
+from ....comm.flat_rows import concat_to_row
+from ....comm.map_ranks import communicator_of
+from ....mesh.process_groups import get_program_group
 from .dp_modes import MeshAxes
+
+# Renamed in torch 2.13, which warns at the names of 2.11.
+_ALL_GATHER = mark_reported(getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)
+_REDUCE_SCATTER = mark_reported(getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor)
 
 
 class Comm(ABC):
@@ -249,7 +252,7 @@ class GroupMemoryAllGather(_BackendMemory, AllGather):
     """All-gather of the backend in memory that the backend allocates."""
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> dist.Work | None:
-        return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+        return _ALL_GATHER(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
 class GroupMemoryReduceScatter(_BackendMemory, ReduceScatter):
@@ -258,7 +261,7 @@ class GroupMemoryReduceScatter(_BackendMemory, ReduceScatter):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> dist.Work | None:
-        return reduce_scatter_single(output_tensor, input_tensor, op, group=group, async_op=async_op)
+        return _REDUCE_SCATTER(output_tensor, input_tensor, op, group=group, async_op=async_op)
 
 
 def allocating_backend(axes: MeshAxes) -> Any:

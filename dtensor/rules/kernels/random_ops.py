@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..layout.layout import Layout
-from ..random.distributions import Sampler, find_sampler
-from ..random.draw import RANDOM_MODE, draw, draw_counted, map_from_one_state, run_as_graph_op, take_block, view_block
-from .call import Call
-from .declared_factors import DeclaredFactors
-from .kernel_context import KernelContext
-from .notation import parse_notation
-from .partial_rules import combine_partials
-from .registry import register
-from .rule import Declaration, Rule
+from ...layout.layout import Layout
+from ...random.distributions import Sampler, find_sampler
+from ...random.draw import RANDOM_MODE, draw, draw_counted, map_from_one_state, run_as_graph_op, take_block, view_block
+from ..call import Call
+from ..declared_factors import DeclaredFactors
+from ..kernel_context import KernelContext
+from ..notation import parse_notation
+from ..partial_rules import combine_partials
+from ..registry import register
+from ..rule import Declaration, Rule
 
 
 @dataclass(frozen=True, slots=True)

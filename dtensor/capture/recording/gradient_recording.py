@@ -11,17 +11,17 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ..base import tensor_tree
-from ..base.recorder_hooks import CrossCallState, current_recorder
-from ..base.torch_internals import TensorBase, pytree
-from ..errors import CaptureError
-from ..tensor.dtensor import DTensor
-from ..tensor.leaf_gradients import grad_placements_of
-from ..tensor.redistribute_many import redistribute_many
-from .guards.gradient_guards import GradGuards, describe_gradients, describe_state, list_hook_ids, set_carried_state
-from .guards.signature import make_picker
-from .tracing.float_provenance import FloatTracer
-from .tracing.impure_calls import is_user_call
+from ...base import tensor_tree
+from ...base.recorder_hooks import CrossCallState, current_recorder
+from ...base.torch_internals import TensorBase, pytree
+from ...errors import CaptureError
+from ...tensor.dtensor import DTensor
+from ...tensor.leaf_gradients import grad_placements_of
+from ...tensor.redistribute_many import redistribute_many
+from ..guards.gradient_guards import GradGuards, describe_gradients, describe_state, list_hook_ids, set_carried_state
+from ..guards.signature import make_picker
+from ..tracing.float_provenance import FloatTracer
+from ..tracing.impure_calls import is_user_call
 
 _GRAD_PROPERTY: Any = TensorBase.grad
 # Functions that read or write gradients. While torch.autograd.grad runs, the mode does not see what hooks read.

@@ -1,4 +1,4 @@
-"""Recording: one run of the function on stand-ins for its arguments, and the program that it gives."""
+"""Recorded run: one run of the function on stand-ins for its arguments, and the replay program that it gives."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
-from ..base import tensor_tree
-from ..base.torch_internals import autocast_enabled, pytree
-from ..errors import CaptureError
-from ..state.wrap import wrap_local
-from ..tensor.dtensor import DTensor
-from ..tensor.local_tensors import local_tensors_of
+from ...base import tensor_tree
+from ...base.torch_internals import autocast_enabled, pytree
+from ...errors import CaptureError
+from ...state.wrap import wrap_local
+from ...tensor.dtensor import DTensor
+from ...tensor.local_tensors import local_tensors_of
+from ..guards.guard_discovery import discover_guards
+from ..guards.guard_set import GuardSet
+from ..guards.object_model import has_user_attributes, user_attributes
+from ..guards.signature import MetadataGuard, Signature, may_differ_across_ranks
+from ..replay.outputs import ARG, ENV, GRAD, ComputedTensor, InputRef
+from ..replay.replay_program import BackwardTape, InputSpec, Recorded, ReplayProgram, detach_same_layout, grads_key, join_locals
+from ..tracing.float_provenance import TracedFloat, to_plain_float
+from ..tracing.impure_calls import call_captured
+from ..tracing.recorder import Recorder
+from ..tracing.tape import Step, Var
 from .gradient_recording import LeafGradients, reachable_from, redistribute_leaf_gradients, suspend_hooks
-from .guards.guard_discovery import discover_guards
-from .guards.guard_set import GuardSet
-from .guards.object_model import has_user_attributes, user_attributes
-from .guards.signature import MetadataGuard, Signature, may_differ_across_ranks
 from .output_classifier import OutputClassifier, describe_carried
-from .replay.outputs import ARG, ENV, GRAD, ComputedTensor, InputRef
-from .replay.replay_program import BackwardTape, InputSpec, Recorded, ReplayProgram, detach_same_layout, grads_key, join_locals
-from .tracing.float_provenance import TracedFloat, to_plain_float
-from .tracing.impure_calls import call_captured
-from .tracing.recorder import Recorder
-from .tracing.tape import Step, Var
 
 
 class Recording:

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.local_reduce import sum_identity
-from ..layout.layout import Layout
-from .call import Call
-from .kernel_context import At, KernelContext, check_range, functional_operator
+from ...comm.local_reduce import sum_identity
+from ...layout.layout import Layout
+from ..call import Call
+from ..kernel_context import At, KernelContext, check_range, functional_operator
 
 
 # --- addresses of elements --------------------------------------------------------------------------------------------

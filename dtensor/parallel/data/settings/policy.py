@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .....base.torch_internals import tree_map
-from .....comm import PerRank
-from .....placement import NamedPlacements, Shard
+from ....base.torch_internals import tree_map
+from ....comm import PerRank
+from ....placement import NamedPlacements, Shard
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,1 @@
+"""Recording: one run of the captured function, and the replay program that it gives."""
