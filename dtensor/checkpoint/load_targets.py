@@ -141,10 +141,10 @@ def _has_internal_overlap(x: torch.Tensor) -> bool:
     return False
 
 
-def describe_tensor(like: Layout | StackedLayout | tuple[int, ...], dtype: torch.dtype) -> str:
+def describe_load_target(like: Layout | StackedLayout | tuple[int, ...], dtype: torch.dtype) -> str:
     """Return text with the dtype, shape and placements of a tensor, to compare across ranks."""
     if isinstance(like, StackedLayout):
-        return f"{like.parts} parts along dim {like.dim} of {describe_tensor(like.layout, dtype)}"
+        return f"{like.parts} parts along dim {like.dim} of {describe_load_target(like.layout, dtype)}"
     if isinstance(like, Layout):
         return repr(like.replace(dtype=dtype))
     return f"plain {tensor_text(dtype, like)}"

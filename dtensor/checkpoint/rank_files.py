@@ -11,7 +11,7 @@ import torch
 from ..errors import CheckpointError
 from ..redistribute.intervals import distinct_blocks
 from ..tensor.copies import RankShards, load_as_rank_shards
-from .tree import TreePath, map_leaves, name_of
+from .tree import TreePath, map_tree, name_of
 
 
 def merge_rank_files(paths: Sequence[str | os.PathLike[str]], *, weights_only: bool = True) -> Any:
@@ -41,14 +41,14 @@ def merge_rank_files(paths: Sequence[str | os.PathLike[str]], *, weights_only: b
         states = [torch.load(path, map_location="cpu", weights_only=weights_only) for path in paths]
     shards_by_path: dict[TreePath, list[RankShards]] = {}
     for state in states:
-        map_leaves(
+        map_tree(
             lambda leaf, path: shards_by_path.setdefault(path, []).append(leaf) if isinstance(leaf, RankShards) else None, state
         )
 
     def merged(leaf: Any, path: TreePath) -> Any:
         return _merge_tensor(name_of(path), shards_by_path[path]) if isinstance(leaf, RankShards) else leaf
 
-    result = map_leaves(merged, states[0])
+    result = map_tree(merged, states[0])
     incomplete = sorted({name_of(path) for path, rank_shards in shards_by_path.items() if len(rank_shards) < len(states)})
     if incomplete:
         raise CheckpointError(f"{incomplete[:4]} are distributed in some of the files only: give files of one save")

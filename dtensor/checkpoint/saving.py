@@ -27,7 +27,7 @@ from .block_io import Stream, append_tensor
 from .coordinator import NESTING_PART, RankGroup, StateParts
 from .digest import block_digest
 from .files import StoragePath, file_size, open_for_writing, parse_path, path_exists, read_file, replace_file, sha256, sync_folder
-from .load_targets import describe_tensor
+from .load_targets import describe_load_target
 from .local_blocks import block_tensor, iter_local_blocks
 from .manifest import MANIFEST_NAME, Manifest, StoredBlock, StoredTensor
 from .stateful import expand_state
@@ -156,7 +156,7 @@ def make_state_parts(tree: Any, **beside: Any) -> StateParts:
     parts = []
     for path, leaf in iter_leaves(tree):
         if isinstance(leaf, torch.Tensor):
-            text = describe_tensor(leaf._layout if isinstance(leaf, DTensor) else tuple(leaf.shape), leaf.dtype)
+            text = describe_load_target(leaf._layout if isinstance(leaf, DTensor) else tuple(leaf.shape), leaf.dtype)
         else:
             text = repr(encode_tree(leaf, path))
         parts.append((name_of(path), text))

@@ -10,11 +10,11 @@ import torch
 
 from ..errors import CheckpointError
 from .coordinator import StateParts
-from .load_targets import Target, describe_tensor
+from .load_targets import Target, describe_load_target
 from .manifest import Manifest
 from .manifest_transforms import nest_dotted_keys
 from .stateful import Expanded, Install, check_param_groups
-from .tree import Stored, TreePath, has_tensors, map_leaves, name_of
+from .tree import Stored, TreePath, has_tensors, map_tree, name_of
 
 _MAX_LISTED = 6  # greatest number of keys in an error
 
@@ -41,7 +41,7 @@ class MatchResult:
     @property
     def parts(self) -> StateParts:
         """Return (name, text) of the requested tensors and missing keys, which must be equal on all ranks."""
-        parts = [(name, describe_tensor(target.like, target.dtype)) for name, target in self.targets.items()]
+        parts = [(name, describe_load_target(target.like, target.dtype)) for name, target in self.targets.items()]
         return parts + [(name, "not in the checkpoint") for name in self.missing]
 
 
@@ -201,4 +201,4 @@ def assign_values(state: Any, filled: Any, installs: Mapping[TreePath, Install],
 
 def _resolve_targets(tree: Any) -> Any:
     """Return the tree with each load target replaced by its filled tensor."""
-    return map_leaves(lambda leaf, _: leaf.result if isinstance(leaf, Target) else leaf, tree)
+    return map_tree(lambda leaf, _: leaf.result if isinstance(leaf, Target) else leaf, tree)

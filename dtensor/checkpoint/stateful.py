@@ -18,7 +18,7 @@ from ..errors import CheckpointError
 from ..tensor.dtensor import DTensor
 from .load_targets import Target
 from .manifest import StoredTensor
-from .tree import TreePath, iter_leaves, map_leaves, name_of
+from .tree import TreePath, iter_leaves, map_tree, name_of
 
 Install = Callable[[Any], None]
 Optimizer = torch.optim.Optimizer
@@ -63,7 +63,7 @@ def expand_state(state: Any, stored: Mapping[str, StoredTensor] | None = None) -
             return value.state_dict()
         return value
 
-    return Expanded(map_leaves(expand_object, state), installs)
+    return Expanded(map_tree(expand_object, state), installs)
 
 
 # --- modules ---------------------------------------------------------------------------------------------------------------

@@ -46,15 +46,15 @@ def iter_leaves(tree: Any, path: TreePath = ()) -> Iterator[tuple[TreePath, Any]
             yield path, tree
 
 
-def map_leaves(fn: Callable[[Any, TreePath], Any], tree: Any, path: TreePath = ()) -> Any:
+def map_tree(fn: Callable[[Any, TreePath], Any], tree: Any, path: TreePath = ()) -> Any:
     """Return a tree of the same nesting with ``fn(leaf, path)`` in place of each leaf."""
     match tree:
         case torch.Size() | nn.Module():
             return fn(tree, path)
         case Mapping():
-            return {key: map_leaves(fn, item, (*path, key)) for key, item in tree.items()}
+            return {key: map_tree(fn, item, (*path, key)) for key, item in tree.items()}
         case list() | tuple():
-            items = [map_leaves(fn, item, (*path, index)) for index, item in enumerate(tree)]
+            items = [map_tree(fn, item, (*path, index)) for index, item in enumerate(tree)]
             return items if isinstance(tree, list) else tuple(items)
     return fn(tree, path)
 

@@ -113,8 +113,8 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Send tokens to the ranks of the experts that chose them, and return the weighted sums of the outputs."""
-        tokens = to_local_tensor(x).flatten(0, 1)
-        scores = to_local_tensor(self.router(x)).flatten(0, 1).softmax(-1)
+        tokens = unwrap_dtensor(x).flatten(0, 1)
+        scores = unwrap_dtensor(self.router(x)).flatten(0, 1).softmax(-1)
         count = scores.shape[1]
         weights, numbers = scores.t().topk(max(1, len(tokens) * self.chosen // count))
         here, there = [Shard(1), Shard(1)], [Replicate(), Shard(0)]
@@ -122,7 +122,7 @@ class MixtureOfExperts(nn.Module):
         sharded_tokens = DTensor.from_local(tokens[numbers], self.mesh, here, shape=shape)
         outputs = self.experts(sharded_tokens.redistribute(placements=there)).redistribute(placements=here).to_local()
         rows = (outputs * weights.unsqueeze(-1)).flatten(0, 1)
-        return torch.zeros_like(tokens).index_add(0, numbers.flatten(), rows).view(to_local_tensor(x).shape)
+        return torch.zeros_like(tokens).index_add(0, numbers.flatten(), rows).view(unwrap_dtensor(x).shape)
 
 
 class Experts(nn.Module):
@@ -168,8 +168,8 @@ class DecoderLayer(nn.Module):
 
     def run_layer(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Return ``x`` with the outputs of the attention and feed-forward halves added."""
-        x = x + self.run_half(lambda x: to_local_tensor(self.attention(self.attention_norm(x), cos, sin)), x)
-        return x + self.run_half(lambda x: to_local_tensor(self.mixing(self.mixing_norm(x))), x)
+        x = x + self.run_half(lambda x: unwrap_dtensor(self.attention(self.attention_norm(x), cos, sin)), x)
+        return x + self.run_half(lambda x: unwrap_dtensor(self.mixing(self.mixing_norm(x))), x)
 
     def run_half(self, fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """Return half a layer's output; selective checkpointing runs it if backward recomputes elementwise operators."""
@@ -209,7 +209,7 @@ class EmbeddingPart(nn.Module):
         parallelize_module(self, mesh["tp"], plan)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return to_local_tensor(self.embedding(tokens))
+        return unwrap_dtensor(self.embedding(tokens))
 
 
 class LossPart(nn.Module):
@@ -244,5 +244,5 @@ def _apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat([-right, left], dim=-1) * sin
 
 
-def to_local_tensor(x: Any) -> Any:
+def unwrap_dtensor(x: Any) -> Any:
     return x.to_local() if isinstance(x, DTensor) else x

@@ -27,7 +27,7 @@ from ..placement import Shard
 from ..recorders.memory_tracker import MemoryTracker
 from ..recorders.operator_recorder import OperatorRecorder, RecordedLocalCall
 from .cluster import MESH_DIMS
-from .decoder_parts import DecoderLayer, EmbeddingPart, Experts, LossPart, rotary_tables, to_local_tensor
+from .decoder_parts import DecoderLayer, EmbeddingPart, Experts, LossPart, rotary_tables, unwrap_dtensor
 from .model_sizes import Transformer
 
 _FSDP_DIMS, _EXPERT_FSDP_DIMS = ("dp", "ep", "cp"), ("dp", "cp")  # mesh dims that shard parameters, and parameters of experts
@@ -120,7 +120,7 @@ def dry_step(part: str, model: Transformer, mesh: DeviceMesh, sequence: int, mic
         stepped = observer.take_work()
     once = stepped.add_scaled(passes[0][0]).add_scaled(passes[1][0], -1).add_scaled(passes[2][1]).add_scaled(passes[1][1], -1)
     state = sum(
-        x.numel() * x.element_size() for x in map(to_local_tensor, tensor_leaves(list(optimizer.state.values()))) if x.ndim
+        x.numel() * x.element_size() for x in map(unwrap_dtensor, tensor_leaves(list(optimizer.state.values()))) if x.ndim
     )
     return _make_dry_step(observer.bytes_over_time(), positions, passes[1][0].add_scaled(passes[1][1]), once, state, boundary)
 

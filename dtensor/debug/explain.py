@@ -13,7 +13,7 @@ from ..base.units import bytes_text, flop_text, seconds_text
 from ..base.user_frames import SourceLine
 from ..recorders.operator_recorder import RecordedOperation
 from ..recorders.run_recorder import RecordedCollective, RunRecorder
-from ..redistribute.step import placements_text as placed
+from ..redistribute.step import describe_placements as placed
 from .explain_choice import reason_lines
 from .memory_report import Memory, memory_of
 

@@ -14,7 +14,7 @@ from ..propagation.make_call import make_call
 from ..propagation.propagate import propagate_sharding
 from ..propagation.select_strategy import rank_all_strategies
 from ..propagation.strategy_table import spec_to_placement
-from ..redistribute.step import placements_text
+from ..redistribute.step import describe_placements
 from ..rules.rule import Strategy
 from ..testing.reproduction import python_source
 
@@ -40,12 +40,12 @@ def _redistribution_lines(cause: Cause) -> Iterator[str]:
     for (name, index), plan in cause.plan.redistributions:
         if plan.communicates:
             operand = name if index is None else f"{name}[{index}]"
-            yield f"redistributed: {operand} {plan.src!r} -> {placements_text(plan.dst)}"
+            yield f"redistributed: {operand} {plan.src!r} -> {describe_placements(plan.dst)}"
             placements = python_source(list(plan.dst.placements))
             yield f"write instead: {operand}.redistribute(placements={placements}), once, before this line"
     for (name, _), plan in cause.plan.write_back:
         if plan.communicates:
-            change = f"{placements_text(plan.src)} -> {placements_text(plan.dst)}"
+            change = f"{describe_placements(plan.src)} -> {describe_placements(plan.dst)}"
             yield f"redistributed back: {name} {change}, as the tensor that is written to"
     kernel = None if cause.plan.chosen is None else cause.plan.chosen.kernel_strategy
     if kernel is not None and kernel.kernel is not None and kernel.kernel.collectives:

@@ -28,7 +28,7 @@ from ..placement import Monoid, Partial, Replicate, Shard
 from .executor import LocalValue, execute
 from .intervals import block_intervals, distinct_blocks
 from .planner import plan
-from .step import Plan, layout_text, placements_text
+from .step import Plan, describe_placements, layout_text
 
 
 @dataclass(eq=False)
@@ -74,13 +74,15 @@ class CrossMeshExchange:
     def bound(self) -> BoundCollective:
         """Return the exchange as a function that this process calls with its local value."""
         transfer = Transfer(
-            self.route_of, self.before.dtype, description=f"{placements_text(self.before)} -> {placements_text(self.after)}"
+            self.route_of,
+            self.before.dtype,
+            description=f"{describe_placements(self.before)} -> {describe_placements(self.after)}",
         )
         return communicator_of(self.before.mesh).bind_transfer_to(self.after.mesh, self.ranks, transfer)
 
     def __str__(self) -> str:
         return (
-            f"exchange among {len(self.ranks)} ranks: {placements_text(self.before)} -> {placements_text(self.after)}, "
+            f"exchange among {len(self.ranks)} ranks: {describe_placements(self.before)} -> {describe_placements(self.after)}, "
             f"{bytes_text(self.bytes)}/rank, {seconds_text(self.seconds)}"
         )
 
@@ -150,7 +152,7 @@ class Transit:
     def __str__(self) -> str:
         steps = [*self.leaving.steps, self.crossing, *self.entering.steps]
         cost = f"{bytes_text(self.bytes)} received per rank, {seconds_text(self.cost)}"
-        head = f"{layout_text(self.src)} -> {placements_text(self.dst)}, another mesh: {cost}"
+        head = f"{layout_text(self.src)} -> {describe_placements(self.dst)}, another mesh: {cost}"
         return "\n".join([head, *(f"  {k}. {step}" for k, step in enumerate(steps, 1))])
 
     __repr__ = __str__

@@ -38,8 +38,8 @@ from .step import (
     Slice,
     Spread,
     Step,
+    describe_placements,
     layout_text,
-    placements_text,
 )
 
 LocalValue = Any  # local value: a torch.Tensor, or a PerRank of all ranks (docs/architecture.md)
@@ -188,7 +188,7 @@ def _tag_step(step: Step, issue: BoundCollective) -> BoundCollective:
 
 
 def _step_text(step: Step) -> str:
-    return f"{layout_text(step.before)} -> {placements_text(step.after)}"
+    return f"{layout_text(step.before)} -> {describe_placements(step.after)}"
 
 
 def route_of_step(step: AllGather | Exchange, member: int) -> SendRecvPlan:

@@ -46,7 +46,7 @@ class Step:
     def __str__(self) -> str:
         over = f" over {_mesh_dim_names(self.before, self.mesh_dims)}" if self.mesh_dims else ""
         cost = f", {bytes_text(self.bytes)}/rank, {seconds_text(self.seconds)}" if self.mesh_dims else ", local"
-        return f"{self._verb_text()}{over}: {placements_text(self.before)} -> {placements_text(self.after)}{cost}"
+        return f"{self._verb_text()}{over}: {describe_placements(self.before)} -> {describe_placements(self.after)}{cost}"
 
     def _verb_text(self) -> str:
         return self.verb
@@ -198,7 +198,7 @@ class Plan:
         return max([self.src.max_local_nbytes, *(step.after.max_local_nbytes for step in self.steps)])
 
     def __str__(self) -> str:
-        head = f"{layout_text(self.src)} -> {placements_text(self.dst)}: "
+        head = f"{layout_text(self.src)} -> {describe_placements(self.dst)}: "
         if not self.steps:
             return head + "nothing to do"
         count = f"{self.collectives} collective{'' if self.collectives == 1 else 's'}"
@@ -211,7 +211,7 @@ class Plan:
 
 def layout_text(layout: Layout) -> str:
     """Return dtype, shape and placements of a layout as text."""
-    return f"{tensor_text(layout.dtype, layout.shape)} {placements_text(layout)}"
+    return f"{tensor_text(layout.dtype, layout.shape)} {describe_placements(layout)}"
 
 
 def _mesh_dim_names(layout: Layout, mesh_dims: tuple[int, ...]) -> str:
@@ -219,7 +219,7 @@ def _mesh_dim_names(layout: Layout, mesh_dims: tuple[int, ...]) -> str:
     return ", ".join(f"{unnamed}{name}" for name in layout.mesh.named(mesh_dims))
 
 
-def placements_text(layout: Layout) -> str:
+def describe_placements(layout: Layout) -> str:
     """Return the placements of a layout by mesh dim as text."""
     names = layout.mesh.mesh_dim_names
     return "(" + ", ".join(f"{names[i]}={p}" if names else str(p) for i, p in enumerate(layout.placements)) + ")"

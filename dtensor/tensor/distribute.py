@@ -29,7 +29,7 @@ from ..placement import Placements
 from ..random.draw import clone_block, run_as_graph_op
 from ..redistribute import redistribute_local
 from ..redistribute.executor import box_inside, to_memory_order_of
-from ..redistribute.step import layout_text, placements_text
+from ..redistribute.step import describe_placements, layout_text
 from ..state.functorch import as_writable_in_transform, below_transforms, has_tangent, layout_of, unwrap_constant
 from .autograd import redistribute_if_needed
 from .dtensor import DTensor, wrap
@@ -237,7 +237,7 @@ def _bind_scatter(layout: Layout, position: int) -> BoundCollective:
         return SendRecvPlan(shape, size, no_boxes, received, None)
 
     traffic = Traffic(layout.max_local_nbytes // layout.dtype.itemsize, 1, True)
-    text = f"{layout_text(full)} from {position} -> {placements_text(layout)}"
+    text = f"{layout_text(full)} from {position} -> {describe_placements(layout)}"
     return communicator_of(mesh).bind_transfer(
         mesh_dims, Transfer(plan_member, layout.dtype, _collective_name(layout), lambda _: traffic, text)
     )

@@ -41,7 +41,7 @@ class Variant:
         return get_or_make_mesh(shape, device_type)
 
 
-def resolve_overload(variant: Variant) -> Variant:
+def resolve_variant_overload(variant: Variant) -> Variant:
     """Return the variant with the overload that torch calls for its sample, because torch's own resolution is slow."""
     op: Any = variant.call
     if hasattr(op, "_schema"):

@@ -19,7 +19,7 @@ from ..placement import Partial, Placement, Replicate, Shard
 from ..propagation.strategy_table import DimPlacement, format_placement
 from ..rules.partial_rules import listed_strategies
 from ..rules.rule import Rule, parse_partial_strategy
-from .call_variants import Variant, resolve_overload
+from .call_variants import Variant, resolve_variant_overload
 from .force_strategy import DeclaredStrategies, declared_strategies
 from .placements import Combination, ragged_shard
 from .scatter import FARTHEST, can_be_partial, scatter
@@ -84,7 +84,7 @@ def _strategy_text(strategy: Any) -> str:
 
 def make_forced_cases(variant: Variant, mesh_shape: tuple[int, ...], coverage: Coverage, rng: random.Random) -> Iterator[Case]:
     """Yield one case for each strategy, with uneven and empty shards; on meshes of two dims, cases with pairs of strategies."""
-    variant = resolve_overload(variant)
+    variant = resolve_variant_overload(variant)
     yield from (
         _cases_on_one_dim(variant, mesh_shape, coverage, rng)
         if len(mesh_shape) == 1

@@ -18,7 +18,7 @@ from ...base import tensor_tree
 from ...base.recorder_hooks import CrossCallState
 from ...base.torch_internals import DisableTorchFunctionSubclass, pytree
 from ...tensor.dtensor import DTensor
-from .signature import describe_tensor, make_picker
+from .signature import guarded_metadata, make_picker
 
 _GRAD, _LAYOUT, _PRE_HOOKS, _POST_HOOKS = map(attrgetter, ("grad", "_layout", "_backward_hooks", "_post_accumulate_grad_hooks"))
 
@@ -67,7 +67,7 @@ def describe_gradients(grads: Sequence[Any]) -> list[Any]:
     """Return what a replay depends on of each gradient: a DTensor's layout or a plain tensor's metadata, None without."""
     if {*map(type, grads)} == {DTensor}:
         return [*map(_LAYOUT, grads)]
-    return [None if grad is None else grad._layout if type(grad) is DTensor else describe_tensor(grad) for grad in grads]
+    return [None if grad is None else grad._layout if type(grad) is DTensor else guarded_metadata(grad) for grad in grads]
 
 
 def list_hook_ids(leaves: Sequence[Any]) -> tuple[list[Any], ...]:

@@ -169,8 +169,8 @@ class _Discovery:
     def _look_into_tensor(self, x: torch.Tensor, path: str) -> None:
         """Guard the class of a tensor and the attributes that user code has set on it."""
         self.guards.add(type(x), path)
-        if (members := objects.user_attributes(x)) and self.guards.add_object(x):
-            self.containers.add_objects(lambda: objects.user_attributes(x).values())
+        if (members := objects.guarded_attributes(x)) and self.guards.add_object(x):
+            self.containers.add_objects(lambda: objects.guarded_attributes(x).values())
             self.guards.add(tuple(members), path)
             self._visit_all(members.values(), [f".{name}" for name in members], path)
         if not objects.is_library(type(x)):

@@ -25,7 +25,7 @@ import torch
 from ...base.group_by import group_by_key
 from ...base.recorder_hooks import CrossCallState
 from ...base.torch_internals import dict_version
-from .object_model import MISSING, read_slots, stored_entries, user_attributes
+from .object_model import MISSING, guarded_attributes, read_slots, stored_entries
 
 _HAS_DICT_VERSIONS = sys.version_info < (3, 12)
 _FUNCTION_PARTS: Any = attrgetter("__code__", "__defaults__", "__kwdefaults__")
@@ -305,7 +305,7 @@ class ContainerGuards:
         return True
 
     def _read_attribute_names(self) -> list[list[str]]:
-        return [[*user_attributes(x)] for x in self._tensors]
+        return [[*guarded_attributes(x)] for x in self._tensors]
 
 
 def cell_contents(cell: CellType) -> Any:

@@ -243,7 +243,7 @@ def has_user_attributes(x: torch.Tensor) -> bool:
     return not x.__dict__.keys() <= NOT_FOLLOWED
 
 
-def user_attributes(x: torch.Tensor) -> dict[str, Any]:
+def guarded_attributes(x: torch.Tensor) -> dict[str, Any]:
     """Return the attributes that user code has set on a tensor."""
     return {name: value for name, value in x.__dict__.items() if name not in NOT_FOLLOWED}
 

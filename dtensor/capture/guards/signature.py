@@ -19,7 +19,7 @@ from ...mesh.device_mesh import DeviceMesh
 from ...random.draw import RANDOM_MODE
 from ...tensor.dtensor import DTensor
 from .guard_discovery import discover_guards
-from .object_model import VALUES, ById, has_user_attributes, have_no_user_attributes, user_attributes, value_key
+from .object_model import VALUES, ById, guarded_attributes, has_user_attributes, have_no_user_attributes, value_key
 from .setting_guards import operator_choice_settings
 
 _ONLY_DTENSOR = {DTensor}
@@ -66,7 +66,7 @@ def make_signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
             continue
         number = numbers.setdefault(id(leaf), len(tensors))
         places.append(number)
-        key.append((number, type(leaf), describe_tensor(leaf, is_argument=True), _attributes_key(leaf)))
+        key.append((number, type(leaf), guarded_metadata(leaf, is_argument=True), _attributes_key(leaf)))
         if number == len(tensors):
             tensors.append(leaf)
 
@@ -87,7 +87,7 @@ def _attributes_key(x: torch.Tensor) -> tuple[Any, ...]:
     """Return a key of the attributes that user code has set on a tensor."""
     if not has_user_attributes(x):
         return ()
-    return tuple((name, _static_key(value)) for name, value in user_attributes(x).items())
+    return tuple((name, _static_key(value)) for name, value in guarded_attributes(x).items())
 
 
 def _static_key(value: Any) -> Any:
@@ -97,7 +97,7 @@ def _static_key(value: Any) -> Any:
     return ById(value), tuple(discover_guards(value).key)
 
 
-def describe_tensor(x: torch.Tensor, is_argument: bool = False) -> Any:
+def guarded_metadata(x: torch.Tensor, is_argument: bool = False) -> Any:
     """Return the metadata of a tensor that the computation depends on."""
     if isinstance(x, DTensor):
         return x._layout, x.requires_grad
@@ -107,7 +107,7 @@ def describe_tensor(x: torch.Tensor, is_argument: bool = False) -> Any:
                 "capture: an argument is a PerRank tensor (the local tensors of all ranks); pass a DTensor: "
                 "DTensor.from_local(x, mesh, placements)"
             )
-        return tuple(describe_tensor(shard) for shard in x.shards)
+        return tuple(guarded_metadata(shard) for shard in x.shards)
     return x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.is_conj(), x.is_neg(), x.is_inference()
 
 
@@ -150,7 +150,7 @@ def strides_of(tensors: Sequence[torch.Tensor]) -> list[Any]:
 
 
 def _describe_tensors(tensors: Sequence[Any]) -> list[Any]:
-    return [(type(x), describe_tensor(x)) for x in tensors]
+    return [(type(x), guarded_metadata(x)) for x in tensors]
 
 
 class MetadataGuard:

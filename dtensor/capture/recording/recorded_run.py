@@ -17,7 +17,7 @@ from ...tensor.dtensor import DTensor
 from ...tensor.local_tensors import local_tensors_of
 from ..guards.guard_discovery import discover_guards
 from ..guards.guard_set import GuardSet
-from ..guards.object_model import has_user_attributes, user_attributes
+from ..guards.object_model import guarded_attributes, has_user_attributes
 from ..guards.signature import MetadataGuard, Signature, may_differ_across_ranks
 from ..replay.outputs import ARG, ENV, GRAD, ComputedTensor, InputRef
 from ..replay.replay_program import BackwardTape, InputSpec, Recorded, ReplayProgram, detach_same_layout, grads_key, join_locals
@@ -387,7 +387,7 @@ def _make_stand_in(x: Any, locals_: tuple[torch.Tensor, ...], is_copied: bool) -
     if x.requires_grad:
         torch.Tensor.requires_grad_(leaf)  # DTensor's method would redistribute gradients to the leaf's layout
     if has_user_attributes(x):
-        leaf.__dict__.update(user_attributes(x))
+        leaf.__dict__.update(guarded_attributes(x))
     return leaf
 
 

@@ -79,7 +79,7 @@ class ComputedTensor:
     requires_grad: bool
 
 
-def apply_views(chain: tuple[Any, ...], root: Any) -> Any:
+def replay_views(chain: tuple[Any, ...], root: Any) -> Any:
     """Return the view of ``root`` that the recorded view operations ``chain`` make."""
     for func, place, args, kwargs in chain:
         root = func(root, *args, **kwargs)

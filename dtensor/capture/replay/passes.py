@@ -30,7 +30,7 @@ from ...comm import Pending
 from ...comm.map_ranks import communicator_of
 from ...placement import Monoid
 from ...redistribute.coalesce import merge_kind_of, merged_all_reduce, merged_collective
-from ..tracing.tape import ALL_REDUCE, DefUse, LocalMetadata, PerRankVars, Step, Tape, Var, iter_vars, map_leaves
+from ..tracing.tape import ALL_REDUCE, DefUse, LocalMetadata, PerRankVars, Step, Tape, Var, iter_vars, map_step_values
 
 MAX_BUCKET_BYTES = 32 * 2**20  # of the values of one joined collective
 _COPY, _CLONE = TensorBase.copy_, torch.clone
@@ -114,7 +114,7 @@ def rename_vars(value: Any, replacements: Mapping[Var, Var]) -> Any:
             return PerRankVars(tuple(replacements.get(var, var) for var in x.items))
         return replacements.get(x, x) if isinstance(x, Var) else x
 
-    return map_leaves(value, rename_leaf) if replacements else value
+    return map_step_values(value, rename_leaf) if replacements else value
 
 
 def elide_copies(tape: Tape, metadata: Mapping[Var, LocalMetadata], external: frozenset[int]) -> Tape:

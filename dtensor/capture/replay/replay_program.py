@@ -26,7 +26,7 @@ from ...tensor.dtensor import DTensor
 from ...tensor.functorch_function import make_apply
 from ...tensor.local_tensors import local_tensors_of
 from ..guards.gradient_guards import GradGuards, set_carried_state
-from ..guards.signature import MetadataGuard, TensorCheck, describe_tensor, make_picker, strides_of
+from ..guards.signature import MetadataGuard, TensorCheck, guarded_metadata, make_picker, strides_of
 from ..tracing.tape import LocalMetadata, Step, Tape, Var
 from .codegen import TapeFunction
 from .outputs import (
@@ -40,7 +40,7 @@ from .outputs import (
     Output,
     PerRankOutput,
     ViewOutput,
-    apply_views,
+    replay_views,
 )
 from .passes import MAX_BUCKET_BYTES, bucket_collectives, optimize_tape, overlap_collectives
 
@@ -365,7 +365,7 @@ class ReplayProgram:
                 return PerRank([computed[number] for number in numbers])
             case ViewOutput(root, views):
                 base = computed[root.number] if isinstance(root, ComputedOutput) else sources[root[0]][root[1]]
-                return apply_views(views, base)
+                return replay_views(views, base)
 
 
 def _bump_versions(written: Sequence[Any]) -> None:
@@ -458,7 +458,7 @@ def _check_no_double_backward() -> None:
 
 def grads_key(grads: Any) -> tuple[Any, ...]:
     """Return a key of the kind of incoming gradients: their layouts or metadata, and whether autocast is on."""
-    kinds = [grad._layout if type(grad) is DTensor else None if grad is None else describe_tensor(grad) for grad in grads]
+    kinds = [grad._layout if type(grad) is DTensor else None if grad is None else guarded_metadata(grad) for grad in grads]
     return (autocast_enabled(), *kinds)
 
 

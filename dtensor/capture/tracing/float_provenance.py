@@ -28,7 +28,7 @@ from ...base.patches import RefCountedPatch
 from ...base.tensor_tree import iter_tree_leaves
 from ...base.torch_internals import TensorBase
 from ...errors import CaptureError
-from .tape import Step, Var, map_leaves
+from .tape import Step, Var, map_step_values
 
 
 class TracedFloat(float):
@@ -173,7 +173,7 @@ class FloatTracer:
         if not variables:
             return args, kwargs
         places = iter(range(len(floats)))
-        return map_leaves((args, kwargs), lambda x: variables.get(next(places), x) if isinstance(x, float) else x)
+        return map_step_values((args, kwargs), lambda x: variables.get(next(places), x) if isinstance(x, float) else x)
 
     @contextmanager
     def tracing(self) -> Iterator[None]:

@@ -32,7 +32,7 @@ from ..guards.guard_set import GuardSet
 from .flex_recording import register_flex_attention
 from .float_provenance import FloatTracer
 from .impure_calls import CallMonitor, ConstantStorages, is_data_dependent, value_read_error
-from .tape import LocalMetadata, PerRankVars, Step, Var, map_leaves
+from .tape import LocalMetadata, PerRankVars, Step, Var, map_step_values
 
 aten = torch.ops.aten
 
@@ -273,7 +273,7 @@ class Recorder(TorchDispatchMode):
                 return self._var_of(x)
             return self._pending[id(x)][1] if isinstance(x, Pending) else x
 
-        return map_leaves(value, to_var)
+        return map_step_values(value, to_var)
 
     def _var_of(self, x: torch.Tensor) -> Var:
         """Return the variable of a local tensor. A new view of recorded memory becomes an ``as_strided`` step."""

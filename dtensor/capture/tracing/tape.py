@@ -115,15 +115,15 @@ def iter_vars(value: Any) -> Iterator[Var]:
         yield from iter_vars((value.start, value.stop, value.step))
 
 
-def map_leaves(value: Any, fn: Callable[[Any], Any]) -> Any:
+def map_step_values(value: Any, fn: Callable[[Any], Any]) -> Any:
     """Return a nested value with ``fn(x)`` for each ``x`` in it that is no list, tuple, dict or slice."""
     if isinstance(value, (list, tuple)):
-        items = [map_leaves(item, fn) for item in value]
+        items = [map_step_values(item, fn) for item in value]
         return items if isinstance(value, list) else type(value)(*items) if hasattr(value, "_fields") else tuple(items)
     if isinstance(value, dict):
-        return {key: map_leaves(item, fn) for key, item in value.items()}
+        return {key: map_step_values(item, fn) for key, item in value.items()}
     if isinstance(value, slice):
-        return slice(*[map_leaves(part, fn) for part in (value.start, value.stop, value.step)])
+        return slice(*[map_step_values(part, fn) for part in (value.start, value.stop, value.step)])
     return fn(value)
 
 
