@@ -13,7 +13,7 @@ from dtensor.checkpoint import save
 
 @pytest.mark.gloo
 @pytest.mark.parametrize(("what", "seed"), [("save", 0), ("load", 0)])
-def test_checkpoint_survives_a_killed_rank(what: str, seed: int, tmp_path: Path) -> None:
+def test_complete_checkpoint_remains_after_a_rank_is_killed_during_save_or_load(what: str, seed: int, tmp_path: Path) -> None:
     save(checkpoint_faults.make_state(1), tmp_path)
     checkpoint_faults.kill_rank_during(what, seed, tmp_path)
 
@@ -21,7 +21,7 @@ def test_checkpoint_survives_a_killed_rank(what: str, seed: int, tmp_path: Path)
 @pytest.mark.gloo
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["save", "load"])
-def test_checkpoint_survives_ranks_killed_at_random_points(what: str, tmp_path: Path) -> None:
+def test_complete_checkpoint_remains_after_ranks_are_killed_at_random_points(what: str, tmp_path: Path) -> None:
     save(checkpoint_faults.make_state(1), tmp_path)
     for seed in range(1, 21):
         checkpoint_faults.kill_rank_during(what, seed, tmp_path)
