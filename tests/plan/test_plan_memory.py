@@ -124,7 +124,7 @@ def test_plan_under_memory_limit_keeps_gradients_and_predicted_bytes() -> None:
     assert nbytes == plan.nbytes
 
 
-def test_gradients_of_explicit_redistributions_under_a_plan() -> None:
+def test_planned_explicit_redistribution_has_eager_gradients_and_fewer_bytes() -> None:
     """Check the gradient of an explicit redistribution whose source has another placement under a plan."""
     mesh = dt.init_device_mesh("cpu", (4,))
     x, w = (dt.randn(n, 32, dtype=torch.float64, device_mesh=mesh, placements=[at]) for n, at in ((1024, R), (32, S(0))))
@@ -167,7 +167,7 @@ def test_plan_under_memory_limit_frees_and_repeats_redistributed_copies() -> Non
         dt.plan(step, memory=1000)
 
 
-def test_plan_may_redistribute_views_before_a_later_write() -> None:
+def test_plan_fixes_layouts_of_views_that_are_read_after_a_write_to_the_base() -> None:
     mesh = dt.init_device_mesh("cpu", (4,))
     w = dt.randn(8, 8, device_mesh=mesh, placements=[S(0)])
     x = dt.randn(4, 8, device_mesh=mesh, placements=[S(0)])
@@ -199,7 +199,7 @@ def _predict_and_measure(way: str) -> tuple[int, int, int, int]:
 @pytest.mark.gloo
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
-def test_plan_predicts_memory_and_bytes_of_processes(way: str) -> None:
+def test_predicted_peak_memory_and_bytes_of_a_plan_equal_those_on_processes(way: str) -> None:
     for predicted, peak, nbytes, received in run_gloo(_predict_and_measure, 2, way):
         assert nbytes == received
         assert predicted == pytest.approx(peak, rel=0.1)
@@ -214,5 +214,5 @@ def _plan_error() -> str:
 
 @pytest.mark.gloo
 @pytest.mark.slow
-def test_plan_error_is_equal_on_all_processes() -> None:
+def test_plan_error_of_a_memory_limit_is_equal_on_all_processes() -> None:
     assert len(set(run_gloo(_plan_error, 2))) == 1
