@@ -226,7 +226,7 @@ def test_distribute_tensor_scatters_the_value_of_the_source_rank() -> None:
     assert torch.equal(x.full_tensor(), torch.arange(5.0))
 
 
-def test_documented_differences_from_torch_dtensor() -> None:
+def test_documented_differences_from_torch_dtensor_hold() -> None:
     """Check the differences that docs/porting.md lists."""
     mesh = dtensor.DeviceMesh("cpu", 2)
     shards = dtensor.per_rank([torch.ones(2, 3), torch.ones(1, 3)])
@@ -245,7 +245,7 @@ def test_documented_differences_from_torch_dtensor() -> None:
     assert not isinstance(model.weight, dtensor.DTensor)
 
 
-def test_spec_has_the_attribute_names_of_torch_dtensor_spec() -> None:
+def test_spec_has_the_attributes_of_torch_dtensor_spec_with_right_values() -> None:
     x = dtensor.zeros(5, 3, device_mesh=dtensor.init_device_mesh("cpu", (2,)), placements=[dtensor.Shard(0)])
     assert (x._spec.mesh, x._spec.device_mesh, x._spec.placements) == (x.device_mesh, x.device_mesh, x.placements)
     assert (x._spec.tensor_meta.shape, x._spec.tensor_meta.stride, x._spec.tensor_meta.dtype) == ((5, 3), (3, 1), torch.float32)

@@ -224,7 +224,7 @@ os.kill(os.getpid(), signal.{signal})
     shutil.rmtree(killed.stdout.strip())
 
 
-def test_check_ranks_accepts_its_levels_and_refuses_others() -> None:
+def test_check_ranks_sets_off_strict_and_watch_and_other_levels_raise() -> None:
     before = CheckLevel.now
     try:
         for level in ("off", "strict", "watch"):
@@ -236,7 +236,7 @@ def test_check_ranks_accepts_its_levels_and_refuses_others() -> None:
         dt.check_ranks(before)
 
 
-def test_process_state_and_is_process_alive_detect_a_finished_process() -> None:
+def test_process_state_and_is_process_alive_recognize_a_finished_process() -> None:
     child = subprocess.Popen([sys.executable, "-c", ""])
     try:
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
