@@ -95,29 +95,29 @@ VIEWS: list[tuple[tuple[int, ...], dt.Placement, View, bool]] = [
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize(("shape", "cut", "seen", "known"), VIEWS)
+@pytest.mark.parametrize(("shape", "placement", "view", "torch_loads"), VIEWS)
 def test_lazy_views_save_and_load_and_torch_loader_loads_them_or_raises(
-    tmp_path: Path, shape: tuple[int, ...], cut: dt.Placement, seen: View, known: bool
+    tmp_path: Path, shape: tuple[int, ...], placement: dt.Placement, view: View, torch_loads: bool
 ) -> None:
     value = checkpoint_cases.make_values(4, 6)
     plain = torch.zeros(shape, dtype=value.dtype)
-    seen(plain).copy_(value)
-    base = dt.zeros(*shape, dtype=value.dtype, device_mesh=dt.init_device_mesh("cpu", (3,)), placements=[cut])
+    view(plain).copy_(value)
+    base = dt.zeros(*shape, dtype=value.dtype, device_mesh=dt.init_device_mesh("cpu", (3,)), placements=[placement])
     save({"x": value}, tmp_path / "ours")
-    load({"x": seen(base)}, tmp_path / "ours")
+    load({"x": view(base)}, tmp_path / "ours")
     checkpoint_cases.assert_same_values(base, plain)
-    save({"x": seen(base)}, tmp_path / "again")
+    save({"x": view(base)}, tmp_path / "again")
     back = torch.zeros_like(value)
     load({"x": back}, tmp_path / "again")
     torch.testing.assert_close(back, value)
     base.zero_()
     dcp.save({"x": value}, checkpoint_id=tmp_path / "torchs", no_dist=True)
-    if known:
-        dcp.load({"x": seen(base)}, checkpoint_id=tmp_path / "torchs", no_dist=True)
+    if torch_loads:
+        dcp.load({"x": view(base)}, checkpoint_id=tmp_path / "torchs", no_dist=True)
         checkpoint_cases.assert_same_values(base, plain)
         return
     with pytest.raises(dcp.CheckpointException, match=r"dtensor\.checkpoint\.load"):
-        dcp.load({"x": seen(base)}, checkpoint_id=tmp_path / "torchs", no_dist=True)
+        dcp.load({"x": view(base)}, checkpoint_id=tmp_path / "torchs", no_dist=True)
 
 
 # --- files that each rank writes for itself -----------------------------------------------------------------------------

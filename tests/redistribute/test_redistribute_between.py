@@ -132,7 +132,7 @@ def test_redistribute_from_a_cpu_mesh_to_a_meta_mesh_raises() -> None:
 
 
 # --- processes -------------------------------------------------------------------------------------------------------------
-def _between_on_gloo(message_by_message: bool) -> list[list[torch.Tensor]]:
+def _redistribute_between_meshes_on_gloo(message_by_message: bool) -> list[list[torch.Tensor]]:
     if message_by_message:
         torch_backends._TRAITS["gloo"] = torch_backends.BackendTraits(False, False, direct_bytes=0, one_round_bytes=-1)
     results = []
@@ -155,7 +155,7 @@ def _between_on_gloo(message_by_message: bool) -> list[list[torch.Tensor]]:
 @pytest.mark.gloo
 @pytest.mark.parametrize("message_by_message", [False, True])
 def test_redistribute_between_meshes_on_processes_gives_each_rank_its_block(message_by_message: bool) -> None:
-    results = run_gloo(_between_on_gloo, 4, message_by_message, timeout_s=60.0)
+    results = run_gloo(_redistribute_between_meshes_on_gloo, 4, message_by_message, timeout_s=60.0)
     for at, (first, second) in enumerate(RANKS.values()):
         a, b = DeviceMesh("cpu", first), DeviceMesh("cpu", second)
         for seed, (src, dst) in enumerate(pairs_between(a, b, 25)):

@@ -40,7 +40,7 @@ def test_execute_many_gives_each_rank_its_blocks(shape: tuple[int, ...]) -> None
         assert not wrong, "\n".join([str(plan(src, dst)), *wrong])
 
 
-def _many_on_gloo() -> list[torch.Tensor]:
+def _execute_many_on_gloo() -> list[torch.Tensor]:
     mesh = DeviceMesh("cpu", torch.arange(4).reshape(2, 2))
     pairs, member = some_pairs(mesh, 60), mesh.current_member()
     assert member is not None
@@ -51,7 +51,7 @@ def _many_on_gloo() -> list[torch.Tensor]:
 
 @pytest.mark.gloo
 def test_execute_many_on_process_groups_gives_each_rank_its_blocks() -> None:
-    results = run_gloo(_many_on_gloo, 4)
+    results = run_gloo(_execute_many_on_gloo, 4)
     mesh = DeviceMesh("cpu", torch.arange(4).reshape(2, 2))
     for seed, (src, dst) in enumerate(some_pairs(mesh, 60)):
         wrong = wrong_members(dst, reduce_addends(src, make_addends(src, seed)), [ranks[seed] for ranks in results])

@@ -28,13 +28,13 @@ R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
 KINDS = {AllGather: "all_gather", AllReduce: "all_reduce", Exchange: "all_to_all", ReduceScatter: "reduce_scatter"}
 
 
-def planned(found: Any) -> list[tuple[str, tuple[int, ...]]]:
+def announced_collectives(found: Any) -> list[tuple[str, tuple[int, ...]]]:
     """Return the collectives that a plan announces."""
     assert isinstance(found, Plan)
     return [(KINDS[type(step)], step.mesh_dims) for step in found.steps if step.communicates]
 
 
-def issued(comm: CommDebugMode) -> list[tuple[str, tuple[int, ...]]]:
+def issued_collectives(comm: CommDebugMode) -> list[tuple[str, tuple[int, ...]]]:
     return [(event.kind, event.mesh_dims) for event in comm.events]
 
 
@@ -57,7 +57,7 @@ def test_redistribute_issues_the_explained_collectives_and_keeps_the_value(
         announced = at.explain_redistribute(target)
         with CommDebugMode() as comm:
             at = at.redistribute(placements=target)
-        assert issued(comm) == planned(announced), str(announced)
+        assert issued_collectives(comm) == announced_collectives(announced), str(announced)
         assert sum(event.bytes for event in comm.events) <= announced.bytes  # the plan counts the largest rank in each step
         shards = at.to_local().shards
         for coordinate, shard in zip(at.device_mesh.coordinates, shards, strict=True):
@@ -190,7 +190,7 @@ def _run_random_redistributions(direct: bool) -> list[Any]:
             with CommDebugMode() as comm:
                 y = x.redistribute(placements=dst.placements, async_op=seed % 2 == 1)
                 y.to_local()
-            assert issued(comm) == planned(announced), str(announced)
+            assert issued_collectives(comm) == announced_collectives(announced), str(announced)
             assert sum(event.bytes for event in comm.events) <= announced.bytes, str(announced)
             # sums of bools are *or*, which equals their integer sum converted to bool
             got, want = y.full_tensor(), reduce_addends(src, value).to(dtype)

@@ -159,7 +159,7 @@ def test_host_reads_need_equal_values_on_all_ranks(read: Callable[[Any], Any]) -
         read(per_rank([torch.tensor(0.0), torch.tensor(2.0)]))
 
 
-def test_host_reads_compare_values_bitwise() -> None:
+def test_host_reads_accept_equal_nans_and_raise_for_zero_and_minus_zero() -> None:
     assert np.isnan(per_rank([torch.tensor(float("nan"))] * 2).item())
     with pytest.raises(LayoutError):
         per_rank([torch.tensor(0.0), torch.tensor(-0.0)]).item()

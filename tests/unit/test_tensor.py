@@ -181,7 +181,7 @@ def test_gradient_of_from_local_is_the_block_of_each_rank() -> None:
     assert [x.grad.tolist() for x in local if x.grad is not None] == [[1, 2], [3]]
 
 
-def test_gradient_of_to_local_of_a_replicated_tensor_counts_equal_uses_once() -> None:
+def test_gradient_of_to_local_of_a_replicated_tensor_is_that_of_one_rank() -> None:
     x = dt.distribute_tensor(torch.ones(3), MESH, [R]).requires_grad_()
     (x.to_local() * 5).sum().backward()
     assert x.grad.full_tensor().tolist() == [5, 5, 5]

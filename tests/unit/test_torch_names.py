@@ -63,7 +63,7 @@ def test_local_shard_size_and_offset_equals_torch_and_covers_the_dim() -> None:
             assert torch.equal(torch.cat(blocks_of_range), torch.arange(size))
 
 
-def test_a_nested_shard_is_a_strided_shard_and_strided_shard_cannot_be_constructed() -> None:
+def test_shard_with_level_is_a_strided_shard_and_strided_shard_constructor_raises() -> None:
     strided = dtensor.placement_types._StridedShard
     nested = dtensor.Shard(0, level=1)
     assert isinstance(nested, strided)
@@ -133,7 +133,7 @@ def test_the_compared_names_include_the_main_classes() -> None:
 
 
 @pytest.mark.parametrize(("torch_module", "our_module", "name"), PAIRS)
-def test_each_public_name_of_torch_is_exported(torch_module: str, our_module: str, name: str) -> None:
+def test_each_public_name_of_torch_dtensor_modules_is_exported_by_dtensor(torch_module: str, our_module: str, name: str) -> None:
     there, here = objects_of(torch_module, our_module, name)
     assert here is not None
     assert inspect.isclass(there) == inspect.isclass(here)

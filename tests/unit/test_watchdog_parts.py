@@ -139,7 +139,7 @@ def test_main_thread_locations_hold_no_reference_to_local_variables() -> None:
     )
 
 
-def test_difference_of_ranks_names_the_minority_first() -> None:
+def test_diagnosis_of_differing_ranks_names_the_minority_first() -> None:
     mesh_dims = "('dp', 'tp')"
     found = {rank: RankReport(7, mesh_dims, "a   x.py:1") for rank in (0, 1, 3)} | {2: RankReport(8, mesh_dims, "b   x.py:3")}
     diagnosis = format_difference(1204, found)
