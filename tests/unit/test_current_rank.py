@@ -168,7 +168,7 @@ def test_a_rank_number_can_be_formatted_copied_and_pickled() -> None:
 
 # --- comparisons of get_rank() with 0 -------------------------------------------------------------------------------
 @pytest.mark.parametrize("mesh", [SQUARE, SQUARE["tp"], init_device_mesh("cpu", (1,)), DeviceMesh("cpu", [2, 3])], ids=repr)
-def test_get_rank_equals_0_in_process(mesh: DeviceMesh) -> None:
+def test_get_rank_compares_equal_to_0_in_process(mesh: DeviceMesh) -> None:
     rank = mesh.get_rank()
     assert rank == 0
     assert 0 == rank  # noqa: SIM300 - the other side

@@ -36,7 +36,7 @@ def _compare_groups() -> list[bool]:
     ]
 
 
-def test_each_program_group_has_one_library_group() -> None:
+def test_each_process_group_of_the_program_has_one_library_group() -> None:
     assert run_gloo(_compare_groups, 4) == [[True] * 6] * 4
 
 

@@ -175,7 +175,7 @@ def _count_exchanges() -> int:
 
 
 @pytest.mark.gloo
-def test_equal_plain_indices_on_all_processes_are_used() -> None:
+def test_indexing_with_equal_plain_indices_on_all_processes_gives_the_rows() -> None:
     assert run_gloo(_index_rows, 2, [[0, 3], [2, 1], [0, 1, 1]]) == [[0.0, 3.0, 2.0, 1.0, 0.0, 1.0, 1.0]] * 2
 
 

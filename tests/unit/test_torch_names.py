@@ -128,7 +128,7 @@ def test_generate_json_dump_of_comm_debug_mode_is_a_tree_of_modules(tmp_path: Pa
     assert layers[0]["parameters"] == [["weight", "(Shard(dim=0),)"], ["bias", "(Shard(dim=0),)"]]
 
 
-def test_the_compared_names_include_the_main_classes() -> None:
+def test_names_compared_with_torch_include_the_main_classes() -> None:
     assert {"DTensor", "context_parallel", "fully_shard", "ColwiseParallel", "CommDebugMode"} <= {name for *_, name in PAIRS}
 
 

@@ -127,7 +127,7 @@ def test_writes_through_a_deleted_alias_reach_earlier_views() -> None:
 
 
 @pytest.mark.parametrize("view", ["row", "column", "flat", "diagonal"])
-def test_writes_through_data_of_a_view_reach_its_base_and_not_autograd(view: str) -> None:
+def test_writes_through_data_of_a_view_reach_its_base_and_keep_plain_gradients(view: str) -> None:
     def program(x: Any) -> Any:
         y = x * 1
         part, square = VIEWS[view](y), (y * y).sum()
@@ -140,7 +140,7 @@ def test_writes_through_data_of_a_view_reach_its_base_and_not_autograd(view: str
             check(program, X, mesh=dt.init_device_mesh("cpu", shape), placements=[placements])
 
 
-def test_copy_copy_shares_memory() -> None:
+def test_copy_copy_of_a_dtensor_or_view_shares_its_memory() -> None:
     for view in (lambda x: x, *VIEWS.values()):
         for placements in PLACEMENTS_1D:
             x = scatter(X, dt.init_device_mesh("cpu", (2,)), placements)
@@ -181,7 +181,7 @@ def test_views_of_a_parameter_keep_their_elements_after_data_is_transposed_under
         assert isinstance(weight, torch.nn.Parameter)
 
 
-def test_gradients_pass_through_tensors_with_in_place_metadata_changes() -> None:
+def test_gradients_through_in_place_metadata_changes_equal_plain_torch() -> None:
     def program(x: Any) -> Any:
         y = x * 2
         y.t_().unsqueeze_(0)
@@ -246,7 +246,7 @@ WRITES_AFTER: dict[str, Callable[[Any, Any], Any]] = {
     ("base", "change", "write", "shape"),
     keep_every_nth_fast(list(itertools.product(BASE_KINDS, METADATA_CHANGES, WRITES_AFTER, [(4, 4), (3, 5)])), every=13),
 )
-def test_gradients_of_views_before_an_in_place_transpose_equal_plain_torch(
+def test_gradients_of_views_before_in_place_metadata_changes_equal_plain_torch(
     base: str, change: str, write: str, shape: tuple[int, int]
 ) -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
