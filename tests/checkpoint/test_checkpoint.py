@@ -69,7 +69,7 @@ def _save_and_load_submeshes(path: str) -> None:
 
 
 @pytest.mark.gloo
-def test_submeshes_save_and_load_with_their_process_groups(tmp_path: Path) -> None:
+def test_submeshes_save_and_load_with_their_groups_and_missing_blocks_raise(tmp_path: Path) -> None:
     run_gloo(_save_and_load_submeshes, 4, str(tmp_path))
 
 
@@ -95,31 +95,33 @@ VIEWS: list[tuple[tuple[int, ...], dt.Placement, View, bool]] = [
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize(("shape", "cut", "seen", "known"), VIEWS)
-def test_lazy_views_load_and_save(tmp_path: Path, shape: tuple[int, ...], cut: dt.Placement, seen: View, known: bool) -> None:
+@pytest.mark.parametrize(("shape", "placement", "view", "torch_loads"), VIEWS)
+def test_lazy_views_save_and_load_and_torch_loader_loads_them_or_raises(
+    tmp_path: Path, shape: tuple[int, ...], placement: dt.Placement, view: View, torch_loads: bool
+) -> None:
     value = checkpoint_cases.make_values(4, 6)
     plain = torch.zeros(shape, dtype=value.dtype)
-    seen(plain).copy_(value)
-    base = dt.zeros(*shape, dtype=value.dtype, device_mesh=dt.init_device_mesh("cpu", (3,)), placements=[cut])
+    view(plain).copy_(value)
+    base = dt.zeros(*shape, dtype=value.dtype, device_mesh=dt.init_device_mesh("cpu", (3,)), placements=[placement])
     save({"x": value}, tmp_path / "ours")
-    load({"x": seen(base)}, tmp_path / "ours")
+    load({"x": view(base)}, tmp_path / "ours")
     checkpoint_cases.assert_same_values(base, plain)
-    save({"x": seen(base)}, tmp_path / "again")
+    save({"x": view(base)}, tmp_path / "again")
     back = torch.zeros_like(value)
     load({"x": back}, tmp_path / "again")
     torch.testing.assert_close(back, value)
     base.zero_()
     dcp.save({"x": value}, checkpoint_id=tmp_path / "torchs", no_dist=True)
-    if known:
-        dcp.load({"x": seen(base)}, checkpoint_id=tmp_path / "torchs", no_dist=True)
+    if torch_loads:
+        dcp.load({"x": view(base)}, checkpoint_id=tmp_path / "torchs", no_dist=True)
         checkpoint_cases.assert_same_values(base, plain)
         return
     with pytest.raises(dcp.CheckpointException, match=r"dtensor\.checkpoint\.load"):
-        dcp.load({"x": seen(base)}, checkpoint_id=tmp_path / "torchs", no_dist=True)
+        dcp.load({"x": view(base)}, checkpoint_id=tmp_path / "torchs", no_dist=True)
 
 
 # --- files that each rank writes for itself -----------------------------------------------------------------------------
-def _each_rank_writes(folder: str) -> None:
+def _write_rank_file(folder: str) -> None:
     mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 5), nn.BatchNorm1d(5))
@@ -133,8 +135,8 @@ def _each_rank_writes(folder: str) -> None:
 
 
 @pytest.mark.gloo
-def test_merge_rank_files_joins_the_files_of_all_ranks(tmp_path: Path) -> None:
-    run_gloo(_each_rank_writes, 4, str(tmp_path))
+def test_merge_rank_files_returns_full_tensors_and_missing_files_raise(tmp_path: Path) -> None:
+    run_gloo(_write_rank_file, 4, str(tmp_path))
     torch.manual_seed(0)
     expected = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 5), nn.BatchNorm1d(5)).state_dict()
     files = [tmp_path / f"rank_{rank}.pt" for rank in (2, 0, 3, 1)]

@@ -67,7 +67,7 @@ def rewrite(folder: Path, change: Callable[[Any], Any]) -> None:
     path.write_text(json.dumps(outer))
 
 
-def name_outside_file(folder: Path, *, outside: str) -> None:
+def point_blocks_to_outside_file(folder: Path, *, outside: str) -> None:
     def change(body: Any) -> None:
         (block, *_) = body["tensors"]["x"]["blocks"]
         body["files"][outside] = body["files"][block["file"]]
@@ -83,13 +83,13 @@ def test_manifest_that_names_files_outside_its_folder_raises(tmp_path: Path, nam
     save(state(1.0), folder)
     data = folder / read_tensors(folder)["x"].blocks[0].file
     (tmp_path / "secret").write_bytes(data.read_bytes())
-    name_outside_file(folder, outside=name.format(here=tmp_path))
+    point_blocks_to_outside_file(folder, outside=name.format(here=tmp_path))
     assert_load_raises(folder, r"outside of its folder|File name too long")
 
 
 @pytest.mark.parametrize("kind", ["symlink", "dangling", "directory", "fifo", "socket", "device"])
 @pytest.mark.parametrize("which", ["manifest.json", "data", ".metadata", "model.safetensors", "model.safetensors.index.json"])
-def test_load_of_links_directories_fifos_sockets_and_devices_raises(
+def test_load_of_non_regular_files_raises_except_for_linked_safetensors(
     tmp_path: Path, kind: str, which: str, monkeypatch: Any
 ) -> None:
     folder = tmp_path / "c"
@@ -139,32 +139,32 @@ def body_changes() -> dict[str, Callable[[Any], Any]]:
         "float shape": lambda b: x(b).update(shape=[7.0, 5]),
         "other shape": lambda b: x(b).update(shape=[8, 5]),
         "unknown dtype": lambda b: x(b).update(dtype="float31"),
-        "a name of torch that is no dtype": lambda b: x(b).update(dtype="manual_seed"),
+        "function name of torch as dtype": lambda b: x(b).update(dtype="manual_seed"),
         "dtype list": lambda b: x(b).update(dtype=["float32"]),
-        "blocks that leave something out": lambda b: blocks(b).pop(),
-        "blocks twice, and another missing": lambda b: blocks(b).__setitem__(0, blocks(b)[1]),
+        "missing block": lambda b: blocks(b).pop(),
+        "one block twice and another missing": lambda b: blocks(b).__setitem__(0, blocks(b)[1]),
         "block outside": lambda b: blocks(b)[0].update(offset=[6, 0]),
         "negative offset": lambda b: blocks(b)[0].update(offset=[-1, 0]),
         "fewer dims": lambda b: blocks(b)[0].update(offset=[0]),
-        "position behind the file": lambda b: blocks(b)[0].update(at=10**9),
+        "position beyond the end of the file": lambda b: blocks(b)[0].update(at=10**9),
         "negative position": lambda b: blocks(b)[0].update(at=-8),
         "position that is no number": lambda b: blocks(b)[0].update(at="0"),
-        "strides": lambda b: blocks(b)[0].update(stride=[-5, 1]),
+        "negative stride": lambda b: blocks(b)[0].update(stride=[-5, 1]),
         "huge strides": lambda b: blocks(b)[0].update(stride=[2**62, 1]),
         "digest too large": lambda b: blocks(b)[0].update(digest=2**64),
         "digest that is no number": lambda b: blocks(b)[0].update(digest="0"),
         "file that is not listed": lambda b: blocks(b)[0].update(file="other.distcp"),
-        "file that is no name": lambda b: blocks(b)[0].update(file=["x"]),
-        "sizes that are none": lambda b: b.update(files=dict.fromkeys(b["files"], "9")),
+        "list as a file name": lambda b: blocks(b)[0].update(file=["x"]),
+        "file sizes that are text": lambda b: b.update(files=dict.fromkeys(b["files"], "9")),
         "no tensors": lambda b: b.pop("tensors") and None,
         "tensors in a list": lambda b: b.update(tensors=[]),
-        "a tree that names no tensor": lambda b: b["tree"].update(n={"!": "tensor", "v": "gone"}),
-        "a tree of unknown things": lambda b: b["tree"].update(n={"!": "module", "v": 1}),
-        "a tree without values": lambda b: b["tree"].update(n={"!": "tuple"}),
+        "tree that names a missing tensor": lambda b: b["tree"].update(n={"!": "tensor", "v": "gone"}),
+        "tree with an unknown kind of node": lambda b: b["tree"].update(n={"!": "module", "v": 1}),
+        "tree node without a value": lambda b: b["tree"].update(n={"!": "tuple"}),
         "a set of lists": lambda b: b["tree"].update(step={"!": "set", "v": [[1]]}),
-        "a tensor that no tree names": lambda b: b["tree"].pop("n") and None,
+        "tensor missing from the tree": lambda b: b["tree"].pop("n") and None,
         "not a dict": lambda b: [1],
-        "beside": lambda b: b.update(beside=3),
+        "unknown key": lambda b: b.update(beside=3),
     }
 
 
@@ -174,12 +174,12 @@ def test_invalid_manifest_raises(tmp_path: Path, change: str) -> None:
     rewrite(tmp_path, body_changes()[change])
     assert_load_raises(tmp_path, r"damaged|unknown|asked for|in the checkpoint")
     for read in (read_tensors, read_tree):
-        if change != "a tensor that no tree names":
+        if change != "tensor missing from the tree":
             with pytest.raises(CheckpointError):
                 read(tmp_path)
 
 
-def test_is_tiling_of_grids_nested_blocks_holes_and_overlaps() -> None:
+def test_is_tiling_accepts_grids_and_nested_blocks_but_no_holes_or_overlaps() -> None:
     grid = [((row * 2, column * 3), (2, 3)) for row in range(3) for column in range(2)]
     nested = [((0, 0), (3, 6)), ((3, 0), (3, 2)), ((3, 2), (1, 4)), ((4, 2), (2, 4))]
     for boxes in (grid, nested, [((0, 0), (6, 6))]):
@@ -247,12 +247,12 @@ def entry(dtype: Any, shape: Any, first: Any, last: Any) -> dict[str, Any]:
 
 F = entry("F32", [2], 0, 8)
 HEADERS: dict[str, Any] = {
-    "a hole before": ({"a": entry("F32", [2], 4, 12)}, 12),
-    "a hole between": ({"a": F, "b": entry("F32", [1], 12, 16)}, 16),
-    "bytes behind": ({"a": F}, 12),
+    "hole before the first tensor": ({"a": entry("F32", [2], 4, 12)}, 12),
+    "hole between two tensors": ({"a": F, "b": entry("F32", [1], 12, 16)}, 16),
+    "extra bytes at the end": ({"a": F}, 12),
     "too few bytes": ({"a": F}, 7),
     "overlapping": ({"a": F, "b": entry("F32", [2], 4, 12)}, 12),
-    "one place for two": ({"a": F, "b": F}, 8),
+    "two tensors at one offset": ({"a": F, "b": F}, 8),
     "a key twice": (b'{"a": %s, "a": %s}' % ((json.dumps(F).encode(),) * 2), 8),
     "a key of an entry twice": (b'{"a": {"dtype": "F32", "dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}', 8),
     "metadata in a list": ({"__metadata__": ["x"], "a": F}, 8),
@@ -264,27 +264,27 @@ HEADERS: dict[str, Any] = {
     "bool shape": ({"a": entry("F32", [True, 2], 0, 8)}, 8),
     "float shape": ({"a": entry("F32", [2.0], 0, 8)}, 8),
     "a shape that overflows": ({"a": entry("F32", [2**33, 2**33], 0, 8)}, 8),
-    "an empty one of impossible size": ({"a": entry("F32", [2**40, 2**40, 0], 0, 0)}, 0),
+    "empty tensor with overflowing shape": ({"a": entry("F32", [2**40, 2**40, 0], 0, 0)}, 0),
     "shape null": ({"a": entry("F32", None, 0, 8)}, 8),
     "three offsets": ({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8, 8]}}, 8),
     "offsets backwards": ({"a": entry("F32", [2], 8, 0)}, 8),
     "an offset that is no number": (b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, NaN]}}', 8),
-    "infinity": (b'{"a": {"dtype": "F32", "shape": [Infinity], "data_offsets": [0, 8]}}', 8),
-    "too much said": ({"a": F | {"stride": [1]}}, 8),
-    "a list": ([F], 8),
-    "an entry that is none": ({"a": 3}, 8),
-    "no json": (b"{", 8),
-    "spaces first": (b"  " + json.dumps({"a": F}).encode(), 8),
+    "infinite size": (b'{"a": {"dtype": "F32", "shape": [Infinity], "data_offsets": [0, 8]}}', 8),
+    "unknown key in an entry": ({"a": F | {"stride": [1]}}, 8),
+    "list as header": ([F], 8),
+    "number as an entry": ({"a": 3}, 8),
+    "invalid json": (b"{", 8),
+    "leading spaces": (b"  " + json.dumps({"a": F}).encode(), 8),
     "not utf-8": (b'{"\xff": 1}', 8),
-    "deep": (b'{"a":' * 60_000, 8),
-    "many digits": (b'{"a": {"dtype": "F32", "shape": [' + b"9" * 5000 + b'], "data_offsets": [0, 8]}}', 8),
-    "empty": (b"", 0),
+    "deeply nested json": (b'{"a":' * 60_000, 8),
+    "size of 5000 digits": (b'{"a": {"dtype": "F32", "shape": [' + b"9" * 5000 + b'], "data_offsets": [0, 8]}}', 8),
+    "empty header": (b"", 0),
 }
 
 
-@pytest.mark.parametrize("what", HEADERS)
-def test_invalid_safetensors_header_raises(tmp_path: Path, what: str) -> None:
-    header, count = HEADERS[what]
+@pytest.mark.parametrize("name", HEADERS)
+def test_invalid_safetensors_header_raises(tmp_path: Path, name: str) -> None:
+    header, count = HEADERS[name]
     folder = write_safetensors(tmp_path / "model.safetensors", header, bytes(range(count)))
     asked = {"a": torch.zeros(2)}
     with pytest.raises(CheckpointError, match=r"damaged|truncated|no safetensors"):
@@ -332,7 +332,7 @@ def test_invalid_safetensors_index_raises(tmp_path: Path, text: str) -> None:
     assert_load_raises(tmp_path, r"damaged|outside of its folder|missing", tensors)
 
 
-def test_flipped_bits_in_saved_safetensors_raise(tmp_path: Path) -> None:
+def test_flipped_bits_in_safetensors_raise_or_load_the_saved_values(tmp_path: Path) -> None:
     save_safetensors(tensors(1.0), tmp_path)
     path = tmp_path / "model.safetensors"
     good = path.read_bytes()
@@ -428,7 +428,7 @@ def test_randomly_mutated_checkpoint_loads_correctly_or_raises(tmp_path: Path, k
 
 # --- memory-mapped blocks -----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("meta", [False, True], ids=["memory", "meta"])
-def test_loaded_tensors_do_not_change_with_the_file(tmp_path: Path, meta: bool) -> None:
+def test_loaded_tensors_do_not_change_when_the_file_is_overwritten(tmp_path: Path, meta: bool) -> None:
     save(state(1.0), tmp_path)
     target = state()
     if meta:
@@ -439,7 +439,7 @@ def test_loaded_tensors_do_not_change_with_the_file(tmp_path: Path, meta: bool) 
     assert has_values(target, 1.0)
 
 
-def test_aligned_blocks_are_memory_mapped(tmp_path: Path) -> None:
+def test_aligned_blocks_are_memory_mapped_and_misaligned_ones_are_not(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(3) + X.numpy().tobytes() + bytes(1) + X.numpy().tobytes())
     with CheckpointFiles(tmp_path) as files:
         block = StoredBlock((0, 0), (7, 5), "file", 144)

@@ -149,13 +149,13 @@ def run_with_kills(folder: Path, phases: list[tuple[int, int]], seed: int = 0) -
 
 @pytest.mark.gloo
 @pytest.mark.slow
-def test_job_continues_after_killed_worker_and_agents(tmp_path: Path) -> None:
+def test_job_resumes_with_equal_losses_after_killed_worker_and_agents(tmp_path: Path) -> None:
     run_with_kills(tmp_path / "job", [(4, 2), (3, 1), (4, 1)])
 
 
 @pytest.mark.gloo
 @pytest.mark.slow
-def test_job_continues_after_twenty_kills_on_four_three_and_four_ranks(tmp_path: Path) -> None:
+def test_job_resumes_with_equal_losses_after_20_kills_on_4_then_3_then_4_ranks(tmp_path: Path) -> None:
     run_with_kills(tmp_path / "job", [(4, 7), (3, 7), (4, 6)], seed=1)
 
 
@@ -188,7 +188,7 @@ def two_hosts() -> Iterator[list[tuple[str, dict[str, str], tuple[str, ...]]]]:
 
 @pytest.mark.gloo
 @pytest.mark.slow
-def test_job_on_two_nodes_continues_after_a_lost_worker_and_node(tmp_path: Path) -> None:
+def test_two_node_job_resumes_with_equal_losses_after_a_lost_worker_and_node(tmp_path: Path) -> None:
     """Kill a worker, then the second node until it returns; in the end kill and restart both nodes."""
     folder = tmp_path / "job"
     folder.mkdir()
@@ -201,20 +201,20 @@ def test_job_on_two_nodes_continues_after_a_lost_worker_and_node(tmp_path: Path)
         many = ("--nnodes", "1:2", "--nproc-per-node", "2", "--max-restarts", "9", *rendezvous, "--rdzv-conf", patience)
         return launch(folder, steps, *many, "--local-addr", address, before=before, **environment)
 
-    def goes_on() -> None:
+    def wait_for_more_steps() -> None:
         seen = {line.pid for line in logged_steps(folder)}
         wait_for(folder, seen, EVERY + 2, agents[0])
 
     with two_hosts() as hosts:
         agents = [start(at, STEPS) for at in (0, 1)]
         try:
-            goes_on()
+            wait_for_more_steps()
             kill(children(agents[1].pid)[1])
-            goes_on()
+            wait_for_more_steps()
             kill_all(agents[1])
-            goes_on()
+            wait_for_more_steps()
             agents[1] = start(1, STEPS)
-            goes_on()
+            wait_for_more_steps()
         finally:
             for agent in agents:
                 kill_all(agent)

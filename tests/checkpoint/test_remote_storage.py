@@ -53,7 +53,7 @@ def state_on(ranks: int, placements: list[dt.Placement], value: float = 0.0) -> 
     return {"w": dt.distribute_tensor(x, mesh, placements), "step": int(value), "name": "run" if value else ""}
 
 
-def loads_on_other_meshes(address: str) -> None:
+def checkpoint_loads_on_other_meshes(address: str) -> None:
     save(state_on(4, [dt.Shard(0)], 7), address)
     for ranks, placements in ((3, [dt.Shard(1)]), (2, [dt.Replicate()]), (1, [dt.Shard(0)])):
         state = state_on(ranks, placements)
@@ -64,7 +64,7 @@ def loads_on_other_meshes(address: str) -> None:
     assert read_tree(address)["step"] == 7
 
 
-def manager_resumes(address: str) -> None:
+def manager_resumes_from_last_step(address: str) -> None:
     torch.manual_seed(0)
     mesh = dt.init_device_mesh("cpu", (2,))
     model = dt.parallel.fully_shard(nn.Linear(6, 3), mesh=mesh)
@@ -88,7 +88,7 @@ def manager_resumes(address: str) -> None:
         assert manager.steps() == [4, 8, 10]
 
 
-def damage_raises(address: str) -> None:
+def damaged_or_missing_files_raise(address: str) -> None:
     fs, folder = fsspec.core.url_to_fs(address)
     with pytest.raises(CheckpointError, match="does not exist"):
         load(state_on(2, [dt.Shard(0)]), address)
@@ -114,7 +114,7 @@ def damage_raises(address: str) -> None:
         load(state_on(3, [dt.Shard(1)]), address)
 
 
-def other_formats_load(address: str) -> None:
+def safetensors_and_torch_formats_load(address: str) -> None:
     fs, folder = fsspec.core.url_to_fs(address)
     w = torch.arange(35.0).reshape(5, 7) + 1
     with tempfile.TemporaryDirectory() as here:
@@ -136,18 +136,23 @@ def other_formats_load(address: str) -> None:
         load({"w": w, "b": w[0]}, f"{address}/hub")
 
 
-CASES = (loads_on_other_meshes, manager_resumes, damage_raises, other_formats_load)
+CASES = (
+    checkpoint_loads_on_other_meshes,
+    manager_resumes_from_last_step,
+    damaged_or_missing_files_raise,
+    safetensors_and_torch_formats_load,
+)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_checkpoints_in_memory_storage(case: Callable[[str], None], memory: str) -> None:
+def test_checkpoints_on_fsspec_memory_storage_load_and_damaged_ones_raise(case: Callable[[str], None], memory: str) -> None:
     case(memory)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # warnings of the server and its client
 @pytest.mark.parametrize("case", CASES)
-def test_checkpoints_on_an_s3_server(case: Callable[[str], None], s3: str) -> None:
+def test_checkpoints_on_an_s3_server_load_and_damaged_ones_raise(case: Callable[[str], None], s3: str) -> None:
     case(f"{s3}/{case.__name__}")
 
 
@@ -166,7 +171,7 @@ def _save_and_resume(address: str) -> tuple[list[int], float]:
 @pytest.mark.gloo
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_each_rank_writes_its_own_s3_objects(s3: str) -> None:
+def test_each_rank_writes_its_own_s3_objects_and_resume_loads_them(s3: str) -> None:
     assert run_gloo(_save_and_resume, 2, f"{s3}/processes") == [([2], 595.0)] * 2
     fs = fsspec.filesystem("s3")
     fs.invalidate_cache()
@@ -174,7 +179,7 @@ def test_each_rank_writes_its_own_s3_objects(s3: str) -> None:
     assert {name[:4] for name in names if name.endswith(".distcp")} == {"__0_", "__1_"}
 
 
-def test_unreachable_and_unsupported_addresses_raise(tmp_path: Path) -> None:
+def test_unreachable_or_unsupported_addresses_raise_and_file_addresses_load(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="cannot be reached"):
         save({"step": 1}, "nosuch://x")
     with pytest.raises(CheckpointError, match="not to memory://x"):

@@ -93,11 +93,11 @@ def _check_full_state_dicts() -> None:
 
 
 @pytest.mark.gloo
-def test_full_state_dicts_on_process_groups() -> None:
+def test_full_state_dicts_load_on_other_meshes_on_process_groups() -> None:
     run_gloo(_check_full_state_dicts, 4)
 
 
-def test_full_state_dicts_in_one_process() -> None:
+def test_full_state_dicts_load_on_other_meshes_in_one_process() -> None:
     one, other = train_model((2, 2), 0), train_model((4,), 1)
     model, state = get_model_state_dict(one[0], options=FULL), get_optimizer_state_dict(*one, options=FULL)
     assert {type(x) for x in model.values()} == {Tensor}
@@ -201,12 +201,12 @@ def _stop_and_resume(folder: str) -> None:
                     torch.testing.assert_close(full_value(x), full_value(resumed[1].state[q][key]), msg=key)
 
 
-def test_training_resumes_from_full_state_dicts_in_one_process(tmp_path: Path) -> None:
+def test_training_resumed_from_full_state_dicts_equals_uninterrupted_in_process(tmp_path: Path) -> None:
     _stop_and_resume(str(tmp_path))
 
 
 @pytest.mark.gloo
-def test_training_resumes_from_full_state_dicts_on_process_groups(tmp_path: Path) -> None:
+def test_training_resumed_from_full_state_dicts_equals_uninterrupted_on_gloo(tmp_path: Path) -> None:
     run_gloo(_stop_and_resume, 4, str(tmp_path))
 
 
@@ -240,7 +240,7 @@ def test_zero_optimizer_state_dict_loads_on_another_number_of_ranks() -> None:
         assert states[1][1]["state"][name]["step"] == 3
 
 
-def test_cpu_staging_of_state_dicts() -> None:
+def test_cpu_copy_of_a_state_dict_has_equal_values_and_placements() -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
     state = {"x": dt.distribute_tensor(torch.arange(5.0), mesh, [Shard(0)]), "n": 3, "plain": torch.ones(2)}
     staged = _create_cpu_state_dict(state)
@@ -251,7 +251,7 @@ def test_cpu_staging_of_state_dicts() -> None:
 
 
 @pytest.mark.slow
-def test_state_dict_functions_still_work_for_pytorch_dtensors() -> None:
+def test_torch_state_dict_functions_accept_pytorch_dtensors_after_import() -> None:
     """Run in a subprocess, because torch's DTensors need a process group."""
     code = """
 import torch, torch.distributed as dist, dtensor

@@ -47,7 +47,7 @@ def check_order(cluster: str, rows: list[tuple[float, Any, Degrees, int, int, di
 
 
 @pytest.mark.slow
-def test_estimates_of_llama_405b_agree_with_measurements() -> None:
+def test_estimated_mfu_of_llama_405b_agrees_with_published_measurements() -> None:
     """Llama Team, "The Llama 3 Herd of Models" (2024), arXiv:2407.21783, table 4."""
     model = MODELS["llama3-405b"]
     rows: list[Any] = [
@@ -59,7 +59,7 @@ def test_estimates_of_llama_405b_agree_with_measurements() -> None:
 
 
 @pytest.mark.slow
-def test_estimates_of_megatron_agree_with_measurements() -> None:
+def test_estimated_mfu_of_megatron_agrees_with_published_measurements() -> None:
     """Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022), arXiv:2205.05198, table 5."""
     rows: list[Any] = [
         (56.3, gpt(128, 25600, 160), Degrees(tp=8, pp=64), 2048, 512, {}),
@@ -123,7 +123,7 @@ def test_predicted_bytes_equal_issued_bytes_on_processes(model: Transformer, deg
 
 
 # --- command ------------------------------------------------------------------------------------------------------------
-def test_degrees_that_do_not_divide_raise(capsys: pytest.CaptureFixture[str]) -> None:
+def test_parallel_degrees_that_do_not_divide_heads_or_batch_raise(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(PlanError, match=r"tp 16 does not divide 8 heads.*dp 3 does not divide 64 sequences"):
         estimate(MODELS["llama3-8b"], CLUSTERS["h100"], Degrees(tp=16, dp=3), 8192, 64)
     with pytest.raises(PlanError, match="micro batches of 3 do not divide the 64 sequences"):
@@ -138,7 +138,7 @@ def test_plan_command_without_a_fitting_layout_fails(capsys: pytest.CaptureFixtu
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "cluster"), [("llama3-8b", "a100"), ("mixtral-8x7b", "tpu-v5p")])
-def test_best_configurations_are_sorted_and_consistent(name: str, cluster: str) -> None:
+def test_best_configurations_are_sorted_fit_in_memory_and_equal_estimates(name: str, cluster: str) -> None:
     model, where = MODELS[name], CLUSTERS[cluster]
     found = best(model, where, 64, 4096, 256, most=4)
     assert found == sorted(found, key=lambda one: one.step_seconds)
@@ -192,8 +192,8 @@ def test_redistribution_on_16384_ranks_computes_few_local_shapes(monkeypatch: py
     assert len(asked) < 100
 
 
-def test_bind_gather_of_1024_ranks_counts_the_bytes() -> None:
-    """Check that binding a gather of 1,024 ranks does not ask each rank for its size."""
+def test_bound_all_gather_of_uneven_rows_on_1024_ranks_counts_received_bytes() -> None:
+    """Check the shape and received bytes of an all-gather of rows of 1 to 1,024 elements."""
     mesh = dt.init_device_mesh("meta", (1024,))
     found = dt.comm.communicator_of(mesh).bind_row_all_gather((0,), lambda _: range(1, 1025), torch.float32)
     with CommDebugMode() as comm:

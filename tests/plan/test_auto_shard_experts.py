@@ -81,7 +81,7 @@ def test_auto_shard_shards_large_experts(kind: type[Routed]) -> None:
 
 
 @pytest.mark.parametrize("kind", [Grouped, Batched])
-def test_auto_shard_of_experts_under_a_memory_limit(kind: type[Routed]) -> None:
+def test_auto_shard_of_experts_in_limited_memory_is_as_fast_as_hand_written(kind: type[Routed]) -> None:
     sizes = (65536, 256, 256)
     free, known = find_sharding(kind, *sizes), hand_written_shardings(kind, *sizes)
     limit = (free.memory + known["experts"].memory) / 2

@@ -118,7 +118,7 @@ def test_applied_sharding_of_step_trains_like_plain_model() -> None:
     assert placed[0].weight.placements == (R,)
 
 
-def test_auto_shard_shards_many_experts() -> None:
+def test_auto_shard_shards_many_experts_and_their_tokens_by_expert() -> None:
     class Experts(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -134,7 +134,7 @@ def test_auto_shard_shards_many_experts() -> None:
     assert sharding.batch == ((S(0),),)
 
 
-def test_auto_shard_estimates_more_seconds_on_cpu_than_on_gpu() -> None:
+def test_auto_shard_estimates_more_seconds_for_a_cpu_than_for_a_gpu() -> None:
     with torch.device("meta"):
         model, x = nn.Linear(256, 256), torch.empty(64, 256)
     meant, real = (dt.auto_shard(model, dt.init_device_mesh(kind, (2,)), example=(x,)).seconds for kind in ("meta", "cpu"))

@@ -29,7 +29,9 @@ WAYS = {
 }
 
 
-def blocks(mesh: dt.DeviceMesh, way: str, width: int = 32, batch: int = 8, layers: int = 2) -> tuple[Step, list[dt.DTensor]]:
+def make_block_step(
+    mesh: dt.DeviceMesh, way: str, width: int = 32, batch: int = 8, layers: int = 2
+) -> tuple[Step, list[dt.DTensor]]:
     """Return a step of two layers of attention and MLP with common placements, and its batch and parameters."""
     cuts, spot = WAYS[way]
     generator = torch.Generator().manual_seed(0)
@@ -60,7 +62,7 @@ def blocks(mesh: dt.DeviceMesh, way: str, width: int = 32, batch: int = 8, layer
     return step, [x, *leaves]
 
 
-def planned(step: Step, given: list[dt.DTensor], **options: Any) -> dt.ProgramPlan:
+def plan_step(step: Step, given: list[dt.DTensor], **options: Any) -> dt.ProgramPlan:
     """Plan a step, and clear the gradients that it made."""
     plan = dt.plan(step, **options)
     for p in given:
@@ -68,7 +70,7 @@ def planned(step: Step, given: list[dt.DTensor], **options: Any) -> dt.ProgramPl
     return plan
 
 
-def run(step: Step, given: list[dt.DTensor], plan: dt.ProgramPlan | None) -> tuple[list[torch.Tensor], int, int]:
+def run_and_measure(step: Step, given: list[dt.DTensor], plan: dt.ProgramPlan | None) -> tuple[list[torch.Tensor], int, int]:
     """Return the gradients of a step, its peak bytes, and the bytes that a rank received."""
     for p in given:
         p.grad = None
@@ -88,10 +90,10 @@ def run(step: Step, given: list[dt.DTensor], plan: dt.ProgramPlan | None) -> tup
 
 @pytest.mark.parametrize("way", WAYS)
 def test_predicted_peak_memory_of_a_plan_equals_the_measured_peak(way: str) -> None:
-    step, given = blocks(mesh := dt.init_device_mesh("cpu", (2,)), way)
-    expected, _, _ = run(step, given, None)
-    plan = planned(step, given)
-    grads, peak, nbytes = run(step, given, plan)
+    step, given = make_block_step(mesh := dt.init_device_mesh("cpu", (2,)), way)
+    expected, _, _ = run_and_measure(step, given, None)
+    plan = plan_step(step, given)
+    grads, peak, nbytes = run_and_measure(step, given, plan)
     torch.testing.assert_close(grads, expected)
     assert nbytes == plan.nbytes
     assert plan.peak_bytes == pytest.approx(peak / mesh.size(), rel=0.1)
@@ -101,12 +103,12 @@ def test_predicted_peak_memory_of_a_plan_equals_the_measured_peak(way: str) -> N
 
 @pytest.mark.parametrize("way", WAYS)
 def test_predicted_peak_memory_without_a_plan_equals_the_measured_peak(way: str) -> None:
-    step, given = blocks(mesh := dt.init_device_mesh("cpu", (2,)), way)
-    run(step, given, None)
+    step, given = make_block_step(mesh := dt.init_device_mesh("cpu", (2,)), way)
+    run_and_measure(step, given, None)
     _, graph = record_graph(step, (), {})
     for p in given:
         p.grad = None
-    _, peak, nbytes = run(step, given, None)
+    _, peak, nbytes = run_and_measure(step, given, None)
     assert nbytes == sum(event.bytes for event, _ in graph.collectives)
     assert MemoryModel(graph).compute_usage(recorded_options(graph), without_plan=True).peak == pytest.approx(
         peak / mesh.size(), rel=0.1
@@ -115,16 +117,16 @@ def test_predicted_peak_memory_without_a_plan_equals_the_measured_peak(way: str)
 
 def test_plan_under_memory_limit_keeps_gradients_and_predicted_bytes() -> None:
     """Check a plan under a memory limit, in which backward does not redistribute gradients of planned operands."""
-    step, given = blocks(dt.init_device_mesh("cpu", (2,)), "fully sharded", width=64, layers=1)
-    expected, _, _ = run(step, given, None)
+    step, given = make_block_step(dt.init_device_mesh("cpu", (2,)), "fully sharded", width=64, layers=1)
+    expected, _, _ = run_and_measure(step, given, None)
     _, graph = record_graph(step, (), {})
     plan = make_plan(graph, seconds=0, memory=0.95 * make_plan(graph, seconds=0).peak_bytes)
-    grads, _, nbytes = run(step, given, plan)
+    grads, _, nbytes = run_and_measure(step, given, plan)
     torch.testing.assert_close(grads, expected)
     assert nbytes == plan.nbytes
 
 
-def test_gradients_of_explicit_redistributions_under_a_plan() -> None:
+def test_planned_explicit_redistribution_has_eager_gradients_and_fewer_bytes() -> None:
     """Check the gradient of an explicit redistribution whose source has another placement under a plan."""
     mesh = dt.init_device_mesh("cpu", (4,))
     x, w = (dt.randn(n, 32, dtype=torch.float64, device_mesh=mesh, placements=[at]) for n, at in ((1024, R), (32, S(0))))
@@ -133,9 +135,9 @@ def test_gradients_of_explicit_redistributions_under_a_plan() -> None:
     def step() -> None:
         F.linear(x, w).redistribute(placements=[S(0)]).square().mean().backward()
 
-    expected, _, before = run(step, given, None)
-    plan = planned(step, given)
-    grads, _, nbytes = run(step, given, plan)
+    expected, _, before = run_and_measure(step, given, None)
+    plan = plan_step(step, given)
+    grads, _, nbytes = run_and_measure(step, given, plan)
     torch.testing.assert_close(grads, expected)
     assert nbytes == plan.nbytes < before / 4
 
@@ -153,11 +155,11 @@ def test_plan_under_memory_limit_frees_and_repeats_redistributed_copies() -> Non
             h = torch.tanh(F.linear(h, w))
         h.square().mean().backward()
 
-    expected, _, _ = run(step, given, None)
-    free = planned(step, given)
+    expected, _, _ = run_and_measure(step, given, None)
+    free = plan_step(step, given)
     limit = int(free.peak_bytes * 0.8)
-    bound = planned(step, given, memory=limit)
-    grads, peak, nbytes = run(step, given, bound)
+    bound = plan_step(step, given, memory=limit)
+    grads, peak, nbytes = run_and_measure(step, given, bound)
     torch.testing.assert_close(grads, expected)
     assert bound.peak_bytes <= limit < free.peak_bytes
     assert bound.peak_bytes == pytest.approx(peak / mesh.size(), rel=0.1)
@@ -167,7 +169,7 @@ def test_plan_under_memory_limit_frees_and_repeats_redistributed_copies() -> Non
         dt.plan(step, memory=1000)
 
 
-def test_plan_may_redistribute_views_before_a_later_write() -> None:
+def test_plan_fixes_layouts_of_views_that_are_read_after_a_write_to_the_base() -> None:
     mesh = dt.init_device_mesh("cpu", (4,))
     w = dt.randn(8, 8, device_mesh=mesh, placements=[S(0)])
     x = dt.randn(4, 8, device_mesh=mesh, placements=[S(0)])
@@ -189,24 +191,24 @@ def test_plan_may_redistribute_views_before_a_later_write() -> None:
 
 
 def _predict_and_measure(way: str) -> tuple[int, int, int, int]:
-    step, given = blocks(dt.init_device_mesh("cpu", (2,)), way)
-    run(step, given, None)
-    plan = planned(step, given)
-    _, peak, nbytes = run(step, given, plan)
+    step, given = make_block_step(dt.init_device_mesh("cpu", (2,)), way)
+    run_and_measure(step, given, None)
+    plan = plan_step(step, given)
+    _, peak, nbytes = run_and_measure(step, given, plan)
     return plan.peak_bytes, peak, plan.nbytes, nbytes
 
 
 @pytest.mark.gloo
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
-def test_plan_predicts_memory_and_bytes_of_processes(way: str) -> None:
+def test_predicted_peak_memory_and_bytes_of_a_plan_equal_those_on_processes(way: str) -> None:
     for predicted, peak, nbytes, received in run_gloo(_predict_and_measure, 2, way):
         assert nbytes == received
         assert predicted == pytest.approx(peak, rel=0.1)
 
 
 def _plan_error() -> str:
-    step, _ = blocks(dt.init_device_mesh("cpu", (2,)), "data")
+    step, _ = make_block_step(dt.init_device_mesh("cpu", (2,)), "data")
     with pytest.raises(dt.errors.PlanError) as error:
         dt.plan(step, memory=1000)
     return str(error.value)
@@ -214,5 +216,5 @@ def _plan_error() -> str:
 
 @pytest.mark.gloo
 @pytest.mark.slow
-def test_plan_error_is_equal_on_all_processes() -> None:
+def test_plan_error_of_a_memory_limit_is_equal_on_all_processes() -> None:
     assert len(set(run_gloo(_plan_error, 2))) == 1

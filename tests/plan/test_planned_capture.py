@@ -47,7 +47,7 @@ def train(
     return losses, [x.full_tensor() for x in (*leaves, scale)], run, nbytes
 
 
-def test_planned_capture_trains_like_the_eager_step() -> None:
+def test_planned_capture_trains_like_the_eager_step_with_fewer_bytes() -> None:
     mesh = dt.init_device_mesh("cpu", (4,))
     losses, parameters, _, eager = train(mesh, 7, None)
     found, others, run, nbytes = train(mesh, 7, "program")
@@ -104,7 +104,7 @@ def test_capture_with_plan_of_another_program_warns_and_runs_without_it() -> Non
         run(x)
 
 
-def test_planned_step_may_replace_objects_by_equal_ones() -> None:
+def test_planned_step_that_replaces_a_list_by_an_equal_one_is_replayed() -> None:
     x = dt.randn(5, 6, device_mesh=dt.init_device_mesh("cpu", (2,)), placements=[S(0)])
     state = {"scales": [2]}
 
@@ -119,7 +119,7 @@ def test_planned_step_may_replace_objects_by_equal_ones() -> None:
 
 
 @pytest.mark.slow
-def test_capture_with_memory_limit_plans_within_it() -> None:
+def test_capture_with_memory_limit_plans_within_it_or_raises() -> None:
     mesh = dt.init_device_mesh("cpu", (4,))
     weights = [dt.randn(32, 32, device_mesh=mesh, placements=[S(0)]).requires_grad_() for _ in range(4)]
     x = dt.randn(128, 32, device_mesh=mesh, placements=[S(0)])

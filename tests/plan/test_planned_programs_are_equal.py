@@ -22,19 +22,19 @@ QUICK = {"adamw_fused", "losses_as_floats", "buffers_and_averages"}
 STEPS = keep_chosen_fast(list(capture_step_cases.CASES), QUICK)
 
 
-def assert_close(a: Any, b: Any, what: str, lying: bool = True) -> None:
-    """Assert equal global values, and equal placements if ``lying``."""
+def assert_close(a: Any, b: Any, label: str, same_placements: bool = True) -> None:
+    """Assert equal global values, and equal placements if ``same_placements``."""
     a_leaves, a_tree = pytree.tree_flatten(a)
     b_leaves, b_tree = pytree.tree_flatten(b)
     assert a_tree == b_tree
     for x, y in zip(a_leaves, b_leaves, strict=True):
         if isinstance(x, dt.DTensor):
-            assert x.placements == y.placements or not lying, what
+            assert x.placements == y.placements or not same_placements, label
             x, y = x.detach().full_tensor(), y.detach().full_tensor()
         if isinstance(x, torch.Tensor):
-            torch.testing.assert_close(y, x, rtol=2e-4, atol=2e-5, equal_nan=True, msg=lambda text: f"{what}: {text}")
+            torch.testing.assert_close(y, x, rtol=2e-4, atol=2e-5, equal_nan=True, msg=lambda text: f"{label}: {text}")
         else:
-            assert x == (pytest.approx(y, rel=1e-5) if isinstance(y, float) else y), what
+            assert x == (pytest.approx(y, rel=1e-5) if isinstance(y, float) else y), label
 
 
 def make_step(fn: Callable[..., Any], args: tuple[Any, ...]) -> Callable[[], Any]:
@@ -69,8 +69,8 @@ def test_planned_functions_equal_eager_functions(name: str, shape: tuple[int, ..
         got = sides[2][0]()
     assert following.is_complete, following.difference
     assert plan.seconds <= plan.eager_seconds * (1 + 1e-9)  # two sums of equal numbers
-    for (what, a), (_, b) in zip(_changed(*sides[0][1:]), _changed(*sides[2][1:]), strict=True):
-        assert_close(a, b, what)
+    for (label, a), (_, b) in zip(_changed(*sides[0][1:]), _changed(*sides[2][1:]), strict=True):
+        assert_close(a, b, label)
     assert_close(expected, got, "results")
 
 
@@ -104,5 +104,5 @@ def test_planned_steps_equal_eager_steps(name: str, monkeypatch: pytest.MonkeyPa
     (expected, *others), (got, *found) = sides
     for i, (a, b) in enumerate(zip(expected, got, strict=True)):
         assert_close(a, b, f"results of call {i}", i not in left)
-    for what, a, b in zip(("parameters", "gradients"), others, found, strict=True):
-        assert_close(a, b, what)
+    for label, a, b in zip(("parameters", "gradients"), others, found, strict=True):
+        assert_close(a, b, label)

@@ -101,7 +101,7 @@ def make_uneven(shape: tuple[int, ...]) -> tuple[Any, Any, Any, Any]:
 
 
 @pytest.mark.parametrize("shape", [(3,), (2, 2)])
-def test_plan_of_uneven_shards(shape: tuple[int, ...]) -> None:
+def test_planned_step_with_uneven_shards_equals_eager(shape: tuple[int, ...]) -> None:
     a, b, c, x = make_uneven(shape)
 
     def step() -> Any:
@@ -114,7 +114,7 @@ def test_plan_of_uneven_shards(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("shape", [(3,), (2, 2)])
-def test_plan_of_uneven_shards_of_flattened_rows(shape: tuple[int, ...]) -> None:
+def test_planned_step_with_flattened_uneven_shards_equals_eager(shape: tuple[int, ...]) -> None:
     """Check matrix products of tensors that ``view`` flattened."""
     a, b, c, x = make_uneven(shape)
 
@@ -128,7 +128,7 @@ def test_plan_of_uneven_shards_of_flattened_rows(shape: tuple[int, ...]) -> None
     check_plan(step, [a, b, c])
 
 
-def test_plan_of_attention_and_norms() -> None:
+def test_planned_attention_and_norms_equal_eager() -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
     q, k, v = (random_leaf(mesh, (8, 8), S(0)) for _ in range(3))
     o, scale = random_leaf(mesh, (8, 8), S(1)), random_leaf(mesh, (8,), R)
@@ -148,7 +148,7 @@ def test_plan_of_attention_and_norms() -> None:
     assert any(call.kind == "call" and "attention" in call.name for call in plan.calls)
 
 
-def test_plan_of_in_place_writes_through_views() -> None:
+def test_planned_in_place_writes_through_views_equal_eager() -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
     w = random_leaf(mesh, (6, 6), S(0))
     x = dt.randn(6, 6, dtype=torch.float64, device_mesh=mesh, placements=[S(1)])
@@ -183,7 +183,7 @@ def test_planned_tensors_that_the_program_inspects_keep_their_placements() -> No
     assert seen[0] == seen[1] == seen[2]
 
 
-def test_another_program_leaves_the_plan_with_correct_results() -> None:
+def test_program_that_differs_from_its_plan_gives_correct_results() -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
     a, b = random_leaf(mesh, (6, 6), S(1)), random_leaf(mesh, (6, 6), S(0))
     _, plan = run_and_plan(lambda: torch.relu(a @ b) @ b, (), {})
@@ -212,7 +212,7 @@ def test_placement_texts_round_trip() -> None:
         placements_of(["T(0)"])
 
 
-def test_plan_of_dry_run_on_4096_ranks() -> None:
+def test_plan_of_dry_run_on_4096_ranks_is_not_slower_than_eager() -> None:
     mesh = dt.init_device_mesh("meta", (512, 8), mesh_dim_names=("dp", "tp"))
     a = dt.empty(4096, 4096, device_mesh=mesh, placements=[R, S(1)], dtype=torch.bfloat16).requires_grad_()
     b = dt.empty(4096, 4096, device_mesh=mesh, placements=[R, S(0)], dtype=torch.bfloat16).requires_grad_()

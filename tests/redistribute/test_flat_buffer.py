@@ -38,7 +38,7 @@ FLOATS = [torch.float64] * len(TENSORS)
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("chosen", [range(len(TENSORS)), [3, 0, 2]])
-def test_packing_equal_shards_equals_packing_one_by_one(ranks, chosen):
+def test_batched_packing_of_even_shards_equals_packing_one_by_one(ranks, chosen):
     rows = rows_of(ranks, 1, FLOATS)
     assert rows.even_dims == (0, 1, None, 2, 0)
     one_by_one = dataclasses.replace(rows, even_dims=None)
@@ -55,7 +55,7 @@ def test_packing_equal_shards_equals_packing_one_by_one(ranks, chosen):
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_unpacking_equal_shards_equals_unpacking_one_by_one(ranks):
+def test_batched_unpacking_of_even_shards_equals_unpacking_one_by_one(ranks):
     rows = rows_of(ranks, 0, FLOATS)
     one_by_one = dataclasses.replace(rows, even_dims=None)
     row, locals_ = numbers((sum(rows.lengths),), 5), [numbers(size, i) for i, size in enumerate(rows.sizes[0])]
@@ -72,7 +72,7 @@ def test_uneven_shards_and_mixed_dtypes_are_not_batched():
     assert rows_of(2, 0, [torch.float64, *[torch.float32] * (len(TENSORS) - 1)]).even_dims is None
 
 
-def test_number_of_copies_does_not_grow_with_the_ranks():
+def test_number_of_pack_and_unpack_copies_does_not_grow_with_the_ranks():
     class Count(TorchDispatchMode):
         calls = 0
 

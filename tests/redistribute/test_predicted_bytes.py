@@ -103,7 +103,7 @@ def kernels(mesh: dt.DeviceMesh) -> None:
 PROGRAMS = (matrices, redistributions, styles, kernels)
 
 
-def received(size: int) -> list[tuple[int, int, list[str]]]:
+def count_received_bytes(size: int) -> list[tuple[int, int, list[str]]]:
     """Return for each program the received bytes, the bytes of its events, and the operators that are not counted."""
     # small all-reduces on gloo use one round, which sends more: use two rounds, as for large ones
     torch_backends._TRAITS["gloo"] = replace(torch_backends._TRAITS["gloo"], one_round_bytes=0)
@@ -121,7 +121,7 @@ GLOO = BUILT_IN_PROFILE.links["gloo"]
 GLOO_PROFILE = Profile({"gloo": GLOO, "nccl": GLOO}, {}, 8, {"meta": DEVICES["CPU"]})
 
 
-def predicted(device: str, size: int) -> list[int]:
+def predict_bytes(device: str, size: int) -> list[int]:
     """Return the bytes of each program on an in-process mesh or in a dry run."""
     mesh = dt.init_device_mesh(device, (size,))
     found = []
@@ -137,10 +137,10 @@ def predicted(device: str, size: int) -> list[int]:
 def test_dry_run_predicts_the_bytes_that_processes_receive(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compare with a dry run whose profile is that of gloo; by default a dry run uses GPU profiles."""
     monkeypatch.setattr(profiles, "_process_profile", lambda: GLOO_PROFILE)
-    expected = predicted("meta", size)
+    expected = predict_bytes("meta", size)
     assert all(expected)
-    assert predicted("cpu", size) == expected
-    for rank in run_gloo(received, size, size):
+    assert predict_bytes("cpu", size) == expected
+    for rank in run_gloo(count_received_bytes, size, size):
         assert [counted for counted, _, _ in rank] == expected
-        assert [told for _, told, _ in rank] == expected
+        assert [reported for _, reported, _ in rank] == expected
         assert not any(unknown for _, _, unknown in rank)

@@ -29,8 +29,8 @@ RANKS: dict[str, tuple[Any, Any]] = {
     "overlapping": ([0, 1, 2], [3, 2, 1]),
     "reshaped": ([0, 1, 2, 3], [[0, 1], [2, 3]]),
     "transposed": ([[0, 1], [2, 3]], [[0, 2], [1, 3]]),
-    "part of it": ([[0, 1], [2, 3]], [2, 1]),
-    "more of them": ([1], [0, 1, 2, 3]),
+    "subset": ([[0, 1], [2, 3]], [2, 1]),
+    "superset": ([1], [0, 1, 2, 3]),
 }
 
 
@@ -91,7 +91,7 @@ def test_replicas_share_the_sending_between_meshes() -> None:
     assert crossing.sent == (24, 24, 24, 24, 0, 0, 0, 0)
 
 
-def test_gradients_return_to_the_source_mesh() -> None:
+def test_redistribute_between_meshes_returns_gradients_to_the_source_mesh() -> None:
     a, b = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [[1, 2], [3, 4]])
     x = dt.distribute_tensor(torch.arange(15.0).reshape(5, 3), a, [S0]).requires_grad_()
     y = x.redistribute(b, [S1, S0])
@@ -125,14 +125,14 @@ def test_redistribution_between_meshes_is_counted_and_explained() -> None:
     assert "exchange among 4 ranks" in str(x.explain_redistribute([S0], device_mesh=b))
 
 
-def test_redistribute_to_another_kind_of_mesh_raises() -> None:
+def test_redistribute_from_a_cpu_mesh_to_a_meta_mesh_raises() -> None:
     x = dt.distribute_tensor(torch.ones(4), DeviceMesh("cpu", 2), [S0])
     with pytest.raises(MeshError, match="kind differs"):
         x.redistribute(DeviceMesh("meta", 2), [S0])
 
 
 # --- processes -------------------------------------------------------------------------------------------------------------
-def _between_on_gloo(message_by_message: bool) -> list[list[torch.Tensor]]:
+def _redistribute_between_meshes_on_gloo(message_by_message: bool) -> list[list[torch.Tensor]]:
     if message_by_message:
         torch_backends._TRAITS["gloo"] = torch_backends.BackendTraits(False, False, direct_bytes=0, one_round_bytes=-1)
     results = []
@@ -154,8 +154,8 @@ def _between_on_gloo(message_by_message: bool) -> list[list[torch.Tensor]]:
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("message_by_message", [False, True])
-def test_redistribute_between_meshes_on_process_groups(message_by_message: bool) -> None:
-    results = run_gloo(_between_on_gloo, 4, message_by_message, timeout_s=60.0)
+def test_redistribute_between_meshes_on_processes_gives_each_rank_its_block(message_by_message: bool) -> None:
+    results = run_gloo(_redistribute_between_meshes_on_gloo, 4, message_by_message, timeout_s=60.0)
     for at, (first, second) in enumerate(RANKS.values()):
         a, b = DeviceMesh("cpu", first), DeviceMesh("cpu", second)
         for seed, (src, dst) in enumerate(pairs_between(a, b, 25)):

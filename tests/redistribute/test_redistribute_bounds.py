@@ -97,7 +97,7 @@ def check_run(pairs: list[tuple[Layout, Layout]]) -> None:
 
 
 @pytest.mark.parametrize("mesh_shape", MESHES, ids=str)
-def test_some_plans_run_as_planned(mesh_shape: tuple[int, ...]) -> None:
+def test_sampled_plans_give_each_rank_its_block_by_the_planned_collectives(mesh_shape: tuple[int, ...]) -> None:
     pairs = list(pairs_on(mesh_shape, (5, 7), torch.int64))
     count = 200 // math.prod(mesh_shape)
     check_run(random.Random(1).sample(pairs, min(count, len(pairs))))
@@ -106,7 +106,9 @@ def test_some_plans_run_as_planned(mesh_shape: tuple[int, ...]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [(8, 8), (9, 11)], ids=str)
 @pytest.mark.parametrize("mesh_shape", MESHES, ids=str)
-def test_all_plans_run_as_planned(mesh_shape: tuple[int, ...], shape: tuple[int, ...]) -> None:
+def test_all_plans_give_each_rank_its_block_by_the_planned_collectives(
+    mesh_shape: tuple[int, ...], shape: tuple[int, ...]
+) -> None:
     check_run(list(pairs_on(mesh_shape, shape, torch.int64)))
 
 
@@ -122,7 +124,7 @@ def test_all_reduce_receives_the_bytes_of_a_ring(mesh_shape: tuple[int, ...]) ->
 
 
 @pytest.mark.parametrize("mesh_shape", [(2, 2), (2, 4), (2, 2, 2)], ids=str)
-def test_no_plan_costs_more_than_via_replicate(mesh_shape: tuple[int, ...]) -> None:
+def test_no_plan_costs_more_than_redistributing_through_replicate(mesh_shape: tuple[int, ...]) -> None:
     mesh = mesh_of(mesh_shape)
     for shape in ((8, 8), (600, 500)):
         choices = [*PLACEMENTS, Partial(), Partial("max")]

@@ -40,7 +40,7 @@ def test_execute_many_gives_each_rank_its_blocks(shape: tuple[int, ...]) -> None
         assert not wrong, "\n".join([str(plan(src, dst)), *wrong])
 
 
-def _many_on_gloo() -> list[torch.Tensor]:
+def _execute_many_on_gloo() -> list[torch.Tensor]:
     mesh = DeviceMesh("cpu", torch.arange(4).reshape(2, 2))
     pairs, member = some_pairs(mesh, 60), mesh.current_member()
     assert member is not None
@@ -50,8 +50,8 @@ def _many_on_gloo() -> list[torch.Tensor]:
 
 
 @pytest.mark.gloo
-def test_execute_many_on_process_groups() -> None:
-    results = run_gloo(_many_on_gloo, 4)
+def test_execute_many_on_process_groups_gives_each_rank_its_blocks() -> None:
+    results = run_gloo(_execute_many_on_gloo, 4)
     mesh = DeviceMesh("cpu", torch.arange(4).reshape(2, 2))
     for seed, (src, dst) in enumerate(some_pairs(mesh, 60)):
         wrong = wrong_members(dst, reduce_addends(src, make_addends(src, seed)), [ranks[seed] for ranks in results])
@@ -70,7 +70,7 @@ def tensors(mesh: DeviceMesh, placements: Any, count: int = 5) -> list[dt.DTenso
     [(S0, R, "all_gather"), (S0, S1, "all_to_all"), (P, R, "all_reduce"), (P, S0, "reduce_scatter")],
     ids=str,
 )
-def test_redistribute_many_issues_one_collective_per_pass(src: Any, dst: Any, kind: str) -> None:
+def test_redistribute_many_issues_one_collective_in_forward_and_one_in_backward(src: Any, dst: Any, kind: str) -> None:
     mesh = DeviceMesh("cpu", 2)
     xs = tensors(mesh, [src])
     with CommDebugMode() as comm:
@@ -85,14 +85,14 @@ def test_redistribute_many_issues_one_collective_per_pass(src: Any, dst: Any, ki
     assert all(g.placements == ((R if src is P else src),) for g in grads[:3])
 
 
-def test_redistribute_many_returns_tensors_that_have_the_layout() -> None:
+def test_redistribute_many_returns_inputs_that_already_have_the_layout() -> None:
     xs = tensors(DeviceMesh("cpu", 2), [S0])
     ys = dt.redistribute_many(xs, [[S0], [R], [S0], [S1], [R]])
     assert [y is x for x, y in zip(xs, ys, strict=True)] == [True, False, True, False, False]
     assert dt.redistribute_many([], []) == []
 
 
-def test_asynchronous_redistribute_many() -> None:
+def test_async_redistribute_many_gives_equal_values() -> None:
     mesh = DeviceMesh("cpu", 2)
     xs = tensors(mesh, [S0])
     ys = dt.redistribute_many(xs, [R], async_op=True)

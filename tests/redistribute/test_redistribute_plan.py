@@ -186,12 +186,12 @@ def test_plans_of_equal_layouts_are_one_cached_object() -> None:
     ],
     ids=str,
 )
-def test_steps_of_plan_for_each_transition(src: Any, dst: Any, steps: list[type]) -> None:
+def test_plan_between_two_placements_has_the_expected_steps(src: Any, dst: Any, steps: list[type]) -> None:
     found = planned(mesh_of(2, 3), src, dst)
     assert [type(step) for step in found.steps] == steps, str(found)
 
 
-def test_large_partial_tensors_use_reduce_scatter() -> None:
+def test_plans_of_large_partial_tensors_use_reduce_scatter() -> None:
     mesh, shape = mesh_of(2, 3), (600, 600)
     found = planned(mesh, [P, S0], [S0, S0], shape)
     assert [type(step) for step in found.steps] == [ReduceScatter, Exchange]
@@ -210,7 +210,7 @@ def test_plans_of_empty_tensors_do_not_communicate() -> None:
         assert not plan(src, dst).communicates
 
 
-def test_different_reductions_run_from_the_last_mesh_dim() -> None:
+def test_plans_run_different_reductions_from_the_last_mesh_dim_to_the_first() -> None:
     first, second = planned(mesh_of(2, 3), [P, Partial("max")], [R, R]).steps
     assert (first.mesh_dims, second.mesh_dims) == ((1,), (0,))
     # inner addends cannot stay partial while outer ones are reduced
@@ -238,7 +238,7 @@ def test_reduce_scatter_uses_the_shard_sizes_of_the_destination() -> None:
 
 # --- algebra of reductions, by enumeration ----------------------------------------------------------------------------
 @pytest.mark.parametrize(("outer", "inner"), list(itertools.product(OPS, OPS)))
-def test_may_commute_equals_brute_force(outer: str, inner: str) -> None:
+def test_may_commute_of_two_reductions_equals_brute_force(outer: str, inner: str) -> None:
     mesh = mesh_of(2, 3)
     nest = Layout.of(mesh, [Partial(outer), Partial(inner)], (50,), dtype=torch.float64)
     swapped = Layout.of(mesh_of(3, 2), [Partial(inner), Partial(outer)], (50,), dtype=torch.float64)
@@ -248,7 +248,7 @@ def test_may_commute_equals_brute_force(outer: str, inner: str) -> None:
 
 
 @pytest.mark.parametrize(("op", "inner"), list(itertools.product(OPS, OPS)))
-def test_may_pad_and_may_enter_equal_brute_force(op: str, inner: str) -> None:
+def test_may_pad_and_may_enter_of_two_reductions_agree_with_brute_force(op: str, inner: str) -> None:
     identity = {"sum": 0.0, "avg": None, "max": -math.inf, "min": math.inf, "product": 1.0}[op]
     if identity is None:  # the mean has no identity
         assert not may_pad(op, [])
@@ -295,7 +295,7 @@ def test_plan_to_partial_of_monoid_with_finalize_raises() -> None:
     assert planned(mesh, [R, R], [Partial(LAST), R]).collectives == 0
 
 
-def test_monoids_use_all_reduce_instead_of_reduce_scatter() -> None:
+def test_plans_of_monoids_use_all_reduce_instead_of_reduce_scatter() -> None:
     found = planned(mesh_of(2, 3), [Partial(LAST), R], [S0, R])
     assert [type(step) for step in found.steps] == [AllReduce, Slice]
 

@@ -63,7 +63,7 @@ def check_some(pairs: list[tuple[Layout, Layout]], count: int) -> None:
 @pytest.mark.parametrize(
     ("mesh_shape", "shape", "dtype"), keep_diagonals_fast([(2,), (3,)], SHAPES, [torch.float64, torch.int64]), ids=str
 )
-def test_redistribute_between_all_layouts_on_1d_meshes(
+def test_redistribute_between_all_layouts_on_1d_meshes_equals_reference(
     mesh_shape: tuple[int, ...], shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     ops = ALL_OPS if dtype.is_floating_point else ("sum", "max", "min", "product", LAST)
@@ -73,7 +73,7 @@ def test_redistribute_between_all_layouts_on_1d_meshes(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh_shape", [(2, 2), (2, 3)], ids=str)
-def test_redistribute_between_all_layouts_on_2d_meshes(mesh_shape: tuple[int, ...]) -> None:
+def test_redistribute_between_all_layouts_on_2d_meshes_equals_reference(mesh_shape: tuple[int, ...]) -> None:
     for src, dst in all_pairs(all_layouts(mesh_of(*mesh_shape), (5, 7), torch.int64)):
         check(src, dst)
 
@@ -85,25 +85,25 @@ def test_redistribute_between_all_layouts_on_2d_meshes(mesh_shape: tuple[int, ..
     ),
     ids=str,
 )
-def test_redistribute_between_random_layouts_on_2d_and_3d_meshes(
+def test_redistribute_between_random_layouts_on_2d_and_3d_meshes_equals_reference(
     mesh_shape: tuple[int, ...], shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     check_some(all_pairs(all_layouts(mesh_of(*mesh_shape), shape, dtype)), 30)
 
 
 @pytest.mark.parametrize("mesh_shape", [(2, 3), pytest.param((2, 2, 2), marks=pytest.mark.slow)], ids=str)
-def test_redistribute_between_random_layouts_of_all_reductions(mesh_shape: tuple[int, ...]) -> None:
+def test_redistribute_between_random_partial_layouts_equals_reference(mesh_shape: tuple[int, ...]) -> None:
     """Check six reductions on all mesh dims, where only one order of reduction gives the value."""
     check_some(all_pairs(all_layouts(mesh_of(*mesh_shape), (4, 3), torch.float64, ALL_OPS)), 300)
 
 
-def test_redistribute_monoid_for_which_zero_is_no_identity() -> None:
+def test_redistribute_of_monoid_whose_identity_is_not_zero_equals_reference() -> None:
     for src, dst in all_pairs(all_layouts(mesh_of(2, 2), (4,), torch.float64, ("sum", COUNTED))):
         check(src, dst)
 
 
 @pytest.mark.parametrize("mesh_shape", [(2, 2), pytest.param((2, 3), marks=pytest.mark.slow)], ids=str)
-def test_redistribute_monoid_that_is_not_elementwise(mesh_shape: tuple[int, ...]) -> None:
+def test_redistribute_of_monoid_that_is_not_elementwise_equals_reference(mesh_shape: tuple[int, ...]) -> None:
     """Check a monoid of matrix products, which cannot be reduced block by block."""
     mesh = mesh_of(*mesh_shape)
     found = all_layouts(mesh, (3, 3), torch.int64, ("sum", MATMUL))
@@ -134,7 +134,7 @@ def test_asynchronous_execution_gives_equal_results(placements: tuple[Any, Any])
     check(src, dst, async_op=True)
 
 
-def test_redistribute_on_submeshes() -> None:
+def test_redistribute_on_submeshes_equals_reference() -> None:
     whole = DeviceMesh("cpu", [[0, 1, 2], [3, 4, 5]], mesh_dim_names=("dp", "tp"))
     for mesh in (whole["tp"], whole["dp"], whole["tp", "dp"], whole.flatten()):
         for src, dst in all_pairs(all_layouts(mesh, (5, 4), torch.int64))[::7]:
@@ -142,7 +142,7 @@ def test_redistribute_on_submeshes() -> None:
 
 
 @pytest.mark.parametrize("dtype", keep_every_nth_fast([torch.bool, torch.bfloat16, torch.complex64, torch.uint8], 4), ids=str)
-def test_redistribute_of_bool_bfloat16_complex_and_uint8(dtype: torch.dtype) -> None:
+def test_redistribute_and_back_keeps_bool_bfloat16_complex_and_uint8_values(dtype: torch.dtype) -> None:
     mesh = mesh_of(2, 3)
     value = (torch.arange(35).reshape(5, 7) % 3).to(dtype)
     ops = {torch.bool: ("max", "min"), torch.complex64: ("sum", "product")}.get(dtype, ("sum", "max", "min", "product"))
@@ -156,7 +156,7 @@ def test_redistribute_of_bool_bfloat16_complex_and_uint8(dtype: torch.dtype) -> 
         )
 
 
-def test_redistribute_of_non_contiguous_local_tensors() -> None:
+def test_redistribute_of_non_contiguous_local_tensors_equals_reference() -> None:
     mesh = mesh_of(2, 2)
     terms = torch.arange(70, dtype=torch.float64).reshape(7, 2, 5)
     for src, dst in all_pairs(all_layouts(mesh, (5, 2, 7), torch.float64, ()))[::5]:

@@ -28,13 +28,13 @@ R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
 KINDS = {AllGather: "all_gather", AllReduce: "all_reduce", Exchange: "all_to_all", ReduceScatter: "reduce_scatter"}
 
 
-def planned(found: Any) -> list[tuple[str, tuple[int, ...]]]:
+def announced_collectives(found: Any) -> list[tuple[str, tuple[int, ...]]]:
     """Return the collectives that a plan announces."""
     assert isinstance(found, Plan)
     return [(KINDS[type(step)], step.mesh_dims) for step in found.steps if step.communicates]
 
 
-def issued(comm: CommDebugMode) -> list[tuple[str, tuple[int, ...]]]:
+def issued_collectives(comm: CommDebugMode) -> list[tuple[str, tuple[int, ...]]]:
     return [(event.kind, event.mesh_dims) for event in comm.events]
 
 
@@ -48,14 +48,16 @@ def redistributions(draw: st.DrawFn) -> tuple[DTensor, torch.Tensor, tuple[Any, 
 
 @settings(max_examples=150)
 @given(redistributions())
-def test_redistribute_and_back_by_the_announced_collectives(case: tuple[DTensor, torch.Tensor, tuple[Any, ...]]) -> None:
+def test_redistribute_issues_the_explained_collectives_and_keeps_the_value(
+    case: tuple[DTensor, torch.Tensor, tuple[Any, ...]],
+) -> None:
     x, value, placements = case
     at = x
     for target in (placements, x.placements, [R] * x.device_mesh.ndim):
         announced = at.explain_redistribute(target)
         with CommDebugMode() as comm:
             at = at.redistribute(placements=target)
-        assert issued(comm) == planned(announced), str(announced)
+        assert issued_collectives(comm) == announced_collectives(announced), str(announced)
         assert sum(event.bytes for event in comm.events) <= announced.bytes  # the plan counts the largest rank in each step
         shards = at.to_local().shards
         for coordinate, shard in zip(at.device_mesh.coordinates, shards, strict=True):
@@ -93,7 +95,7 @@ def test_redistribute_result_does_not_share_memory_with_the_source(placements: A
     assert same.untyped_storage().data_ptr() != source.untyped_storage().data_ptr()
 
 
-def test_peak_bytes_count_source_result_and_receive_buffer() -> None:
+def test_explained_peak_bytes_count_source_result_and_receive_buffer() -> None:
     mesh = dt.init_device_mesh("cpu", (4,))
     x = dt.zeros(16, 16, device_mesh=mesh, placements=[S0])
     block, whole = 256, 1024
@@ -103,7 +105,7 @@ def test_peak_bytes_count_source_result_and_receive_buffer() -> None:
 
 
 # --- async ------------------------------------------------------------------------------------------------------------------
-def test_write_to_source_of_tensor_in_flight_raises_when_it_is_used() -> None:
+def test_write_to_the_source_of_a_tensor_in_flight_raises_at_use_of_the_result() -> None:
     value, mesh = torch.arange(35.0).view(5, 7), dt.init_device_mesh("cpu", (2, 2))
     x = dt.distribute_tensor(value.clone(), mesh, [S0, S1])
     y = x.redistribute(placements=[S1, S0], async_op=True)
@@ -188,7 +190,7 @@ def _run_random_redistributions(direct: bool) -> list[Any]:
             with CommDebugMode() as comm:
                 y = x.redistribute(placements=dst.placements, async_op=seed % 2 == 1)
                 y.to_local()
-            assert issued(comm) == planned(announced), str(announced)
+            assert issued_collectives(comm) == announced_collectives(announced), str(announced)
             assert sum(event.bytes for event in comm.events) <= announced.bytes, str(announced)
             # sums of bools are *or*, which equals their integer sum converted to bool
             got, want = y.full_tensor(), reduce_addends(src, value).to(dtype)
@@ -258,7 +260,7 @@ def test_expanded_elements_are_sent_once(size: Any, dims: Any, before: Any, afte
     assert sum(event.bytes for event in seen.events) == elements * 8
 
 
-def test_gradients_of_expanded_values_have_their_own_memory() -> None:
+def test_gradients_that_autograd_expands_are_contiguous_and_writable() -> None:
     mesh = dt.init_device_mesh("cpu", (4,))
     x = dt.distribute_tensor(torch.randn(5, 6), mesh, [P]).requires_grad_()
     y = dt.distribute_tensor(torch.randn(5, 6), mesh, [S0]).requires_grad_()

@@ -15,7 +15,7 @@ from dtensor.debug import CommDebugMode
 from dtensor.errors import ArgumentError, BudgetError
 
 
-def test_budget_passes_at_the_limit_and_names_the_line_beyond_it() -> None:
+def test_budget_passes_at_the_limit_and_raises_with_the_line_above_it() -> None:
     x, y = distribute_values(make_values(5, 6), S0), distribute_values(make_values(5, 6), S1)
     with CommDebugMode() as comm:
         x + y
@@ -40,7 +40,7 @@ def test_budget_decorator_limits_each_call() -> None:
         step(2)
 
 
-def test_budget_keeps_errors_of_the_block_and_needs_a_limit() -> None:
+def test_budget_raises_the_error_of_its_block_and_raises_without_limits() -> None:
     with pytest.raises(ZeroDivisionError), dt.budget(bytes=0):
         _ = distribute_values(make_values(5), S0).full_tensor(), 1 / 0
     with pytest.raises(ArgumentError, match="at least one limit"), dt.budget():
@@ -69,7 +69,7 @@ def run_pytest(folder: Path, step: str, *options: str) -> int:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestAssertRewriteWarning")
-def test_pytest_plugin_fails_a_test_with_an_extra_all_gather(
+def test_pytest_plugin_records_budgets_and_fails_tests_that_exceed_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")

@@ -46,7 +46,7 @@ def test_listener_gets_calls_on_dtensors_separately_from_calls_on_plain_tensors(
     assert result.full_tensor().equal(torch.ones(8, 6))
 
 
-def test_call_that_runs_under_the_listener_shows_the_calls_on_local_tensors() -> None:
+def test_run_under_passes_the_calls_on_local_tensors_to_the_listener() -> None:
     x = make_operand()
     x.exp()  # plans the call
     with Listener(sees_locals=True) as listener:
@@ -63,7 +63,7 @@ def test_listener_runs_calls_unchanged_that_it_does_not_listen_to() -> None:
     assert listener.on_dtensors == ["aten::neg"]
 
 
-def test_call_is_planned_and_run_with_selected_strategies() -> None:
+def test_listener_can_plan_and_run_a_call_with_given_strategies() -> None:
     calls: list[OperatorCall] = []
 
     class Planner(CallListener):

@@ -51,7 +51,7 @@ def test_torchrun_commands_of_the_page_have_valid_options() -> None:
     assert len(torchrun_arguments()) == 3
 
 
-def test_kubernetes_manifests_of_the_page_agree() -> None:
+def test_kubernetes_service_and_job_of_the_page_agree_with_torchrun_options() -> None:
     service, job = load_manifests()
     assert [service["kind"], job["kind"]] == ["Service", "Job"]
     pod = job["spec"]["template"]["spec"]

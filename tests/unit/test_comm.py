@@ -46,23 +46,25 @@ MESHES = {
 
 
 @pytest.mark.parametrize(("case", "mesh"), keep_diagonals_fast(comm_cases.CASES, MESHES, every=5))
-def test_collective_case_in_process(case: str, mesh: str) -> None:
+def test_collective_in_process_gives_expected_values(case: str, mesh: str) -> None:
     comm_cases.run_case(case, MESHES[mesh])
 
 
 @pytest.mark.parametrize("case", ["all_gather_of_ragged_pieces", "all_to_all_of_ragged_chunks", "monoids_fold_in_group_order"])
-def test_collective_case_on_a_3d_mesh_in_process(case: str) -> None:
+def test_collective_on_a_3d_mesh_in_process_gives_expected_values(case: str) -> None:
     comm_cases.run_case(case, CUBE)
 
 
 @pytest.mark.gloo
-def test_collective_cases_on_gloo() -> None:
+def test_collectives_on_gloo_give_expected_values() -> None:
     ran = run_gloo(comm_cases.main, 4, timeout_s=60.0)
     assert all(len(names) == 7 for names in ran)
 
 
 @pytest.mark.parametrize(("case", "shape"), keep_diagonals_fast(comm_cases.CASES, [(4,), (2, 2)]))
-def test_collective_case_on_a_backend_of_threads(case: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collective_on_a_thread_backend_gives_expected_values(
+    case: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def program(mesh_of: Callable[..., DeviceMesh]) -> None:
         comm_cases.run_case(case, mesh_of(*shape))
 
@@ -111,13 +113,13 @@ def test_all_reduce_of_addends_of_different_shapes_raises() -> None:
         communicator_of(MESHES["(2,)"]).all_reduce(per_rank([torch.ones(3), torch.ones(1)]), (0,)).wait()
 
 
-def test_communicator_of_a_mesh_is_cached_and_has_no_group_in_process() -> None:
+def test_communicator_is_cached_per_mesh_and_get_group_in_process_raises() -> None:
     assert communicator_of(SQUARE) is communicator_of(SQUARE)
     with pytest.raises(MeshError, match="torchrun"):
         SQUARE.get_group("tp")
 
 
-def test_a_monoid_runs_as_the_first_rank_of_its_group() -> None:
+def test_monoid_in_process_runs_as_the_first_rank_of_its_group() -> None:
     mesh = DeviceMesh("cpu", 2)
     comm = communicator_of(mesh)
     monoid = Monoid("first", lambda a, b: a + mesh.get_rank(), torch.zeros_like)
@@ -169,7 +171,7 @@ def test_collectives_on_the_fake_backend_give_shapes() -> None:
         dist.destroy_process_group()
 
 
-def test_traced_collectives_bind_a_group_once_and_again_after_it_is_remade() -> None:
+def test_traced_collective_binds_its_group_once_and_again_after_reinitialization() -> None:
     for _ in range(2):
         dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
         try:
@@ -230,7 +232,7 @@ def log_around(name: str, log: list[str]) -> Callable[[Callable[[], Any]], Any]:
 
 
 @pytest.mark.parametrize("advances", [False, True])
-def test_a_pending_of_two_rounds_runs_each_round_once_in_order(advances):
+def test_pending_result_of_two_rounds_runs_each_round_once_in_order(advances):
     log: list[str] = []
     pending = make_two_rounds(log)
     if advances:
@@ -246,7 +248,7 @@ def test_a_pending_of_two_rounds_runs_each_round_once_in_order(advances):
 
 
 @pytest.mark.parametrize("advances", [False, True])
-def test_within_wraps_the_end_or_each_round_of_a_pending(advances):
+def test_wrap_completion_wraps_the_end_or_each_round_of_a_pending_result(advances):
     log: list[str] = []
     pending = make_two_rounds(log).wrap_completion(log_around("wait", log), rounds=True).wrap_completion(log_around("outer", log))
     if advances:
@@ -257,6 +259,6 @@ def test_within_wraps_the_end_or_each_round_of_a_pending(advances):
     assert log == ([*rounds[0], "outer (", *rounds[1], ")"] if advances else ["outer (", *rounds[0], *rounds[1], ")"])
 
 
-def test_a_pending_of_one_round_cannot_advance():
+def test_advance_of_a_pending_result_of_one_round_returns_false():
     assert not Pending(lambda: 1).advance()
     assert not Pending.of(1).advance()

@@ -194,7 +194,7 @@ def test_bench_refuses_invalid_arguments_before_it_starts_processes(
     assert problem in capsys.readouterr().err
 
 
-def test_a_missing_extra_is_named_before_any_work(
+def test_commands_without_an_installed_extra_fail_first_and_name_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -225,7 +225,7 @@ def test_help_of_each_command_has_examples_and_no_markup(arguments: list[str], c
     assert len(arguments) < 2 or re.search(r"\nexamples?:\n  ", output), output
 
 
-def test_ranks_of_a_missing_folder_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_command_with_a_missing_folder_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ranks", str(tmp_path / "none")]) == 2
     assert f"there is no folder {tmp_path / 'none'}" in capsys.readouterr().err
 
@@ -249,7 +249,7 @@ def test_plan_suggests_the_nearest_model_name(word: str, suggestion: str, capsys
 
 
 @pytest.mark.parametrize("verb", ["explain", "trace", "plan"])
-def test_an_error_of_the_script_is_raised_unchanged(verb: str, tmp_path: Path) -> None:
+def test_explain_trace_and_plan_raise_an_error_of_the_script_unchanged(verb: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import dtensor as dt\nraise dt.errors.ArgumentError('seventeen')")
     pytest.importorskip("scipy")

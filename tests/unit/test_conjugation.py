@@ -34,7 +34,7 @@ def test_operators_of_lazily_conjugated_tensors_equal_plain_torch(
 
 
 @pytest.mark.parametrize("placement", [dt.Replicate(), dt.Shard(0)], ids=str)
-def test_from_local_of_a_lazily_negated_local_tensor(placement: dt.Placement) -> None:
+def test_from_local_of_a_lazily_negated_tensor_has_its_value_and_gradient(placement: dt.Placement) -> None:
     mesh, x = dt.init_device_mesh("cpu", (2,)), torch.randn(3, 2, dtype=torch.complex128)
     source = dt.distribute_tensor(x, mesh, [placement]).requires_grad_()
     result = dt.DTensor.from_local(source.to_local().conj().imag, mesh, [placement])

@@ -130,7 +130,7 @@ def test_tensors_sent_through_a_queue_share_memory() -> None:
 
 
 @pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1), Partial()], ids=str)
-def test_views_can_be_copied_pickled_and_sent(placement: Any) -> None:
+def test_copied_pickled_and_sent_views_keep_values_and_layouts(placement: Any) -> None:
     mesh = dt.init_device_mesh("cpu", (2, 2))
     for view in VIEWS:
         x = view(scatter(X, mesh, [placement, Shard(0)]))

@@ -33,7 +33,7 @@ def test_a_0d_operand_on_another_mesh_is_used_as_a_number() -> None:
     assert torch.equal(torch.stack([total, x.sum()]).full_tensor(), torch.stack([Y.sum(), (X * Y.sum()).sum()]))
 
 
-def test_a_0d_operand_on_another_mesh_is_differentiable() -> None:
+def test_0d_operand_on_another_mesh_has_the_gradients_of_plain_torch() -> None:
     x, y = dt.distribute_tensor(X, LINE, [S0]).requires_grad_(), dt.distribute_tensor(Y, SQUARE, [S0, S1]).requires_grad_()
     p, q = X.clone().requires_grad_(), Y.clone().requires_grad_()
     for a, b in ((x, y), (p, q)):
@@ -68,7 +68,7 @@ def test_foreach_norm_over_two_meshes_keeps_the_order_of_the_list() -> None:
     assert [round(norm.item(), 3) for norm in norms] == [round(v.norm().item(), 3) for v in (X, Y, X * 2)]
 
 
-def test_operands_with_dims_on_different_meshes_raise() -> None:
+def test_operands_of_one_or_more_dims_on_different_meshes_raise() -> None:
     x, y = dt.distribute_tensor(X, LINE, [S0]), dt.distribute_tensor(X, SQUARE, [S0, S1])
     for call in (lambda: x + y, lambda: torch.cat([x, y]), lambda: x.add_(y), lambda: torch._foreach_add([x], [y])):
         with pytest.raises(MeshError, match=r"different meshes.*redistribute"):
@@ -141,7 +141,7 @@ def test_copies_of_a_0d_operand_on_a_mesh_with_permuted_ranks_are_compared_by_ra
     assert [shard.item() for shard in out._local.shards] == [0.0, 0.0, 1.0, 1.0]
 
 
-def test_a_0d_operand_on_a_submesh_is_differentiable() -> None:
+def test_0d_operand_on_a_submesh_has_the_gradients_of_plain_torch() -> None:
     x, y = dt.distribute_tensor(X, NAMED, [S0, S1]).requires_grad_(), dt.distribute_tensor(Y, DP, [S0]).requires_grad_()
     z = dt.distribute_tensor(Y * 3, TP, [S1]).requires_grad_()
     p, q, r = X.clone().requires_grad_(), Y.clone().requires_grad_(), (Y * 3).requires_grad_()
@@ -234,7 +234,7 @@ def _clip_gradients_over_submeshes() -> None:
 
 
 @pytest.mark.gloo
-def test_gradient_clipping_over_submeshes_on_four_processes() -> None:
+def test_gradient_clipping_over_submeshes_on_processes_equals_plain_torch() -> None:
     run_gloo(_clip_gradients_over_submeshes, 4)
 
 

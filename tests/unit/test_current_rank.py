@@ -81,7 +81,7 @@ def test_arithmetic_with_a_rank_number_runs_for_each_rank(fn: Callable[[Any], An
     assert [repr(value) for value in found.values] == [repr(fn(rank)) for rank in range(3)]
 
 
-def test_rank_numbers_of_meshes_of_different_sizes_cannot_be_combined() -> None:
+def test_sum_of_rank_numbers_of_meshes_of_different_sizes_raises() -> None:
     with pytest.raises(MeshError, match="3 ranks and one of 4 ranks cannot be combined"):
         ROW.get_local_rank() + SQUARE.get_rank()
 
@@ -138,7 +138,7 @@ def test_backward_through_indexing_by_a_rank_number_gives_per_rank_gradients() -
         lambda rank: "%d" % rank,  # noqa: UP031
     ],
 )
-def test_single_value_uses_of_a_rank_number_raise_and_name_map_ranks(fn: Callable[[Any], Any]) -> None:
+def test_uses_of_a_rank_number_that_need_one_value_raise_and_name_map_ranks(fn: Callable[[Any], Any]) -> None:
     with pytest.raises(LayoutError, match=r"rank 0: .*rank 1: (.|\n)*map_ranks") as caught:
         fn(ROW.get_local_rank())
     assert "mesh.get_rank() == 0" in str(caught.value)  # the way to run code on one rank only
@@ -168,7 +168,7 @@ def test_a_rank_number_can_be_formatted_copied_and_pickled() -> None:
 
 # --- comparisons of get_rank() with 0 -------------------------------------------------------------------------------
 @pytest.mark.parametrize("mesh", [SQUARE, SQUARE["tp"], init_device_mesh("cpu", (1,)), DeviceMesh("cpu", [2, 3])], ids=repr)
-def test_get_rank_equals_0_in_process(mesh: DeviceMesh) -> None:
+def test_get_rank_compares_equal_to_0_in_process(mesh: DeviceMesh) -> None:
     rank = mesh.get_rank()
     assert rank == 0
     assert 0 == rank  # noqa: SIM300 - the other side

@@ -114,7 +114,7 @@ def test_comm_debug_mode_counts_object_exchanges_separately() -> None:
 
 @pytest.fixture
 def fake_world() -> Iterator[dt.DeviceMesh]:
-    """A mesh of four ranks on the fake backend. This process is rank 1, and collectives do nothing."""
+    """Yield a mesh of four ranks on the fake backend. This process is rank 1, and collectives do nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
     try:
         yield dt.DeviceMesh("cpu", 4)

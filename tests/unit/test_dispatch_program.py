@@ -27,7 +27,7 @@ def count_plans(name: str) -> int:
     return plans_of_operators()[name][1]
 
 
-def test_each_pass_is_in_the_table_once_and_has_a_docstring() -> None:
+def test_each_dispatch_pass_is_in_its_table_once_and_has_a_docstring() -> None:
     assert PASSES == BEFORE + LOCAL + AFTER
     assert len(set(PASSES)) == len(PASSES)
     assert LOCAL[-1] is wrap_outputs
@@ -48,8 +48,8 @@ def test_results_in_the_default_dtype_follow_its_changes_with_one_plan() -> None
     assert len({count for _, count in found}) == 1  # variants count as one plan of the key
 
 
-def test_finite_and_infinite_numbers_have_plan_variants_under_one_key() -> None:
-    """A partial value times a finite number stays partial; times an infinite one it is reduced first."""
+def test_partial_times_a_finite_number_stays_partial_and_times_infinity_is_right() -> None:
+    """Multiply a partial value by finite numbers and by infinity."""
     x = dt.DTensor.from_local(torch.tensor([[1.0, -2.0, 3.0]]), MESH, [dt.Partial()])
     total = x.full_tensor()
     finite, infinite = x * 2.0, x * float("inf")

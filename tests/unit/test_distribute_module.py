@@ -136,7 +136,7 @@ def test_dtype_conversion_of_a_module_keeps_placements_and_values(convert: str) 
     assert module.to(torch.float32)[0].weight.dtype == torch.float32
 
 
-def test_init_functions_give_the_values_of_one_device() -> None:
+def test_nn_init_functions_give_the_values_of_one_device() -> None:
     module = dt.distribute_module(make_module(), MESH, shard_linears)
     module.apply(lambda m: nn.init.constant_(m.weight, 0.5) if isinstance(m, nn.Linear) else None)
     assert module[0].weight.full_tensor().unique().tolist() == [0.5]

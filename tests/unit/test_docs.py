@@ -102,7 +102,7 @@ SHOWS_OPERATOR_NAMES = ("debugging.md",)  # they depend on the torch version
     [pytest.param(page, marks=needs_undecomposed_linear) if page.name in SHOWS_OPERATOR_NAMES else page for page in PAGES],
     ids=lambda page: str(page.relative_to(ROOT)),
 )
-def test_page_runs_as_written(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_examples_of_page_print_the_shown_output(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # pages save checkpoints here
     wrong = run_page(page.name, page.read_text())
     assert not wrong, "\n\n".join(wrong)

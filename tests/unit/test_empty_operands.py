@@ -131,7 +131,7 @@ def _gather_empty_tensors() -> list[tuple[int, ...]]:
 
 
 @pytest.mark.gloo
-def test_full_tensor_of_empty_tensors_on_processes() -> None:
+def test_full_tensor_of_empty_tensors_on_processes_has_the_global_shape() -> None:
     assert run_gloo(_gather_empty_tensors, 2, timeout_s=30.0) == [[(0, 6)] * 3] * 2
 
 

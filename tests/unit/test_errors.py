@@ -201,7 +201,7 @@ CASES |= {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_invalid_call_raises_its_class_with_the_expected_text(name: str) -> None:
+def test_invalid_call_raises_the_expected_error_class_and_text(name: str) -> None:
     fn, kind, message = CASES[name]
     with pytest.raises(kind, match=f"(?s){message}"):
         fn()
@@ -332,7 +332,7 @@ def test_gather_warning_is_raised_once_per_operator() -> None:
     assert second.placements == (R,)
 
 
-def test_a_dim_out_of_range_raises_after_a_call_with_a_larger_tensor() -> None:
+def test_dim_out_of_range_raises_after_a_call_with_a_tensor_of_more_dims() -> None:
     """Facts of an operator that hold for all sizes are cached for one number of dims only."""
     mesh = dt.DeviceMesh("cpu", 2)
     for shape in ((2, 3, 4), (3, 4, 5)):
@@ -355,7 +355,7 @@ def test_a_dim_out_of_range_raises_after_a_call_with_a_larger_tensor() -> None:
         (lambda x: x.select_scatter(x[0], 0, -3), (2, 6)),
     ],
 )
-def test_scatter_operators_raise_index_error_without_the_dim_or_index(
+def test_scatter_operators_with_dim_or_index_out_of_range_raise_index_error(
     scatter_into: Callable[[Any], Any], shape: tuple[int, ...]
 ) -> None:
     x = torch.ones(shape)

@@ -163,7 +163,7 @@ def write_regrouped(x: Any, w: Any) -> Any:
 @pytest.mark.parametrize(
     ("program", "batch"), keep_diagonals_fast([*REGROUPING_PROGRAMS, write_regrouped], [*BATCH_PLACEMENTS, [Shard(2), Shard(1)]])
 )
-def test_flattening_with_a_regrouped_last_dim_equals_plain_torch(program: Callable[..., Any], batch: Any) -> None:
+def test_view_that_flattens_batch_and_last_dims_equals_plain_torch(program: Callable[..., Any], batch: Any) -> None:
     generator = torch.Generator().manual_seed(0)
     x, w = (torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in ((3, 5, 2, 4), (6, 8)))
     check(program, x, w, mesh=MESH, placements=[batch, [R, R]])
@@ -184,7 +184,7 @@ def test_batch_norm_of_flattened_channels_updates_running_statistics(shape: tupl
 
 
 @pytest.mark.parametrize("batch", BATCH_PLACEMENTS[:4], ids=str)
-def test_linear_of_a_regrouped_batch_needs_no_communication(batch: Any) -> None:
+def test_linear_of_flattened_batch_and_last_dims_needs_no_communication(batch: Any) -> None:
     x = dt.distribute_tensor(torch.randn(3, 5, 2, 4), MESH, batch).requires_grad_()
     w = dt.distribute_tensor(torch.randn(6, 8), MESH, [R, R])
     with dt.budget(bytes=0):
@@ -227,14 +227,14 @@ def test_math_attention_over_sharded_heads_needs_no_communication(heads: Any, ca
     assert all(x.grad.placements == x.placements for x in (q, k, v))
 
 
-def test_gradgradcheck_of_linear_of_a_sharded_batch() -> None:
+def test_linear_of_a_sharded_batch_passes_gradgradcheck() -> None:
     x = dt.distribute_tensor(torch.randn(2, 3, 2, dtype=torch.float64), MESH, [R, Shard(1)]).requires_grad_()
     w = dt.distribute_tensor(torch.randn(2, 2, dtype=torch.float64), MESH, [R, R]).requires_grad_()
     with dt.implicit_replication():  # gradgradcheck mixes in plain tensors
         assert torch.autograd.gradgradcheck(lambda x, w: F.linear(x, w).sin(), (x, w), fast_mode=True)
 
 
-def test_linear_of_a_sharded_batch_for_each_dtype_and_autocast() -> None:
+def test_linear_of_a_sharded_batch_in_each_dtype_and_autocast_equals_plain_torch() -> None:
     x, w, b = torch.randn(3, 5, 7), torch.randn(6, 7), torch.randn(6)
     placements = [[Shard(1), R], [R, R], [R, R]]
     check(F.linear, x.bfloat16(), w.bfloat16(), b.bfloat16(), mesh=MESH, placements=placements)
@@ -258,7 +258,7 @@ def test_captured_linear_of_a_sharded_batch_equals_eager() -> None:
 
 
 @pytest.mark.parametrize("heads", [[R, Shard(1)], [Shard(0), Shard(1)]])
-def test_repeated_batched_matmuls_use_their_own_values(heads: Any) -> None:
+def test_repeated_batched_matmuls_of_new_values_equal_plain_torch(heads: Any) -> None:
     generator = torch.Generator().manual_seed(0)
     for _ in range(3):
         x, y = (torch.randn(3, 4, 5, 6, generator=generator, dtype=torch.float64) for _ in range(2))
@@ -299,7 +299,9 @@ ALIASES: list[Callable[[Any], tuple[Any, ...]]] = [
 
 @pytest.mark.parametrize("placement", [Shard(1), Shard(0), Partial()], ids=str)
 @pytest.mark.parametrize("make_aliases", ALIASES)
-def test_aliases_that_were_read_show_later_writes(make_aliases: Callable[[Any], tuple[Any, ...]], placement: Any) -> None:
+def test_aliases_of_flattened_batches_have_the_values_of_later_writes(
+    make_aliases: Callable[[Any], tuple[Any, ...]], placement: Any
+) -> None:
     x = torch.arange(24.0, dtype=torch.float64).view(2, 3, 4)
     count = len(make_aliases(x))
     for written in range(count):

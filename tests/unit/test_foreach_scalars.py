@@ -70,7 +70,7 @@ def test_foreach_operators_use_the_number_of_each_call() -> None:
     assert x[0].full_tensor().tolist() == [0.25] * 4
 
 
-def test_local_function_of_an_operator_of_a_torch_submodule() -> None:
+def test_local_function_of_linalg_fft_and_special_operators_is_found_by_name() -> None:
     """Operators of ``torch.linalg``, ``torch.fft`` and ``torch.special`` have functions in other modules."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")

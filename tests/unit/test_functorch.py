@@ -106,7 +106,7 @@ def test_grad_of_writes_to_conjugated_views_equals_plain_torch() -> None:
         torch.testing.assert_close(found.full_tensor(), torch.func.grad(program)(x))
 
 
-def test_zero_tangents_without_storage_are_operands() -> None:
+def test_operators_on_zero_tangents_without_storage_equal_plain_torch() -> None:
     """A second transform makes zero tangents without storage; local operators must not read them."""
 
     def product(x: Any, y: Any, t: Any) -> Any:
@@ -197,7 +197,7 @@ def test_redistribution_gather_and_to_local_under_vmap_equal_plain_torch(case: t
 
 
 @pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1)], ids=str)
-def test_batched_gradients_of_redistribute_for_each_placement_of_the_batch(placement: Placement) -> None:
+def test_batched_gradients_of_redistribute_are_right_for_each_batch_placement(placement: Placement) -> None:
     """A sharded batch of gradients is gathered before a DTensor is redistributed under vmap."""
     x = dt.distribute_tensor(torch.arange(6.0), LINE, [Shard(0)]).requires_grad_()
     expected = torch.arange(18.0).reshape(3, 6)
@@ -258,7 +258,7 @@ def test_a_closed_over_dtensor_is_read_and_printed_inside_a_transform(transform:
     assert observed[0] == (repr(x), X.tolist(), X.tolist())
 
 
-def test_random_numbers_inside_a_transform_equal_those_outside() -> None:
+def test_random_numbers_inside_grad_equal_those_outside_and_raise_in_vmap() -> None:
     def draw() -> Any:
         torch.manual_seed(0)
         return dt.randn(4, 5, device_mesh=LINE, placements=[Shard(0)], dtype=torch.float64)

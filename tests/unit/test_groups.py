@@ -36,11 +36,11 @@ def _compare_groups() -> list[bool]:
     ]
 
 
-def test_each_program_group_has_one_library_group() -> None:
+def test_each_process_group_of_the_program_has_one_library_group() -> None:
     assert run_gloo(_compare_groups, 4) == [[True] * 6] * 4
 
 
-def _run_beside_program_collectives() -> list[float]:
+def _run_during_program_collectives() -> list[float]:
     """Start collectives of the program on one rank, for each group of a mesh, and run DTensor operators meanwhile."""
     mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     x = dt.distribute_tensor(torch.arange(64.0).reshape(8, 8), mesh, [dt.Shard(0), dt.Shard(1)], src_data_rank=None)
@@ -57,12 +57,12 @@ def _run_beside_program_collectives() -> list[float]:
     return found
 
 
-def test_program_collectives_of_one_rank_do_not_match_library_collectives() -> None:
-    of_ranks = run_gloo(_run_beside_program_collectives, 4)
+def test_pending_program_collectives_do_not_mix_with_library_collectives() -> None:
+    of_ranks = run_gloo(_run_during_program_collectives, 4)
     assert of_ranks == [[2016.0, 2016.0, 2016.0, part] for part in (-1.0, 3.0, 12.0, -1.0)]
 
 
-def _run_in_two_worlds(store: str) -> list[Any]:
+def _run_in_two_process_groups(store: str) -> list[Any]:
     """Return sums in each of two worlds. One of them is compiled before the second world is made."""
     dist.destroy_process_group()
     step = torch.compile(lambda x: (x * 2).sum(0).redistribute(placements=[dt.Replicate()]), backend="aot_eager")
@@ -81,10 +81,10 @@ def _run_in_two_worlds(store: str) -> list[Any]:
 
 def _run_with_rank(store: str) -> list[Any]:
     os.environ["RANK_OF_TEST"] = str(dist.get_rank())
-    return _run_in_two_worlds(store)
+    return _run_in_two_process_groups(store)
 
 
-def test_a_world_that_is_initialized_again_has_new_library_groups(tmp_path: Any) -> None:
+def test_reinitialized_default_process_group_has_new_library_groups(tmp_path: Any) -> None:
     assert run_gloo(_run_with_rank, 2, str(tmp_path / "store")) == [[[6.0, 10.0, 14.0], 15.0, True] * 2] * 2
 
 

@@ -32,7 +32,7 @@ def test_restart_store_hides_the_keys_of_earlier_starts() -> None:
         start_ranks(store, size)
 
 
-def test_restart_store_works_after_a_killed_start() -> None:
+def test_restart_store_connects_ranks_after_an_earlier_start_was_killed() -> None:
     store = dist.HashStore()
     store.set("dtensor/start", "dtensor/start/dead")  # its first rank arrived and met rank 2
     store.set("dtensor/start/dead/2", "nobody")

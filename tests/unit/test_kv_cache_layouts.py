@@ -49,7 +49,7 @@ def decode(heads: int, cache_placement: dt.Placement, window: int = 0, length: i
 
 @pytest.mark.parametrize("window", [0, 32])
 @pytest.mark.parametrize(("heads", "cache_placement"), [(1, Shard(3)), (8, UNEVEN)])
-def test_a_decoding_step_sends_only_the_new_keys(heads: int, cache_placement: dt.Placement, window: int) -> None:
+def test_decoding_steps_after_the_first_send_only_the_new_keys(heads: int, cache_placement: dt.Placement, window: int) -> None:
     new = 2 * heads * 16 * 4
     first, *then, last = decode(heads, cache_placement, window)
     assert last <= new < first

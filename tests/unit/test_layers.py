@@ -199,7 +199,7 @@ def test_files_and_functions_are_within_the_line_limits() -> None:
     assert not found, "\n".join(found)
 
 
-def test_each_folder_is_a_layer() -> None:
+def test_each_folder_is_a_layer_and_the_root_has_only_public_modules() -> None:
     """``ls dtensor`` shows the layers. The root has only the package root and public aliases."""
     folders = {module_name(path).replace(".", "/").removeprefix("dtensor/") for path in MODULES if path.name == "__init__.py"}
     assert {folder.partition("/")[0] for folder in folders} - {"dtensor"} <= set(LAYERS) | {"parallel"}
@@ -207,7 +207,7 @@ def test_each_folder_is_a_layer() -> None:
     assert at_root == {"__init__", "__main__", "errors", "functional", "install", "placement", "sharded_tensor"} | ALIASES
 
 
-def test_print_lines_per_layer() -> None:
+def test_printed_lines_per_layer_count_each_module() -> None:
     """``make layers`` prints the lines of each layer."""
     counted: dict[int, list[tuple[str, int]]] = {}
     for path in MODULES:

@@ -210,7 +210,7 @@ def test_placements_on_mesh_dims_of_size_one_do_not_change_the_blocks() -> None:
         assert layout.placements[1] == placement
 
 
-def test_layout_predicates_and_byte_counts() -> None:
+def test_is_partial_is_replicated_and_byte_counts_follow_the_placements() -> None:
     assert Layout.of(MESH_2, [Partial()], (3,)).is_partial
     assert not Layout.of(MESH_2, [Partial()], (3,)).is_replicated
     assert Layout.of(MESH_2, [R], (3,)).is_replicated

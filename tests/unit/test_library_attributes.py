@@ -39,7 +39,7 @@ def test_operators_store_only_declared_attributes() -> None:
 
 
 @pytest.mark.parametrize("name", ATTRIBUTES)
-def test_declared_writers_and_readers_of_an_attribute_use_it(name: str) -> None:
+def test_modules_declared_to_use_an_attribute_name_it_in_their_source(name: str) -> None:
     folder = Path(dt.__file__).parent
     paths = [*folder.glob("state/*.py"), *folder.glob("dispatch/**/*.py")]
     sources = [path.read_text() for path in paths if path.name != "tensor_state.py"]

@@ -186,7 +186,7 @@ def test_dispatch_modes_observe_local_operators_decomposed(mode: type[RecordingM
     assert ("Linear" in type(result.grad_fn).__name__) == (mode is PassiveRecordingMode and LINEAR_REACHES_DTENSOR)
 
 
-def test_linear_and_matmul_under_autocast_forward_ad_and_torch_func() -> None:
+def test_linear_and_matmul_under_autocast_forward_ad_and_torch_func_equal_torch() -> None:
     x, weight = make_tensor(4, 3, 6), make_tensor(8, 6)
     distributed, distributed_weight = make_dtensor(x, (S(0), R)), make_dtensor(weight, (R, S(0)))
     with torch.autocast("cpu", torch.bfloat16):

@@ -52,7 +52,9 @@ PLAIN_TENSOR_USES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("use", PLAIN_TENSOR_USES.values(), ids=PLAIN_TENSOR_USES.keys())
 @pytest.mark.parametrize("leaf", [True, False])
-def test_gradient_of_a_plain_tensor_is_that_of_one_rank(use: Callable[[Tensor, Tensor], Tensor], leaf: bool) -> None:
+def test_gradient_of_a_plain_tensor_in_map_ranks_is_that_of_one_rank_not_the_sum(
+    use: Callable[[Tensor, Tensor], Tensor], leaf: bool
+) -> None:
     def gradient(program: Callable[[Tensor], Any]) -> Tensor:
         w = torch.arange(9.0, dtype=torch.float64).reshape(3, 3).requires_grad_()
         program(w if leaf else w * 2).backward()
@@ -83,7 +85,7 @@ def test_sparse_gradient_of_a_plain_embedding_is_that_of_one_rank() -> None:
     assert table.weight.grad.to_dense()[:, 0].tolist() == [0.0, 2.0, 1.0, 0.0, 0.0]
 
 
-def test_different_gradients_of_a_plain_tensor_raise() -> None:
+def test_gradients_of_a_plain_tensor_that_differ_between_ranks_raise() -> None:
     w = torch.ones(3, requires_grad=True)
     loss = dt.map_ranks(lambda at: (w * (at[0] + 1)).sum(), mesh=MESH)
     with pytest.raises(LayoutError, match=r"gradient .* differs between ranks"):
@@ -98,7 +100,7 @@ def test_autograd_grad_inside_map_ranks_returns_per_rank_gradients() -> None:
     assert [shard.tolist() for shard in transformed.shards] == [[1.0] * 3, [2.0] * 3, [3.0] * 3]
 
 
-def test_each_rank_trains_its_own_model() -> None:
+def test_each_rank_trains_its_own_model_to_equal_parameters() -> None:
     def train(at: tuple[int, ...], model: nn.Module, x: Tensor) -> Tensor:
         optimizer = torch.optim.Adam(model.parameters())
         for _ in range(2):
@@ -286,7 +288,7 @@ def test_a_function_compiled_as_one_graph_runs_inside_map_ranks() -> None:
         assert torch.equal(shard, (BATCH + rank).sin() * 2)
 
 
-def test_gradient_through_a_compiled_function_inside_map_ranks() -> None:
+def test_gradient_of_compiled_function_in_map_ranks_is_right_and_fullgraph_raises() -> None:
     w = torch.ones(3, requires_grad=True)
     dt.map_ranks(lambda at: torch.compile(lambda: (w * 2).sum(), backend="eager")(), mesh=MESH).backward()
     assert w.grad is not None
@@ -297,7 +299,7 @@ def test_gradient_through_a_compiled_function_inside_map_ranks() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
-def test_flex_attention_of_local_heads_runs_per_rank() -> None:
+def test_flex_attention_of_local_heads_runs_in_map_ranks_and_raises_without_it() -> None:
     q, heads = torch.randn(1, 6, 16, 8), [dt.Shard(1)]
     x = dt.distribute_tensor(q, MESH, heads)
 

@@ -134,7 +134,7 @@ def test_memory_peaks_equal_profiler_peaks_on_processes() -> None:
             assert predicted == pytest.approx(measured, rel=rel), program.__name__
 
 
-def test_memory_asks_for_no_name_that_the_package_root_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_report_does_not_trigger_advice_on_missing_public_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """The advice for a missing name reads source files, which took most of the time of a report."""
 
     def refuse(name: str, *_: object) -> str:

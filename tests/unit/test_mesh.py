@@ -41,7 +41,7 @@ def test_device_mesh_of_an_int_has_that_many_ranks() -> None:
     assert init_device_mesh("cpu", (3,)) == DeviceMesh("cpu", 3)
 
 
-def test_mesh_attributes_of_a_3d_mesh() -> None:
+def test_ndim_size_names_kind_and_rank_of_a_3d_mesh_are_right() -> None:
     assert CUBE.ndim == 3
     assert CUBE.size() == 12
     assert CUBE.size(1) == CUBE.size("pp") == CUBE.size(-2) == 3
@@ -169,7 +169,7 @@ def test_concatenate_joins_submeshes_of_different_unflattened_meshes() -> None:
 
 
 @given(splits=st.lists(st.permutations([2, 3, 2, 1, 1]), min_size=2, max_size=3))
-def test_unify_roots_keeps_shapes_ranks_and_groups(splits: list[list[int]]) -> None:
+def test_unify_roots_of_unflattened_meshes_keeps_shapes_ranks_and_groups(splits: list[list[int]]) -> None:
     world = init_device_mesh("cpu", (12,))
     meshes = [world.unflatten(0, sizes) for sizes in splits]
     found = unify_roots(meshes)
@@ -382,7 +382,7 @@ def test_backend_override_sets_the_backend_of_groups_on_processes() -> None:
     run_gloo(_check_backends_of_groups, 4)
 
 
-def test_backend_override_is_checked_in_process() -> None:
+def test_invalid_backend_override_raises_in_process() -> None:
     assert dt.init_device_mesh("cpu", (2, 2), backend_override={1: "gloo"}).shape == (2, 2)
     without_backends = dt.DeviceMesh("cpu", [[0, 1], [2, 3]], _init_backend=False)  # as in torch's tests
     assert without_backends == dt.init_device_mesh("cpu", (2, 2))

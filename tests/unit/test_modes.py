@@ -57,6 +57,7 @@ def entered_mesh() -> AbstractContextManager[Any]:
     return MESH
 
 
+MODE_NAMES = ["explicit", "implicit_replication", "random_mode", "entered_mesh"]  # of MODES, in order
 MODES: list[tuple[Callable[[], AbstractContextManager[Any]], Callable[[], bool]]] = [
     (dt.explicit, _is_explicit),
     (dt.implicit_replication, _is_implicit),
@@ -132,7 +133,7 @@ def test_modes_of_asyncio_tasks_are_independent() -> None:
     assert asyncio.run(main()) == [[]] * 5
 
 
-@pytest.mark.parametrize("number", range(len(MODES)))
+@pytest.mark.parametrize("number", range(len(MODES)), ids=MODE_NAMES)
 def test_mode_blocks_can_end_in_any_order(number: int) -> None:
     enter, on = MODES[number]
 
@@ -148,7 +149,7 @@ def test_mode_blocks_can_end_in_any_order(number: int) -> None:
     assert not on()
 
 
-@pytest.mark.parametrize("number", range(len(MODES)))
+@pytest.mark.parametrize("number", range(len(MODES)), ids=MODE_NAMES)
 def test_a_mode_block_closed_in_another_thread_or_context_has_ended(number: int) -> None:
     enter, on = MODES[number]
 
@@ -173,7 +174,7 @@ def test_a_mode_block_closed_in_another_thread_or_context_has_ended(number: int)
     assert not on()
 
 
-@pytest.mark.parametrize("number", range(len(MODES)))
+@pytest.mark.parametrize("number", range(len(MODES)), ids=MODE_NAMES)
 def test_a_copied_context_keeps_its_modes(number: int) -> None:
     enter, on = MODES[number]
     outside = contextvars.copy_context()
@@ -186,7 +187,7 @@ def test_a_copied_context_keeps_its_modes(number: int) -> None:
     assert inside.run(on)
 
 
-@pytest.mark.parametrize("number", range(len(MODES)))
+@pytest.mark.parametrize("number", range(len(MODES)), ids=MODE_NAMES)
 def test_mode_blocks_end_after_exceptions_and_nest(number: int) -> None:
     enter, on = MODES[number]
     with pytest.raises(ZeroDivisionError), enter():
@@ -201,8 +202,8 @@ def test_mode_blocks_end_after_exceptions_and_nest(number: int) -> None:
     assert not on()
 
 
-@pytest.mark.parametrize("number", range(3))
-def test_functions_decorated_with_a_mode_run_inside_it(number: int) -> None:
+@pytest.mark.parametrize("number", range(3), ids=MODE_NAMES[:3])
+def test_decorated_functions_run_in_the_mode_and_generator_functions_raise(number: int) -> None:
     enter, on = MODES[number]
 
     @enter()
@@ -335,7 +336,7 @@ def test_comm_debug_mode_counts_only_collectives_of_its_thread_or_task() -> None
     assert events.listeners == listeners_before
 
 
-def test_communicator_map_in_threads_has_the_rank_of_each_run() -> None:
+def test_communicator_map_in_threads_runs_with_the_right_current_rank() -> None:
     wrong: list[Any] = []
 
     def check_ranks() -> None:

@@ -20,7 +20,7 @@ PLACEMENTS = [[Replicate()], [Shard(0)], [Partial()]]
 
 
 @pytest.mark.parametrize("sections", [torch.tensor([2, 5]), torch.tensor(4), torch.tensor([-3])], ids=str)
-def test_tensor_split_accepts_distributed_sections(sections: torch.Tensor) -> None:
+def test_tensor_split_with_distributed_sections_equals_plain_torch(sections: torch.Tensor) -> None:
     mesh = dt.init_device_mesh("cpu", (3,))
     for placement in PLACEMENTS:
         for section_placement in [[Replicate()], None, [Shard(0)]] if sections.ndim else [[Replicate()], None]:
@@ -42,7 +42,7 @@ def test_tensor_split_of_plain_tensors_is_unchanged() -> None:
 
 
 @pytest.mark.skipif(not hasattr(torch.nn.functional, "linear_cross_entropy"), reason="newer than this torch")
-def test_chunked_linear_cross_entropy_has_a_loss_per_sample() -> None:
+def test_chunked_linear_cross_entropy_without_reduction_equals_plain_torch() -> None:
     from torch.testing._internal.common_methods_invocations import op_db
 
     (entry,) = (e for e in op_db if e.formatted_name == "nn_functional_linear_cross_entropy_chunked_none")
@@ -152,7 +152,7 @@ def test_matrix_rank_of_empty_matrices_writes_zeros_to_out() -> None:
 
 
 @needs_undecomposed_linear
-def test_eigh_of_a_complex_matrix_is_twice_differentiable() -> None:
+def test_second_derivative_of_eigh_of_a_complex_matrix_equals_plain_torch() -> None:
     def second(x: Any) -> Any:
         x = x.detach().requires_grad_()
         values, vectors = torch.linalg.eigh(x)

@@ -159,7 +159,7 @@ def test_host_reads_need_equal_values_on_all_ranks(read: Callable[[Any], Any]) -
         read(per_rank([torch.tensor(0.0), torch.tensor(2.0)]))
 
 
-def test_host_reads_compare_values_bitwise() -> None:
+def test_host_reads_accept_equal_nans_and_raise_for_zero_and_minus_zero() -> None:
     assert np.isnan(per_rank([torch.tensor(float("nan"))] * 2).item())
     with pytest.raises(LayoutError):
         per_rank([torch.tensor(0.0), torch.tensor(-0.0)]).item()
@@ -247,7 +247,7 @@ def test_backward_gives_each_rank_its_own_gradient() -> None:
     assert lists(x.grad) == lists(torch.zeros_like(x))
 
 
-def test_backward_through_a_shared_node_runs_once_for_all_ranks() -> None:
+def test_gradient_of_a_tensor_shared_by_ranks_is_that_of_one_rank_not_the_sum() -> None:
     shared = torch.tensor(2.0, requires_grad=True)
     x = per_rank([torch.tensor(3.0), torch.tensor(3.0)]).requires_grad_()
     y = x * (shared * shared)  # one autograd node, shared by the graphs of both ranks
@@ -256,7 +256,7 @@ def test_backward_through_a_shared_node_runs_once_for_all_ranks() -> None:
     assert lists(x.grad) == [4.0, 4.0]
 
 
-def test_gradient_of_a_plain_tensor_must_be_equal_on_all_ranks() -> None:
+def test_gradient_of_a_plain_tensor_is_that_of_one_rank_and_raises_if_ranks_differ() -> None:
     weight = torch.nn.Parameter(torch.ones(3))
     x = per_rank([torch.arange(6.0).reshape(2, 3)] * 2)
     torch.nn.functional.layer_norm(torch.stack([x, x * weight]), (3,), weight).pow(2).sum().backward()
@@ -282,7 +282,7 @@ def test_autograd_grad_returns_per_rank_gradients_of_per_rank_inputs() -> None:
     assert lists(scaled) == [6.0, 60.0]
 
 
-def test_optimizers_update_the_parameter_of_each_rank() -> None:
+def test_optimizers_change_the_parameter_of_each_rank() -> None:
     parameter = torch.nn.Parameter(make_even())
     assert isinstance(parameter, torch.nn.Parameter)
     assert isinstance(parameter, PerRank)
@@ -326,7 +326,7 @@ def test_per_rank_refuses_invalid_lists_and_different_numbers_of_ranks() -> None
             per_rank(wrong)
 
 
-def test_item_raises_without_torch_function() -> None:
+def test_item_of_different_values_raises_without_torch_function() -> None:
     with torch._C.DisableTorchFunctionSubclass(), pytest.raises(LayoutError):
         make_even().sum().item()
 

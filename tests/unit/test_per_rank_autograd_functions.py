@@ -153,8 +153,8 @@ def unpatched_functions() -> Any:
 
 
 @pytest.mark.usefixtures("unpatched_functions")
-@pytest.mark.parametrize("source", ["to_local", "per_rank", "map_ranks", "a leaf", "unpickled"])
-def test_an_apply_read_before_the_mesh_keeps_per_rank_gradients(source: str) -> None:
+@pytest.mark.parametrize("source", ["to_local", "per_rank", "map_ranks", "PerRank constructor", "unpickled"])
+def test_function_apply_bound_before_mesh_creation_gives_per_rank_gradients(source: str) -> None:
     bound = Triple.apply
     mesh = dt.init_device_mesh("cpu", (2,))
     match source:
@@ -185,7 +185,7 @@ def test_a_plain_weight_gets_its_gradient_if_per_rank_inputs_need_none() -> None
 
 
 @pytest.mark.usefixtures("unpatched_functions")
-def test_autograd_function_is_patched_only_once_local_tensors_are_exposed() -> None:
+def test_autograd_function_is_patched_at_the_first_to_local_and_not_before() -> None:
     kind = type(torch.autograd.Function)
     x = dt.distribute_tensor(torch.ones(3), dt.init_device_mesh("cpu", (2,)), [Shard(0)]).requires_grad_()
     Triple.apply(x).sum().backward()
@@ -210,7 +210,7 @@ class Quadruple(Triple):
 
 
 @pytest.mark.usefixtures("unpatched_functions")
-def test_an_autograd_function_that_calls_other_functions_has_their_gradients() -> None:
+def test_autograd_function_that_calls_other_functions_uses_its_own_backward() -> None:
     dt.init_device_mesh("cpu", (2,))
     x = PerRank([torch.ones(2), torch.ones(1, requires_grad=True)])
     found: Any = Quadruple.apply(x)
@@ -230,7 +230,7 @@ def test_an_autograd_function_that_calls_other_functions_has_their_gradients() -
 @pytest.mark.usefixtures("unpatched_functions")
 @pytest.mark.parametrize("two_results", [False, True])
 @pytest.mark.parametrize("parallelism", ["fully_shard", "parallelize_module"])
-def test_a_checkpointed_module_with_per_rank_parameters_keeps_its_graph(parallelism: str, two_results: bool) -> None:
+def test_checkpointed_parallel_module_has_the_gradients_of_plain_torch(parallelism: str, two_results: bool) -> None:
     plain = torch.nn.Linear(3, 4)
     model, mesh = copy.deepcopy(plain), dt.init_device_mesh("cpu", (2,))
     if parallelism == "fully_shard":
@@ -267,7 +267,7 @@ APPLY_READ_AT_IMPORT = SplitOverRanks.apply
 
 
 @pytest.mark.usefixtures("unpatched_functions")
-def test_an_autograd_function_that_splits_a_plain_tensor_over_ranks() -> None:
+def test_function_that_splits_plain_tensor_has_gradients_and_early_apply_raises() -> None:
     dt.init_device_mesh("cpu", (2,))
     per_rank(make_locals())
     x = torch.arange(3.0, requires_grad=True)

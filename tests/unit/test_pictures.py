@@ -34,7 +34,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize(("shape", "placements"), LAYOUTS)
-def test_each_element_is_in_one_box_with_the_ranks_of_its_layout(
+def test_drawn_boxes_have_each_element_once_and_neighbors_have_other_colors(
     shape: tuple[int, ...], placements: tuple[dt.Placement, ...]
 ) -> None:
     layout = dt.Layout.of(MESH, placements, shape)

@@ -33,7 +33,7 @@ def test_placements_are_immutable(placement: Placement) -> None:
         placement.dim = 3
 
 
-def test_placement_predicates() -> None:
+def test_is_shard_is_replicate_and_is_partial_compare_kind_and_argument() -> None:
     assert Shard(1).is_shard()
     assert Shard(1).is_shard(1)
     assert Shard(1).is_shard(dim=1)
@@ -58,7 +58,7 @@ def test_placement_predicates() -> None:
         (Partial(), "Partial(sum)", "P(sum)"),
     ],
 )
-def test_repr_and_str_of_placements(placement: Placement, long: str, short: str) -> None:
+def test_repr_and_str_of_placements_show_dim_sizes_level_and_reduction(placement: Placement, long: str, short: str) -> None:
     assert repr(placement) == long
     assert str(placement) == short
 
@@ -86,7 +86,7 @@ def test_invalid_placement_arguments_raise(make: object, message: str) -> None:
         make()
 
 
-def test_partial_lists_its_reductions() -> None:
+def test_partial_lists_all_reductions_and_the_linear_ones() -> None:
     assert [Partial(op).is_partial(op) for op in Partial.ALL_REDUCE_OPS] == [True] * 5
     assert set(Partial.LINEAR_REDUCE_OPS) < set(Partial.ALL_REDUCE_OPS)
 

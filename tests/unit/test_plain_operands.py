@@ -100,8 +100,8 @@ TORCH_CREATED: dict[str, tuple[Callable[..., torch.Tensor], torch.Tensor]] = {
     "list as an index": (lambda x: x[[0, 2]], torch.arange(20.0).reshape(4, 5)),
     "one_hot": (lambda x: F.one_hot(x, 4), torch.tensor([1, 2, 3])),
     "combinations": (lambda x: torch.combinations(x), torch.arange(4.0)),
-    "powers": (lambda x: torch.vander(x), torch.arange(4.0)),
-    "three powers of integers": (lambda x: torch.vander(x, 3, increasing=True), torch.arange(5)),
+    "vander": (lambda x: torch.vander(x), torch.arange(4.0)),
+    "vander with 3 columns of integers": (lambda x: torch.vander(x, 3, increasing=True), torch.arange(5)),
     "matrix_power": (lambda x: torch.linalg.matrix_power(x, 0), torch.ones(3, 3)),
     "quantile": (lambda x: torch.quantile(x, 0.5), torch.arange(5.0)),
     "unravel_index": (lambda x: torch.stack(torch.unravel_index(x, (3, 4))), torch.tensor([3, 4, 11])),
@@ -175,7 +175,7 @@ def _count_exchanges() -> int:
 
 
 @pytest.mark.gloo
-def test_equal_plain_indices_on_all_processes_are_used() -> None:
+def test_indexing_with_equal_plain_indices_on_all_processes_gives_the_rows() -> None:
     assert run_gloo(_index_rows, 2, [[0, 3], [2, 1], [0, 1, 1]]) == [[0.0, 3.0, 2.0, 1.0, 0.0, 1.0, 1.0]] * 2
 
 

@@ -93,7 +93,7 @@ def _write_on_ranks() -> None:
 
 
 @pytest.mark.gloo
-def test_in_place_writes_to_a_plain_tensor_on_four_processes() -> None:
+def test_in_place_writes_to_a_plain_tensor_on_processes_equal_one_device() -> None:
     run_gloo(_write_on_ranks, 4)
 
 

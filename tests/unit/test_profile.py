@@ -28,7 +28,7 @@ SLOW_WIRE = Profile({"gloo": Link.uniform(latency=1e-9, per_peer=0.0, bandwidth=
 P, MAX, R, S0 = Partial(), Partial("max"), Replicate(), Shard(0)
 
 
-def test_profile_loads_what_it_dumps() -> None:
+def test_profile_round_trips_through_text_and_missing_links_are_built_in() -> None:
     made = Profile({"gloo": SLOW_WIRE.links["gloo"]}, {"nccl": SLOW_START.links["gloo"]}, 4)
     read = Profile.loads(made.dumps())
     assert read.links["gloo"] == made.links["gloo"]
@@ -129,7 +129,7 @@ def _costs_on_gloo(folder: str) -> list[Any]:
 
 
 @pytest.mark.gloo
-def test_all_ranks_plan_with_one_profile(tmp_path: Path) -> None:
+def test_ranks_with_different_profile_files_make_equal_plans(tmp_path: Path) -> None:
     for rank, text in enumerate((SLOW_START.dumps(), "{", "unused", SLOW_WIRE.dumps())):
         (tmp_path / f"{rank}.json").write_text(text)
     results = run_gloo(_costs_on_gloo, 4, str(tmp_path))

@@ -54,7 +54,7 @@ def test_docstring_of_a_public_name_has_communication_errors_and_an_example(name
     assert is_record_or_error(public_object) or ERRORS.search(doc), f"{name} does not say what it raises"
 
 
-def test_all_public_modules_are_checked() -> None:
+def test_public_names_include_the_main_ones_and_all_have_docstrings() -> None:
     assert len(NAMES) > 100
     assert {"dtensor.DTensor", "dtensor.parallel.fully_shard", "dtensor.checkpoint.save"} <= {*NAMES}
     undocumented = [name for name, public_object in NAMES.items() if not (public_object.__doc__ or "").strip()]
@@ -72,7 +72,7 @@ ADVICE = {
 
 
 @pytest.mark.parametrize("name", ADVICE)
-def test_error_of_a_missing_name_says_where_it_is(name: str) -> None:
+def test_error_of_a_missing_name_has_the_import_statement_to_write(name: str) -> None:
     assert not hasattr(dt, name)
     with pytest.raises(AttributeError) as access:
         getattr(dt, name)

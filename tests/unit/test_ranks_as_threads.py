@@ -29,7 +29,7 @@ class Threads(MultiThreadedTestCase):
         super().setUp()
         self._spawn_threads()
 
-    def test_redistribution_gradients_and_submeshes_on_threads(self) -> None:
+    def test_redistribution_gradients_and_submeshes_on_threads_equal_plain_torch(self) -> None:
         mesh = dt.init_device_mesh("cpu", (4,))
         value = torch.arange(45.0).view(9, 5)
         x = dt.distribute_tensor(value, mesh, [Shard(0)])
@@ -50,7 +50,7 @@ class Threads(MultiThreadedTestCase):
         )
 
 
-def test_a_thread_plans_while_another_runs_a_fake_kernel() -> None:
+def test_planning_during_a_fake_kernel_of_another_thread_gives_right_results() -> None:
     """Fake tensor modes store the running kernel, so each thread needs its own mode."""
     x = dt.distribute_tensor(torch.arange(21.0).view(7, 3), dt.init_device_mesh("cpu", (2,)), [Shard(0)])
     out = torch.zeros_like(x)
@@ -88,7 +88,7 @@ print("asked")
 """
 
 
-def test_threads_read_a_generator_state_during_garbage_collection() -> None:
+def test_threads_read_generator_state_in_garbage_collection_without_deadlock() -> None:
     """Runs in a subprocess, because ``generator.get_state()`` deadlocks the interpreter here."""
     command = [sys.executable, "-c", GENERATOR_PROGRAM, generators.__file__]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)

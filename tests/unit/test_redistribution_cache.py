@@ -115,7 +115,7 @@ def test_a_write_to_an_operator_result_does_not_change_the_cached_copy() -> None
     torch.testing.assert_close(y.exp().full_tensor(), (X @ X.t()).exp())
 
 
-def test_local_tensors_exposed_to_the_user_are_redistributed_at_each_use() -> None:
+def test_dtensors_with_exposed_local_tensors_are_redistributed_at_each_use() -> None:
     y = dt.DTensor.from_local(dt.per_rank([X, X, X]), mesh(), [Partial()])
     assert count_collectives(lambda: (y.exp(), y.exp())) == 2
     z = make_partial()
@@ -181,7 +181,7 @@ def test_a_freed_copy_counts_against_the_budget_until_it_is_evicted(monkeypatch:
     assert count_collectives(lambda: a.exp()) == 1
 
 
-def test_no_copy_is_held_with_a_budget_of_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_copy_is_cached_with_a_budget_of_zero_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     cached = with_budget(0, monkeypatch)
     y = make_partial()
     assert count_collectives(lambda: (y.exp(), y.exp())) == 2

@@ -42,7 +42,7 @@ PROGRAMS = [
 
 @pytest.mark.filterwarnings("ignore::dtensor.errors.GatherWarning")
 @pytest.mark.parametrize(("cases", "name"), PROGRAMS)
-def test_reports_of_a_case_have_equal_numbers(cases: str, name: str) -> None:
+def test_explain_trace_budget_and_comm_debug_mode_report_equal_numbers(cases: str, name: str) -> None:
     began = time.perf_counter_ns()
     with CommDebugMode() as comm, RunRecorder(with_operators=True) as record:
         importlib.import_module(cases).CASES[name]()

@@ -63,7 +63,7 @@ class FeedForward(nn.Module):
         return self.w2(self.w1(x) * self.w3(x))
 
 
-def test_feed_forward_module_with_sharded_weights() -> None:
+def test_feed_forward_module_with_sharded_weights_has_documented_local_values() -> None:
     module = FeedForward()
     values = {"w1": (torch.arange(1.0, 9.0).reshape(4, 2), Shard(0)), "w3": (torch.arange(9.0, 17.0).reshape(4, 2), Shard(0))}
     values["w2"] = (torch.tril(torch.ones(2, 4), -1), Shard(1))
@@ -81,7 +81,7 @@ def test_feed_forward_module_with_sharded_weights() -> None:
 CUBE = dt.init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("DDP", "FSDP", "TP"))
 
 
-def test_submeshes_of_a_3d_mesh() -> None:
+def test_submeshes_of_a_3d_mesh_have_the_documented_ranks() -> None:
     assert CUBE["TP"].mesh.tolist() == [0, 1]
     assert CUBE["DDP", "FSDP"].mesh.tolist() == [[0, 2], [4, 6]]
     with run_as_member(CUBE._root, 5):
@@ -117,7 +117,7 @@ def test_gradient_of_a_hybrid_sharded_weight_has_its_placements() -> None:
 MESH_22 = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("FSDP", "TP"))
 
 
-def test_averaged_gradient_of_fsdp_and_tensor_parallelism() -> None:
+def test_averaged_gradient_of_fsdp_and_tensor_parallelism_equals_the_document() -> None:
     """Row-wise over TP and sharded over FSDP: the averaged gradient of the document for each local tensor."""
     weight = distribute(torch.arange(1.0, 17.0).reshape(4, 4), Shard(0), Shard(1), mesh=MESH_22).requires_grad_()
     gradients = []
@@ -137,7 +137,7 @@ def test_averaged_gradient_of_fsdp_and_tensor_parallelism() -> None:
 
 
 # --- the RFC of DTensor ---------------------------------------------------------------------------------------------
-def test_rfc_full_and_ones_with_placements() -> None:
+def test_rfc_full_and_ones_with_placements_have_their_values() -> None:
     mesh = dt.DeviceMesh("cpu", [[0, 1], [2, 3]])
     for placements in ([Shard(0), R], [Shard(0), Shard(1)], [R, R]):
         x = dt.full((4, 6), 2.0, device_mesh=mesh, placements=placements)
@@ -145,7 +145,7 @@ def test_rfc_full_and_ones_with_placements() -> None:
     assert local_lists(dt.ones(4, 2, device_mesh=mesh, placements=[Shard(0), R]))[3] == [[1.0, 1.0]] * 2
 
 
-def test_rfc_redistribution_from_rows_to_columns() -> None:
+def test_rfc_redistribution_from_rows_to_columns_has_the_right_shapes() -> None:
     rowwise = dt.DTensor.from_local(torch.ones(4, 8), TP, [Shard(0)])
     assert rowwise.shape == (8, 8)
     columnwise = rowwise.redistribute(TP, [Shard(1)])

@@ -64,7 +64,7 @@ def test_recurrent_layers_on_packed_sequences_have_the_gradients_of_plain_torch(
         torch.testing.assert_close(x.grad.full_tensor(), p.grad)
 
 
-def test_pack_sequence_and_invalid_lengths_of_pack_padded_sequence() -> None:
+def test_pack_sequence_equals_plain_torch_and_invalid_lengths_raise() -> None:
     rows = [X[0], X[1, :3]]
     packed = pack_sequence([dt.distribute_tensor(row, LINE, [Shard(0)]) for row in rows])
     assert torch.equal(packed.data.full_tensor(), pack_sequence(rows).data)

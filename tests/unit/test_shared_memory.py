@@ -98,7 +98,7 @@ CASES = [full_tensor_and_redistribute_copy, distribute_tensor_copies, to_local_a
 
 
 @pytest.mark.parametrize("case", [*CASES, gradients_pass_through_trivial_redistributions], ids=lambda case: case.__name__)
-def test_memory_case_in_process(case: Any) -> None:
+def test_to_local_aliases_and_other_conversions_copy_in_process(case: Any) -> None:
     case()
 
 
@@ -108,12 +108,12 @@ def run_all_cases() -> None:
 
 
 @pytest.mark.gloo
-def test_memory_cases_on_processes() -> None:
+def test_to_local_aliases_and_other_conversions_copy_on_processes() -> None:
     run_gloo(run_all_cases, 2)
 
 
 @pytest.mark.parametrize("placement", [R, S0, Shard(1), P], ids=str)
-def test_in_place_add_of_overlapping_views_writes_once_on_each_rank(placement: dt.Placement) -> None:
+def test_in_place_add_of_overlapping_views_equals_plain_torch(placement: dt.Placement) -> None:
     """Torch refuses overlapping operands without gaps, as those of a block of one row. Other ranks must write once."""
     plain = torch.arange(15.0).reshape(3, 5)
     x = dt.distribute_tensor(plain, make_mesh(), [placement])
@@ -123,7 +123,7 @@ def test_in_place_add_of_overlapping_views_writes_once_on_each_rank(placement: d
 
 
 @pytest.mark.parametrize("placement", [S0, Shard(1), Shard(1, sizes=(0, 4, 1, 1))], ids=str)
-def test_in_place_sub_of_an_own_row_is_accepted_on_ranks_without_elements(placement: dt.Placement) -> None:
+def test_in_place_sub_of_a_row_of_itself_with_empty_ranks_equals_plain_torch(placement: dt.Placement) -> None:
     plain = torch.arange(30.0).reshape(5, 6)
     x = dt.distribute_tensor(plain, dt.init_device_mesh("cpu", (4,)), [placement])
     x.sub_(x[0])
@@ -131,7 +131,7 @@ def test_in_place_sub_of_an_own_row_is_accepted_on_ranks_without_elements(placem
 
 
 @pytest.mark.parametrize("placement", [R, S0, S1], ids=str)
-def test_a_version_snapshot_keeps_its_memory_and_differs_from_that_of_other_memory(placement: dt.Placement) -> None:
+def test_version_snapshot_keeps_local_tensors_alive_and_differs_from_other_memory(placement: dt.Placement) -> None:
     """A snapshot names tensors by address, so it must keep their memory alive."""
     x = make_dtensor(placement)
     snapshot, references = take_snapshot(x), [weakref.ref(shard) for shard in shards_of(x._local)]

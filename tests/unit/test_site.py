@@ -55,7 +55,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_site_describes_every_public_name(site: Path) -> None:
+def test_api_pages_of_the_site_describe_main_public_names_once(site: Path) -> None:
     described = "".join(path.read_text() for path in site.glob("api/*.html"))
     for name in (
         "dtensor.tensor.dtensor.DTensor.redistribute",

@@ -209,7 +209,7 @@ def test_strides_that_plain_torch_refuses_raise(placement: Any) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_cross_entropy_of_images_with_local_tensors_in_another_memory_order(ranks: int) -> None:
+def test_cross_entropy_gradient_with_local_tensors_in_another_order_equals_torch(ranks: int) -> None:
     x = torch.linspace(-1, 1, 4 * 5 * 6 * 3).double().reshape(4, 5, 6, 3)
     own, plain = distribute(x, ranks, Shard(0), to_channels_last).requires_grad_(), x.clone().requires_grad_()
     F.cross_entropy(own, dt.distribute_tensor(TARGET, own.device_mesh, [Shard(0)]), ignore_index=2).backward()

@@ -117,7 +117,7 @@ def test_from_local_takes_a_plain_tensor_as_the_local_tensor_of_each_rank() -> N
     assert DTensor.from_local(torch.arange(3.0), MESH, [Partial()]).full_tensor().tolist() == [0, 2, 4]
 
 
-def test_from_local_checks_the_global_shape_argument() -> None:
+def test_from_local_raises_if_local_tensors_do_not_fit_the_shape_argument() -> None:
     with pytest.raises(LayoutError, match="rank 1 has a local tensor of shape"):
         DTensor.from_local(dt.per_rank([torch.ones(3), torch.ones(1)]), MESH, [Shard(0)], shape=(5,))
     result = DTensor.from_local(dt.per_rank([torch.ones(3), torch.ones(2)]), MESH, [Shard(0)], shape=(5,))
@@ -143,7 +143,9 @@ def test_from_local_names_the_rank_with_a_mismatched_shape() -> None:
         ([torch.ones(2, 3), torch.ones(3, 2).t()], [Shard(0)], r"rank 1 has dims in the order \[1, 0\]"),
     ],
 )
-def test_run_check_names_the_offending_rank(local_values: list[torch.Tensor], placements: list[Any], message: str) -> None:
+def test_from_local_with_run_check_raises_and_names_the_inconsistent_rank(
+    local_values: list[torch.Tensor], placements: list[Any], message: str
+) -> None:
     with pytest.raises(LayoutError, match=message):
         DTensor.from_local(dt.per_rank(local_values), MESH, placements, run_check=True)
 
@@ -154,7 +156,7 @@ def test_a_plain_tensor_of_one_element_is_an_operand_like_a_number() -> None:
     assert torch.equal((x * torch.full((1, 1, 1), 3.0)).full_tensor(), torch.full((1, 4, 3), 3.0))
 
 
-def test_run_check_accepts_consistent_local_tensors() -> None:
+def test_from_local_with_run_check_accepts_consistent_local_tensors() -> None:
     x = DTensor.from_local(dt.per_rank([torch.ones(2), torch.ones(1)] * 2), MESH_22, [R, Shard(0)], run_check=True)
     assert x.shape == (3,)
 
@@ -179,7 +181,7 @@ def test_gradient_of_from_local_is_the_block_of_each_rank() -> None:
     assert [x.grad.tolist() for x in local if x.grad is not None] == [[1, 2], [3]]
 
 
-def test_gradient_of_to_local_of_a_replicated_tensor_counts_equal_uses_once() -> None:
+def test_gradient_of_to_local_of_a_replicated_tensor_is_that_of_one_rank() -> None:
     x = dt.distribute_tensor(torch.ones(3), MESH, [R]).requires_grad_()
     (x.to_local() * 5).sum().backward()
     assert x.grad.full_tensor().tolist() == [5, 5, 5]
@@ -256,7 +258,7 @@ def test_gradient_has_the_placements_of_its_leaf(placements: list[Any]) -> None:
         assert leaf.grad.placements == leaf.placements
 
 
-def test_autograd_grad_and_double_backward() -> None:
+def test_second_derivative_by_autograd_grad_is_right() -> None:
     def cubes(x: torch.Tensor) -> torch.Tensor:
         (first,) = torch.autograd.grad((x**3).sum(), x, create_graph=True)
         (second,) = torch.autograd.grad(first.sum(), x)
@@ -424,7 +426,7 @@ def test_out_arguments_keep_their_placements() -> None:
     assert torch.equal(out.full_tensor(), value(5, 6) + value(5, 6, seed=1))
 
 
-def test_data_takes_a_dtensor_with_other_placements() -> None:
+def test_assigning_a_dtensor_to_data_takes_its_placements() -> None:
     x = dt.distribute_tensor(value(5, 6), MESH, [Shard(0)]).requires_grad_()
     x.data = dt.distribute_tensor(value(5, 6, seed=1), MESH, [Shard(1)])
     assert x.placements == (Shard(1),)
@@ -433,7 +435,7 @@ def test_data_takes_a_dtensor_with_other_placements() -> None:
     assert x.grad.placements == (Shard(1),)
 
 
-def test_data_takes_a_plain_tensor_only_under_implicit_replication() -> None:
+def test_assigning_a_plain_tensor_to_data_needs_implicit_replication() -> None:
     x = dt.distribute_tensor(value(5, 6), MESH, [Shard(0)]).requires_grad_()
     with pytest.raises(LayoutError, match="implicit_replication"):
         x.data = value(7, 6)
@@ -737,7 +739,7 @@ def test_gradient_of_a_partial_leaf_on_a_mesh_of_one_rank_is_replicated() -> Non
 
 @pytest.mark.filterwarnings("ignore:Using backward")
 @pytest.mark.parametrize("shape", [(), (1,)])
-def test_backward_of_a_scalar_raises_and_accumulates_as_in_plain_torch(shape: tuple[int, ...]) -> None:
+def test_backward_of_a_scalar_supports_create_graph_and_raises_as_plain_torch(shape: tuple[int, ...]) -> None:
     x = dt.ones(3, device_mesh=dt.init_device_mesh("cpu", (2,)), placements=[dt.Shard(0)]).requires_grad_()
     loss: Any = (x**3).sum().reshape(shape)
     loss.backward(retain_graph=True, create_graph=True)

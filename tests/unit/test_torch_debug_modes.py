@@ -119,7 +119,7 @@ def _count_on_processes() -> dict[str, tuple[int, int]]:
 
 
 @pytest.mark.gloo
-def test_comm_debug_mode_of_torch_counts_equal_collectives() -> None:
+def test_comm_debug_modes_of_torch_and_dtensor_count_equally_many_collectives() -> None:
     for found in run_gloo(_count_on_processes, 2):
         for name, (own_counts, torch_counts) in found.items():
             assert own_counts == torch_counts > 0, name

@@ -63,7 +63,7 @@ def test_local_shard_size_and_offset_equals_torch_and_covers_the_dim() -> None:
             assert torch.equal(torch.cat(blocks_of_range), torch.arange(size))
 
 
-def test_a_nested_shard_is_a_strided_shard_and_strided_shard_cannot_be_constructed() -> None:
+def test_shard_with_level_is_a_strided_shard_and_strided_shard_constructor_raises() -> None:
     strided = dtensor.placement_types._StridedShard
     nested = dtensor.Shard(0, level=1)
     assert isinstance(nested, strided)
@@ -128,12 +128,12 @@ def test_generate_json_dump_of_comm_debug_mode_is_a_tree_of_modules(tmp_path: Pa
     assert layers[0]["parameters"] == [["weight", "(Shard(dim=0),)"], ["bias", "(Shard(dim=0),)"]]
 
 
-def test_the_compared_names_include_the_main_classes() -> None:
+def test_names_compared_with_torch_include_the_main_classes() -> None:
     assert {"DTensor", "context_parallel", "fully_shard", "ColwiseParallel", "CommDebugMode"} <= {name for *_, name in PAIRS}
 
 
 @pytest.mark.parametrize(("torch_module", "our_module", "name"), PAIRS)
-def test_each_public_name_of_torch_is_exported(torch_module: str, our_module: str, name: str) -> None:
+def test_each_public_name_of_torch_dtensor_modules_is_exported_by_dtensor(torch_module: str, our_module: str, name: str) -> None:
     there, here = objects_of(torch_module, our_module, name)
     assert here is not None
     assert inspect.isclass(there) == inspect.isclass(here)
@@ -226,7 +226,7 @@ def test_distribute_tensor_scatters_the_value_of_the_source_rank() -> None:
     assert torch.equal(x.full_tensor(), torch.arange(5.0))
 
 
-def test_documented_differences_from_torch_dtensor() -> None:
+def test_documented_differences_from_torch_dtensor_hold() -> None:
     """Check the differences that docs/porting.md lists."""
     mesh = dtensor.DeviceMesh("cpu", 2)
     shards = dtensor.per_rank([torch.ones(2, 3), torch.ones(1, 3)])
@@ -245,7 +245,7 @@ def test_documented_differences_from_torch_dtensor() -> None:
     assert not isinstance(model.weight, dtensor.DTensor)
 
 
-def test_spec_has_the_attribute_names_of_torch_dtensor_spec() -> None:
+def test_spec_has_the_attributes_of_torch_dtensor_spec_with_right_values() -> None:
     x = dtensor.zeros(5, 3, device_mesh=dtensor.init_device_mesh("cpu", (2,)), placements=[dtensor.Shard(0)])
     assert (x._spec.mesh, x._spec.device_mesh, x._spec.placements) == (x.device_mesh, x.device_mesh, x.placements)
     assert (x._spec.tensor_meta.shape, x._spec.tensor_meta.stride, x._spec.tensor_meta.dtype) == ((5, 3), (3, 1), torch.float32)

@@ -120,7 +120,7 @@ def _trace_on_processes(folder: str) -> int:
 
 
 @pytest.mark.gloo
-def test_trace_on_processes_writes_one_file(tmp_path: Path) -> None:
+def test_trace_on_processes_writes_one_file_with_the_events_of_all_ranks(tmp_path: Path) -> None:
     counts = run_gloo(_trace_on_processes, 2, str(tmp_path))
     events = read_trace_events(tmp_path / "trace.json")
     for rank, count in enumerate(counts):

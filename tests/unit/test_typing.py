@@ -1,4 +1,4 @@
-"""Types: what mypy and pyright know of a program with DTensors."""
+"""Typing: the types that mypy and pyright infer in programs with DTensors."""
 
 from __future__ import annotations
 
@@ -74,14 +74,16 @@ CHECKERS = pytest.mark.parametrize("check", [check_with_mypy, check_with_pyright
 
 @pytest.mark.slow
 @CHECKERS
-def test_strict_checker_accepts_the_program_of_a_user(check: Callable[[Path, Path], Messages], tmp_path: Path) -> None:
+def test_strict_type_checker_accepts_the_program_of_a_user(check: Callable[[Path, Path], Messages], tmp_path: Path) -> None:
     assert "cast" not in PROGRAM.read_text().partition("import")[2]
     assert check(PROGRAM, tmp_path) == {}
 
 
 @pytest.mark.slow
 @CHECKERS
-def test_checker_reveals_the_types_of_the_comments(check: Callable[[Path, Path], Messages], tmp_path: Path) -> None:
+def test_type_checker_infers_the_types_in_the_comments_of_revealed_types_py(
+    check: Callable[[Path, Path], Messages], tmp_path: Path
+) -> None:
     lines = TYPES.read_text().splitlines()
     expected = {n: line.rpartition("  # ")[2] for n, line in enumerate(lines, 1) if re.search(r"\S  # ", line)}
     messages = {n: text.partition(":")[0] for n, text in check(TYPES, tmp_path).items()}
@@ -120,7 +122,7 @@ def test_methods_of_the_stub_are_methods_of_tensors() -> None:
     assert [name for name in names if not hasattr(dt.DTensor, name)] == []
 
 
-def test_functions_with_declared_results_are_those_of_torch() -> None:
+def test_functions_of_dtensor_functional_are_those_of_torch() -> None:
     names = {
         name
         for name, value in vars(functional).items()
@@ -133,7 +135,7 @@ def test_functions_with_declared_results_are_those_of_torch() -> None:
     ] == []
 
 
-def test_program_with_functions_of_the_module_is_captured_and_has_gradients() -> None:
+def test_program_with_dtensor_functional_is_captured_and_has_plain_gradients() -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
     weight = dt.distribute_tensor(torch.arange(12.0).reshape(4, 3), mesh, [dt.Shard(0)]).requires_grad_()
 

@@ -16,8 +16,8 @@ def x():
 
 ACCESSES = {
     "plain.set_": lambda s: torch.zeros(4, 3).set_(s),
-    "plain.set_ of a part": lambda s: torch.zeros(2).set_(s, 0, (2,), (1,)),
-    "plain copies": lambda s: torch.zeros(12).untyped_storage().copy_(s),
+    "plain.set_ with size and stride": lambda s: torch.zeros(2).set_(s, 0, (2,), (1,)),
+    "copy_ to a plain storage": lambda s: torch.zeros(12).untyped_storage().copy_(s),
     "copy_": lambda s: s.copy_(torch.zeros(12).untyped_storage()),
     "fill_": lambda s: s.fill_(0),
     "resize_": lambda s: s.resize_(0),

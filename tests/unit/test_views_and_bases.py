@@ -127,7 +127,7 @@ def test_writes_through_a_deleted_alias_reach_earlier_views() -> None:
 
 
 @pytest.mark.parametrize("view", ["row", "column", "flat", "diagonal"])
-def test_writes_through_data_of_a_view_reach_its_base_and_not_autograd(view: str) -> None:
+def test_writes_through_data_of_a_view_reach_its_base_and_keep_plain_gradients(view: str) -> None:
     def program(x: Any) -> Any:
         y = x * 1
         part, square = VIEWS[view](y), (y * y).sum()
@@ -140,7 +140,7 @@ def test_writes_through_data_of_a_view_reach_its_base_and_not_autograd(view: str
             check(program, X, mesh=dt.init_device_mesh("cpu", shape), placements=[placements])
 
 
-def test_copy_copy_shares_memory() -> None:
+def test_copy_copy_of_a_dtensor_or_view_shares_its_memory() -> None:
     for view in (lambda x: x, *VIEWS.values()):
         for placements in PLACEMENTS_1D:
             x = scatter(X, dt.init_device_mesh("cpu", (2,)), placements)
@@ -181,7 +181,7 @@ def test_views_of_a_parameter_keep_their_elements_after_data_is_transposed_under
         assert isinstance(weight, torch.nn.Parameter)
 
 
-def test_gradients_pass_through_tensors_with_in_place_metadata_changes() -> None:
+def test_gradients_through_in_place_metadata_changes_equal_plain_torch() -> None:
     def program(x: Any) -> Any:
         y = x * 2
         y.t_().unsqueeze_(0)
@@ -246,7 +246,7 @@ WRITES_AFTER: dict[str, Callable[[Any, Any], Any]] = {
     ("base", "change", "write", "shape"),
     keep_every_nth_fast(list(itertools.product(BASE_KINDS, METADATA_CHANGES, WRITES_AFTER, [(4, 4), (3, 5)])), every=13),
 )
-def test_gradients_of_views_taken_before_an_in_place_metadata_change(
+def test_gradients_of_views_before_in_place_metadata_changes_equal_plain_torch(
     base: str, change: str, write: str, shape: tuple[int, int]
 ) -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
@@ -367,7 +367,7 @@ def test_as_strided_of_a_conjugate_view_reads_and_writes_conjugates() -> None:
         check(program, torch.complex(X, -X.flip(0)), mesh=dt.init_device_mesh("cpu", (2,)), placements=[placements])
 
 
-def test_as_strided_in_inference_mode_counts_from_the_storage_offset_of_the_view() -> None:
+def test_as_strided_of_inference_views_equals_plain_torch_or_raises_before_the_view() -> None:
     def program(x: Any, offset: int | None) -> Any:
         with torch.inference_mode():
             return x.clone()[2:].as_strided((3, 2), (1, 3), offset)
@@ -426,7 +426,7 @@ def test_real_and_imag_are_views_of_the_complex_tensor(part: str, conjugated: bo
 
 
 @pytest.mark.parametrize("view", [lambda z: z.conj().imag, lambda z: z[:, 0].conj().imag, lambda z: z.mH[1].real])
-def test_gradients_of_writes_through_conjugated_views(view: Callable[[Any], Any]) -> None:
+def test_gradients_of_writes_through_conjugated_views_equal_plain_torch(view: Callable[[Any], Any]) -> None:
     def program(z: Any) -> Any:
         y = z * 1
         part = view(y)
@@ -471,7 +471,7 @@ def test_writes_through_a_resized_view_of_a_resized_base_reach_the_base() -> Non
     check(program, X[:4], mesh=dt.init_device_mesh("cpu", (3,)), placements=[[Replicate()]], cloned=True, gradients=False)
 
 
-def test_overlapping_windows_can_be_viewed_flat_for_each_sharding() -> None:
+def test_flat_views_of_overlapping_windows_equal_plain_torch_for_each_sharding() -> None:
     def program(x: Any) -> Any:
         windows = x.unfold(0, 2, 1)
         return windows.view(24, 2), windows.transpose(1, 2).transpose(0, 1).view(2, 24), windows.reshape(-1)
@@ -492,7 +492,7 @@ def test_masked_writes_reach_the_base_through_a_chain_of_views() -> None:
     check_on_all_meshes(program, (X - 2).round())
 
 
-def test_index_copy_accepts_a_source_that_shares_memory_with_the_written_tensor() -> None:
+def test_index_copy_of_a_column_of_the_written_tensor_equals_plain_torch() -> None:
     def program(x: Any) -> Any:
         x.index_copy_(-1, x.new_zeros(1, dtype=torch.int64), x.narrow(-1, 3, 1))
         return x
@@ -548,7 +548,7 @@ def test_a_view_of_a_partial_tensor_gathers_the_value_after_writes_to_its_base()
         torch.testing.assert_close(made.detach(), expected)
 
 
-def test_writes_reach_the_lazy_reshape_inside_kron() -> None:
+def test_writes_to_the_transpose_of_a_kron_result_reach_the_result() -> None:
     x = dt.distribute_tensor(X, dt.init_device_mesh("cpu", (5,)), [Shard(1)])
     made = torch.kron(x.reshape(-1)[:3], x)
     expected = made.full_tensor()  # computes the lazy view

@@ -139,7 +139,7 @@ def test_main_thread_locations_hold_no_reference_to_local_variables() -> None:
     )
 
 
-def test_difference_of_ranks_names_the_minority_first() -> None:
+def test_diagnosis_of_differing_ranks_names_the_minority_first() -> None:
     mesh_dims = "('dp', 'tp')"
     found = {rank: RankReport(7, mesh_dims, "a   x.py:1") for rank in (0, 1, 3)} | {2: RankReport(8, mesh_dims, "b   x.py:3")}
     diagnosis = format_difference(1204, found)
@@ -224,7 +224,7 @@ os.kill(os.getpid(), signal.{signal})
     shutil.rmtree(killed.stdout.strip())
 
 
-def test_check_ranks_accepts_its_levels_and_refuses_others() -> None:
+def test_check_ranks_sets_off_strict_and_watch_and_other_levels_raise() -> None:
     before = CheckLevel.now
     try:
         for level in ("off", "strict", "watch"):
@@ -236,7 +236,7 @@ def test_check_ranks_accepts_its_levels_and_refuses_others() -> None:
         dt.check_ranks(before)
 
 
-def test_process_state_and_is_process_alive_detect_a_finished_process() -> None:
+def test_process_state_and_is_process_alive_recognize_a_finished_process() -> None:
     child = subprocess.Popen([sys.executable, "-c", ""])
     try:
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
