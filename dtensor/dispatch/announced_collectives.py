@@ -20,7 +20,7 @@ from ..layout.layout import Layout
 from ..redistribute import execute, move_between
 from ..redistribute.executor import BoundStep, get_or_bind_steps
 from ..redistribute.step import Plan, Step
-from ..state.output_aliasing import clone_if_aliased, storage_addresses
+from ..state.shared_memory import clone_if_aliased, storage_addresses
 from ..state.wrap import wrap_local
 
 

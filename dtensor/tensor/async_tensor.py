@@ -10,7 +10,7 @@ import torch
 from ..base.torch_internals import make_wrapper_subclass
 from ..comm import Pending
 from ..layout.layout import Layout
-from ..state.version_counters import MEMORY_STATE, memory_state_of
+from ..state.shared_memory import MEMORY_STATE, memory_state_of
 from ..state.wrap import BATCH_TENSORS, install_pending
 from .compile_protocol import FlattenMethod, GraphConstants, flatten_dtensor, unflatten_dtensor
 from .dtensor import DTensor

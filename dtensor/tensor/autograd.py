@@ -38,7 +38,8 @@ from ..placement import Partial, Placement, Placements, Replicate
 from ..ranks.per_rank_functorch import join_ranks
 from ..redistribute import execute, move_between, plan, start
 from ..state.functorch import detach_any, is_inside_transform, is_wrapped_by_transform, layout_of
-from ..state.output_aliasing import check_unwritten, clone_if_aliased, storage_addresses
+from ..state.shared_memory import clone_if_aliased, storage_addresses
+from ..state.version_counters import check_unwritten
 from ..state.wrap import wrap_local, wrap_pending
 from .functorch_function import FunctorchFunction, make_apply
 from .observers import ACTIVE_OBSERVERS, notify_layout_read, notify_redistributed

@@ -35,7 +35,7 @@ from ..placement import Placement, Placements, Replicate
 from ..ranks.per_rank import LocalTensor, patch_torch_for
 from ..ranks.per_rank_functorch import join_ranks, split_ranks, unwrap_functorch
 from ..redistribute import Plan, Transit, plan, plan_between
-from ..state.version_counters import MEMORY_STATE, join_alias_groups, mark_local_exposed
+from ..state.shared_memory import MEMORY_STATE, join_alias_groups, mark_local_exposed
 from ..state.wrap import install_tensor_class, wrap_local
 from . import compile_protocol, copies, host_access
 from .autograd import (

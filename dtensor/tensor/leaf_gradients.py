@@ -24,8 +24,7 @@ from ..layout.layout import Layout
 from ..placement import Placement
 from ..redistribute import Plan, execute_many, plan
 from ..state.functorch import is_wrapped_by_transform
-from ..state.output_aliasing import check_unwritten
-from ..state.version_counters import WriteCheck
+from ..state.version_counters import WriteCheck, check_unwritten
 from ..state.wrap import BATCH_TENSORS, wrap_pending
 from .autograd import grad_layout, is_recorded, redistribute_if_needed, to_dtensor_grad
 from .observers import ACTIVE_OBSERVERS, notify_gradient

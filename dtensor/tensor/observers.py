@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from ..base.mode_stack import ModeStack
 from ..layout.layout import Layout
-from ..state.version_counters import mark_local_exposed
+from ..state.shared_memory import mark_local_exposed
 
 
 class Observer(Protocol):

@@ -13,7 +13,8 @@ from ..layout.layout import Layout
 from ..layout.placement_forms import is_placement_form
 from ..placement import Placement, Placements
 from ..redistribute import execute_many, plan
-from ..state.output_aliasing import check_unwritten, clone_if_aliased, storage_addresses
+from ..state.shared_memory import clone_if_aliased, storage_addresses
+from ..state.version_counters import check_unwritten
 from ..state.wrap import wrap_local, wrap_pending
 from .autograd import grad_layout, to_dtensor_grad
 from .dtensor import DTensor

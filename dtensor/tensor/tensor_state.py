@@ -29,7 +29,7 @@ class TensorAttribute(NamedTuple):
     is_copied: bool = False
 
 
-_STATE, _CACHE, _FACTS = "state/version_counters", "dispatch/programs/redistribution_cache", "dispatch/programs/facts"
+_STATE, _CACHE, _FACTS = "state/shared_memory", "dispatch/programs/redistribution_cache", "dispatch/programs/facts"
 _CLASS, _LAZY, _GRADS, _COPIES = "tensor/dtensor", "tensor/views/lazy_view", "tensor/leaf_gradients", "tensor/copies"
 _PARAM, _PARAM_INIT = "parallel/data/units/parameters/fsdp_param", "parallel/data/units/parameters/fsdp_param_init"
 _PENDING, _WRITEBACK, _UNIT = "tensor/async_tensor", "tensor/views/view_writeback", "parallel/data/units/unit"

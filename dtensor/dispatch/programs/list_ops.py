@@ -16,7 +16,7 @@ from ...base.tracing import is_traced
 from ...propagation.op_schema import OperatorSchema
 from ...propagation.propagate import CallPlan
 from ...ranks.per_rank import shards_of
-from ...state.version_counters import memory_state_of
+from ...state.shared_memory import memory_state_of
 from ...state.wrap import write_value
 from .frame import Args, Keywords
 

@@ -48,7 +48,8 @@ from ...placement import Replicate
 from ...redistribute import Exchange, Plan, execute, execute_many
 from ...redistribute import plan as plan_redistribution
 from ...state import wrap
-from ...state.version_counters import cache_owner, counted_versions, version_owner
+from ...state.shared_memory import cache_owner, version_owner
+from ...state.version_counters import counted_versions
 from .grad_redistribute import register_grad_redistribute
 
 FRESH_CACHE: ModeStack[object] = ModeStack("afresh")  # inside, copies that were made before are not used

@@ -28,8 +28,7 @@ from ...redistribute import Plan as RedistributionPlan
 from ...redistribute import execute, execute_many
 from ...redistribute import plan as plan_redistribution
 from ...rules.kernel_context import DataDependentResult
-from ...state.output_aliasing import clone_if_aliased, storage_addresses
-from ...state.version_counters import share_versions
+from ...state.shared_memory import clone_if_aliased, share_versions, storage_addresses
 from ...state.wrap import wrap_local, wrap_view, write_value
 from .comm_report import describe_plan, warn_of_gather
 from .facts import FACT_PASSES, note_local_indices, read_row_ownership

@@ -15,7 +15,7 @@ import torch
 from ...base.recorder_hooks import ACTIVE_RECORDERS
 from ...base.torch_internals import CreationMeta, creation_meta, swap_impl
 from ...errors import UnsupportedOperationError
-from ...state.version_counters import move_memory_state
+from ...state.shared_memory import move_memory_state
 from ..dtensor import DTensor, wrap
 from ..tensor_state import OF_MEMORY
 from .lazy_view import LazyView, copy_view

@@ -30,14 +30,8 @@ from ...propagation.op_schema import OperatorSchema, operator_schema_of
 from ...propagation.propagate import CallPlan
 from ...rules.aten.views import check_memory, own_strides
 from ...rules.op_traits import traits_of
-from ...state.version_counters import (
-    is_unwritten,
-    join_alias_groups,
-    named_version_owner,
-    share_versions,
-    versions_of_all,
-    view_in_plain_torch,
-)
+from ...state.shared_memory import join_alias_groups, named_version_owner, share_versions, view_in_plain_torch
+from ...state.version_counters import is_unwritten, versions_of_all
 from ...state.wrap import storage_offset_of_view
 from ..autograd import grad_layout
 from ..compile_protocol import FlattenMethod
