@@ -32,6 +32,7 @@ from ..base.torch_internals import DisableTorchFunctionSubclass, TensorBase
 from ..errors import LayoutError
 from .joint_functions import flatten_ranks, join_values, merge_grads
 from .per_rank import JOINT_FUNCTIONS, SETUP_HOOKS, PerRank, over_ranks
+from .plain_tensors import join_equal_gradients
 from .rank_runs import replace_plain_arguments
 
 
@@ -73,22 +74,28 @@ class _JointCall:
         values = _merge_by_spec(self.outputs, flat)
         return values[0] if self.single else tuple(values)
 
-    def split_gradients(self, grads: Any) -> tuple[Any, ...]:
+    def split_gradients(self, grads: Any, needed: Sequence[bool]) -> tuple[Any, ...]:
         """Return ``grads``, one for each argument of the user's function, as one for each rank's tensor, the node's inputs.
 
-        A plain tensor that all ranks used gets the sum of their gradients.
+        A plain tensor that all ranks used gets the gradient of one rank, as on processes.
+
+        Args:
+            needed: for each argument, whether it needs its gradient.
+
+        Raises:
+            LayoutError: the gradients of ranks for such a plain tensor differ.
         """
         grads = list(grads) if isinstance(grads, (tuple, list)) else [grads]
         grads += [None] * (len(self.args) - len(grads))
         flat_grads: list[Any] = []
-        for spec, grad in zip(self.args, grads, strict=False):
+        for spec, grad, is_needed in zip(self.args, grads, needed, strict=False):
             if not spec.count:
                 continue
             rank_grads = list(grad.shards) if isinstance(grad, PerRank) else [grad] * spec.count
             if spec.ranks or len(rank_grads) == 1:
                 flat_grads += rank_grads
-            else:  # a plain tensor that all ranks used
-                flat_grads.append(sum(rank_grads[1:], rank_grads[0]))
+            else:
+                flat_grads.append(join_equal_gradients(rank_grads, spec.shape) if is_needed else None)
         return tuple(flat_grads)
 
     def merge_gradients(self, specs: Sequence[_ValueSpec], grads: Sequence[Any]) -> tuple[Any, ...]:
@@ -106,17 +113,17 @@ class _JointCall:
 class _ValueSpec:
     """Number of tensors of an argument or result: one per rank, one, or none. Without a tensor it has the value itself."""
 
-    __slots__ = ("count", "ranks", "value")
+    __slots__ = ("count", "ranks", "shape", "value")
 
-    def __init__(self, count: int, ranks: bool, value: Any = None) -> None:
-        self.count, self.ranks, self.value = count, ranks, value
+    def __init__(self, count: int, ranks: bool, value: Any = None, shape: Sequence[int] = ()) -> None:
+        self.count, self.ranks, self.value, self.shape = count, ranks, value, shape
 
     @staticmethod
     def of(x: Any) -> _ValueSpec:
         """Make the spec of one argument or result: its number of tensors, and whether it has one for each rank."""
         if isinstance(x, PerRank):
             return _ValueSpec(len(x.shards), True)
-        return _ValueSpec(1, False) if isinstance(x, Tensor) else _ValueSpec(0, False, x)
+        return _ValueSpec(1, False, shape=x.shape) if isinstance(x, Tensor) else _ValueSpec(0, False, x)
 
 
 def _flatten_tensors(values: Sequence[Any]) -> list[Any]:
@@ -198,7 +205,7 @@ class _JointFunction(Function):
         specs = [spec for spec in call.outputs if spec.count]
         with ctx.context.bind_context(ctx) as context:
             grads_of_args = call.function.backward(context, *_grads_of_outputs(call.outputs, _merge_by_spec(specs, grads)))
-        return None, *call.split_gradients(grads_of_args)
+            return None, *call.split_gradients(grads_of_args, context.needs_input_grad)
 
 
 class _JointNode:

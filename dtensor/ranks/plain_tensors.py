@@ -149,11 +149,22 @@ class ReplicateToRanks(torch.autograd.Function):
         Raises:
             LayoutError: the gradients of the ranks differ.
         """
-        present = [grad for grad in grads if grad is not None]
-        check_equal_gradients(*[unwrap_functorch(grad.detach()) for grad in present])
-        if not present or not torch.is_grad_enabled():
-            return (present[0] if present else None), None
-        return JoinEqualShards.apply(*present), None
+        return join_equal_gradients([grad for grad in grads if grad is not None]), None
+
+
+def join_equal_gradients(grads: Sequence[Tensor], shape: Sequence[int] | None = None) -> Tensor | None:
+    """Return the gradient that all ranks have for one plain tensor, first summed to ``shape`` as autograd does; None of none.
+
+    Raises:
+        LayoutError: the gradients of the ranks differ.
+    """
+    if shape is not None:
+        grads = [grad.sum_to_size(shape) for grad in grads]
+    check_equal_gradients(*[unwrap_functorch(grad.detach()) for grad in grads])
+    if not grads or not torch.is_grad_enabled():
+        return grads[0] if grads else None
+    joined: Tensor = JoinEqualShards.apply(*grads)
+    return joined
 
 
 @recorded_op  # the check reads values, so each replay of a recording repeats it

@@ -216,7 +216,8 @@ def test_invalid_call_raises_before_any_collective(name: str) -> None:
 
 
 def test_error_classes_are_dtensor_errors_and_builtin_errors() -> None:
-    assert issubclass(PlacementError, (DTensorError, ValueError))
+    assert issubclass(PlacementError, DTensorError)
+    assert issubclass(PlacementError, ValueError)
     assert issubclass(MixedTensorError, RuntimeError)
     assert issubclass(UnsupportedOperationError, NotImplementedError)
     assert issubclass(DTensorError, RuntimeError)

@@ -176,12 +176,18 @@ def test_function_apply_bound_before_mesh_creation_gives_per_rank_gradients(sour
 
 
 @pytest.mark.usefixtures("unpatched_functions")
-def test_a_plain_weight_gets_its_gradient_if_per_rank_inputs_need_none() -> None:
+def test_a_plain_weight_gets_the_gradient_of_one_rank_which_must_be_equal_on_all_ranks() -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
     weight = torch.ones(1, requires_grad=True)
-    x = dt.distribute_tensor(torch.arange(3.0), mesh, [Shard(0)]).to_local()
+    x = dt.distribute_tensor(torch.arange(4.0), mesh, [Shard(0)]).to_local()
     BOUND_AT_IMPORT(x * 1, weight).sum().backward()
-    assert weight.grad is not None
+    assert weight.grad.tolist() == [2.0]
+    plain = torch.ones(1, requires_grad=True)
+    Triple.apply(torch.ones(2), plain).sum().backward()
+    assert torch.equal(weight.grad, plain.grad)
+    uneven = dt.distribute_tensor(torch.arange(3.0), mesh, [Shard(0)]).to_local()
+    with pytest.raises(dt.errors.LayoutError, match="differs between ranks"):
+        Triple.apply(uneven, weight).sum().backward()
 
 
 @pytest.mark.usefixtures("unpatched_functions")

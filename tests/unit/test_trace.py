@@ -103,13 +103,13 @@ def test_trace_memory_counters_have_the_peak_and_skip_small_changes(tmp_path: Pa
         assert len(sizes) < 10
 
 
-@dt.trace("/dev/null")
-def decorated() -> dt.DTensor:
-    return distribute_values(make_values(5, 6), S0) + distribute_values(make_values(5, 6), S1)
+def test_trace_of_a_decorated_function_has_the_events_of_its_call(tmp_path: Path) -> None:
+    @dt.trace(tmp_path / "trace.json")
+    def run() -> dt.DTensor:
+        return distribute_values(make_values(5, 6), S0) + distribute_values(make_values(5, 6), S1)
 
-
-def test_trace_can_decorate_a_function() -> None:
-    assert decorated().shape == (5, 6)
+    assert run().shape == (5, 6)
+    assert "all_to_all" in {event["name"] for event in read_trace_events(tmp_path / "trace.json")}
 
 
 def _trace_on_processes(folder: str) -> int:
