@@ -580,7 +580,7 @@ def test_cpu_offload_on_the_host_changes_no_values() -> None:
 
 
 @pytest.mark.parametrize("make", [shard, _replicated])
-def test_offloaded_gradients_are_waited_for_before_their_first_use(make: Any, monkeypatch: Any) -> None:
+def test_offloaded_gradient_copies_overlap_and_end_before_their_first_use(make: Any, monkeypatch: Any) -> None:
     """Check offloaded gradients with a fake copy that completes only when it is waited for."""
     done: list[tuple[str, int]] = []
 
