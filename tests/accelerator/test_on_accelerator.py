@@ -390,7 +390,7 @@ def test_ctc_loss_equals_plain_torch(place: Any) -> None:
 
 # --- CUDA only ----------------------------------------------------------------------------------------------------------
 @on_cuda
-def test_redistribution_on_a_side_stream() -> None:
+def test_redistribution_on_a_side_stream_equals_plain_torch() -> None:
     x, stream = put(torch.randn(512, 512, device=DEVICE), S0), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -400,7 +400,7 @@ def test_redistribution_on_a_side_stream() -> None:
 
 
 @on_cuda
-def test_dtensor_operators_in_a_cuda_graph() -> None:
+def test_dtensor_operators_replayed_by_a_cuda_graph_equal_plain_torch() -> None:
     x, w = put(torch.randn(64, 64, device=DEVICE), S0), put(torch.randn(64, 64, device=DEVICE), R)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

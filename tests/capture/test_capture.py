@@ -32,29 +32,29 @@ def randn(*size: int, on: Any = MESH, at: Any = WHOLE, grad: bool = False, dtype
 
 # --- programs ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("name", "mesh"), keep_diagonals_fast(CASES, [MESH, THREE, GRID]))
-def test_trains_as_the_function_does(name: str, mesh: Any) -> None:
+def test_captured_training_programs_equal_eager_bitwise(name: str, mesh: Any) -> None:
     captured = compare_with_captured(lambda: CASES[name](mesh))
     assert captured.cache_info()[:4] == (1, 16, 1, 2)
 
 
 @pytest.mark.gloo
-def test_trains_as_the_function_does_on_four_processes() -> None:
+def test_captured_training_programs_equal_eager_on_four_processes() -> None:
     run_cases_on_four_processes(capture_cases)
 
 
-def test_random_sites_of_the_counter_mode() -> None:
+def test_captured_random_operators_in_counter_mode_equal_eager() -> None:
     with dt.random_mode("counter"):
-        compare_with_captured(lambda: CASES["random_sites"](GRID), 4)
+        compare_with_captured(lambda: CASES["dropout_rand_like_and_bernoulli"](GRID), 4)
 
 
-def test_source_is_python_over_local_tensors() -> None:
+def test_source_of_captured_program_is_python_code_over_local_tensors() -> None:
     captured = compare_with_captured(lambda: CASES["mlp"](MESH))
     assert "def forward(x0, " in captured.source()
     assert " = torch.mm(x0, " in captured.source()
 
 
 # --- random numbers, buffers --------------------------------------------------------------------------------------------
-def test_writes_to_buffers_and_arguments_are_seen_and_counted() -> None:
+def test_replay_writes_buffers_and_arguments_and_increments_their_versions() -> None:
     total = dt.zeros(3, device_mesh=MESH, placements=[Shard(0)])
 
     def add(x: Any) -> Any:
@@ -73,7 +73,7 @@ def test_writes_to_buffers_and_arguments_are_seen_and_counted() -> None:
 
 
 # --- guards -------------------------------------------------------------------------------------------------------------
-def test_other_shapes_layouts_and_numbers_are_recorded_again() -> None:
+def test_calls_with_other_shapes_layouts_or_numbers_are_recorded_again() -> None:
     w = randn(6, 6, at=[Shard(1)])
     f = capture(lambda x, scale=1.0: (x @ w) * scale)
     for size, at, scale in ((4, Replicate(), 1.0), (5, Replicate(), 1.0), (4, Shard(0), 1.0), (4, Replicate(), 2.0)):
@@ -83,7 +83,7 @@ def test_other_shapes_layouts_and_numbers_are_recorded_again() -> None:
     assert f.cache_info()[:4] == (4, 16, 4, 4)
 
 
-def test_frozen_parameters_modes_and_training_flags() -> None:
+def test_changes_of_requires_grad_grad_mode_or_train_mode_are_recorded_again() -> None:
     block = Block(8, 2, MESH, p=0.5)
     f = capture(block)
     x = randn(2, 3, 8)
@@ -112,7 +112,7 @@ def test_frozen_parameters_modes_and_training_flags() -> None:
     assert f.cache_info().recorded == 5
 
 
-def test_replaced_parameters_are_read_anew() -> None:
+def test_replay_uses_replaced_parameters_and_records_other_layouts_again() -> None:
     linear = nn.Linear(4, 4, bias=False)
     linear = dt.distribute_module(linear, MESH)
     f = capture(linear)
@@ -129,7 +129,7 @@ def test_replaced_parameters_are_read_anew() -> None:
         assert f.cache_info().recorded == 2
 
 
-def test_autocast() -> None:
+def test_captured_program_under_autocast_equals_eager() -> None:
     def build() -> Any:
         w = randn(6, 6, at=[Shard(1)], grad=True)
 
@@ -149,7 +149,7 @@ def test_autocast() -> None:
     assert "torch.bfloat16" in captured.source()
 
 
-def test_the_number_of_recordings_is_bounded() -> None:
+def test_calls_beyond_the_limit_of_recordings_warn_and_run_eagerly() -> None:
     f = capture(lambda x, by: x * by, limit=2)
     x = randn(4, at=[Shard(0)])
     assert_bitwise_equal([f(x, 1.0), f(x, 2.0)], [x * 1.0, x * 2.0])
@@ -159,7 +159,7 @@ def test_the_number_of_recordings_is_bounded() -> None:
 
 
 # --- autograd -----------------------------------------------------------------------------------------------------------
-def test_gradients_are_accumulated() -> None:
+def test_replays_accumulate_gradients_as_eager() -> None:
     w = randn(6, 6, at=[Shard(1)], grad=True)
     f, g = capture(lambda x: (x @ w).tanh()), lambda x: (x @ w).tanh()
     xs = [randn(4, 6) for _ in range(4)]
@@ -174,7 +174,7 @@ def test_gradients_are_accumulated() -> None:
     assert_bitwise_equal(*grads)
 
 
-def test_hooks_run_once_and_leaves_keep_their_layout() -> None:
+def test_tensor_hooks_run_once_per_backward_of_a_replay() -> None:
     w = randn(6, 6, at=[Shard(1)], grad=True)
     seen = []
     w.register_hook(lambda grad: seen.append(grad.placements))
@@ -187,7 +187,7 @@ def test_hooks_run_once_and_leaves_keep_their_layout() -> None:
     assert w.grad.placements == (Shard(1),)
 
 
-def test_a_tensor_needed_for_gradients_must_not_be_written_to() -> None:
+def test_backward_after_in_place_write_to_a_saved_tensor_raises() -> None:
     w = randn(4, 4, at=[Shard(1)], grad=True)
     for fn, result in ((lambda x: x @ w, False), (lambda x: torch.exp(x @ w), True)):
         f = capture(fn)
@@ -202,7 +202,7 @@ def test_a_tensor_needed_for_gradients_must_not_be_written_to() -> None:
                 y.sum().backward()
 
 
-def test_results_may_be_written_to_where_the_function_allows_it() -> None:
+def test_in_place_writes_to_results_of_replays_have_gradients_of_eager() -> None:
     w = randn(4, 4, at=[Shard(1)], grad=True)
     f = capture(lambda x: x @ w)
     xs = [randn(3, 4, grad=True) for _ in range(3)]
@@ -217,7 +217,7 @@ def test_results_may_be_written_to_where_the_function_allows_it() -> None:
     assert_bitwise_equal(*grads)
 
 
-def test_gradients_never_share_memory() -> None:
+def test_gradients_of_two_leaves_of_a_replay_do_not_share_memory() -> None:
     a, b = randn(4, grad=True, at=[Shard(0)]), randn(4, grad=True, at=[Shard(0)])
     f = capture(lambda: a + b)
     for _ in range(3):
@@ -227,7 +227,7 @@ def test_gradients_never_share_memory() -> None:
         assert b.grad.full_tensor().tolist() == [1.0] * 4
 
 
-def test_a_second_derivative_is_refused() -> None:
+def test_second_derivative_of_a_captured_function_raises_but_inside_it_works() -> None:
     w = randn(4, at=[Shard(0)], grad=True)
     f = capture(lambda: (w * w * w).sum())
     for _ in range(3):
@@ -243,7 +243,7 @@ def test_a_second_derivative_is_refused() -> None:
     assert_bitwise_equal(grads[1:], grads[:1] * 2)
 
 
-def test_gradients_that_come_in_another_layout() -> None:
+def test_backward_of_a_replay_with_gradients_in_other_layouts_equals_eager() -> None:
     w = randn(4, 6, at=[Shard(1)], grad=True)
     f = capture(lambda x: x @ w)
     x = randn(3, 4)
@@ -257,7 +257,7 @@ def test_gradients_that_come_in_another_layout() -> None:
 
 
 # --- containers, aliases ------------------------------------------------------------------------------------------------
-def test_results_alias_what_the_function_lets_them_alias() -> None:
+def test_results_of_replays_alias_arguments_as_in_eager() -> None:
     def views(x: Any, w: Any) -> Any:
         h = x * 2
         first, second = h.chunk(2)
@@ -281,13 +281,13 @@ def test_results_alias_what_the_function_lets_them_alias() -> None:
                 (x.sum() + made[1].sum() + made[4].sum()).backward()
 
 
-def test_a_view_that_no_replay_can_follow_is_refused() -> None:
+def test_result_that_is_a_view_through_to_local_raises() -> None:
     f = capture(lambda x: DTensor.from_local(x.to_local(), MESH, [Shard(0)], shape=(4,)))
     with pytest.raises(CaptureError, match=r"return x\.clone\(\)"):
         f(randn(4, at=[Shard(0)], grad=True) * 1)
 
 
-def test_arguments_that_share_memory() -> None:
+def test_replays_with_arguments_that_share_memory_equal_eager_or_raise() -> None:
     f = capture(lambda a, b: a * 2 + b)
     x = randn(4, at=[Shard(0)])
     assert_bitwise_equal([f(x, x) for _ in range(2)], [x * 2 + x] * 2)
@@ -312,7 +312,7 @@ def test_arguments_that_share_memory() -> None:
         capture(write)(x, x.detach())
 
 
-def test_locals_that_lie_otherwise_in_memory() -> None:
+def test_replay_with_other_local_strides_equals_eager() -> None:
     w = randn(4, 6, at=[Shard(0)])
     f = capture(lambda x: (x.mul_(1) if not x.requires_grad else x) @ w)
     for other in (False, True, False):
@@ -322,7 +322,7 @@ def test_locals_that_lie_otherwise_in_memory() -> None:
         assert torch.equal(f(x).full_tensor(), (x @ w).full_tensor())
 
 
-def test_plain_results() -> None:
+def test_plain_and_per_rank_results_of_replays_equal_eager() -> None:
     w = randn(4, 4, at=[Shard(0)], grad=True)
     f = capture(lambda x: ((x @ w).full_tensor(), (x @ w).sum().to_local(), x.to_local()))
     for _ in range(3):
@@ -342,7 +342,7 @@ def test_plain_results() -> None:
 
 # --- what is refused ----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    ("fn", "what"),
+    ("fn", "message"),
     [
         (lambda x: x if x.sum() > 0 else -x, "_local_scalar_dense"),
         (lambda x: x.nonzero(), "nonzero"),
@@ -356,10 +356,10 @@ def test_plain_results() -> None:
         (lambda x: object(), "returns a object"),
     ],
 )
-def test_what_a_replay_could_not_do_is_refused(fn: Any, what: str) -> None:
+def test_value_reads_random_states_and_unsupported_results_raise_at_capture(fn: Any, message: str) -> None:
     f = capture(fn)
     for _ in range(2):
-        with pytest.raises(CaptureError, match=what):
+        with pytest.raises(CaptureError, match=message):
             f(randn(4, at=[Shard(0)]))
     assert f.cache_info().kept == 0
     assert torch.arange(3).tolist() == [0, 1, 2], "reads are allowed again"
@@ -373,9 +373,9 @@ def test_what_a_replay_could_not_do_is_refused(fn: Any, what: str) -> None:
         lambda table, places: F.cross_entropy(table.t().contiguous(), places[:3]),
         lambda table, places: F.nll_loss(table.t().contiguous(), places[:3], ignore_index=2),
     ],
-    ids=["embedding", "index_select", "cross_entropy", "nll_loss, one ignored"],
+    ids=["embedding", "index_select", "cross_entropy", "nll_loss with ignore_index"],
 )
-def test_a_replay_looks_at_its_indices_as_the_function_does(fn: Any) -> None:
+def test_replays_use_the_indices_of_each_call_and_raise_if_out_of_range(fn: Any) -> None:
     captured, table = capture(fn), randn(7, 3, at=[Shard(0)])
 
     def places(*values: int) -> DTensor:
@@ -388,7 +388,7 @@ def test_a_replay_looks_at_its_indices_as_the_function_does(fn: Any) -> None:
         captured(table, places(0, 7, 1, 2))
 
 
-def test_a_replay_asserts_what_the_function_asserts() -> None:
+def test_replays_check_one_hot_classes_and_masked_scatter_sizes() -> None:
     one_hot, scattered = capture(lambda x: F.one_hot(x, 7)), capture(lambda x, mask: x.masked_scatter(mask, x[:1]))
     x = randn(4, at=[Shard(0)])
 
@@ -413,7 +413,7 @@ class TextKeyed(dict[Any, Any]):
         return super().get(str(key), default)
 
 
-def test_an_overridden_get_of_a_dict_is_called_again_when_its_result_changes() -> None:
+def test_changed_result_of_an_overridden_dict_get_is_recorded_again() -> None:
     kept = TextKeyed({"1": 2.0})
     f, x = capture(lambda x: x * kept.get(1)), randn(4, at=[Shard(0)])
     for _ in range(2):
@@ -432,12 +432,12 @@ def test_an_overridden_get_of_a_dict_is_called_again_when_its_result_changes() -
     ],
     ids=["tensor_split", "pack_padded_sequence", "dlpack"],
 )
-def test_the_library_reads_no_values_either(fn: Any, given: Any) -> None:
+def test_operators_that_read_tensor_values_internally_raise_at_capture(fn: Any, given: Any) -> None:
     with pytest.raises(CaptureError, match="reads the values of a tensor"):
         capture(fn)(randn(6, 2, at=[Shard(0)]), *given)
 
 
-def test_values_of_tensors_made_of_python_numbers_may_be_read() -> None:
+def test_tensor_split_by_a_tensor_of_constants_is_captured() -> None:
     f, x = capture(lambda x: x.tensor_split(torch.tensor([1, 3]))), randn(6, at=[Shard(0)])
     for _ in range(2):
         for mine, like in zip(f(x), x.split([1, 2, 3]), strict=True):
@@ -445,7 +445,7 @@ def test_values_of_tensors_made_of_python_numbers_may_be_read() -> None:
     assert f.cache_info().replayed == 1
 
 
-def test_ranges_of_the_profiler_are_no_steps() -> None:
+def test_profiler_ranges_are_not_recorded() -> None:
     def step(x: DTensor) -> DTensor:
         with torch.profiler.record_function("a range"):
             return x * 2
@@ -456,7 +456,7 @@ def test_ranges_of_the_profiler_are_no_steps() -> None:
     assert "profiler" not in f.source()
 
 
-def test_side_effects_on_python_state_are_refused() -> None:
+def test_python_attribute_that_each_call_changes_raises() -> None:
     class Counter(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -476,7 +476,7 @@ def test_side_effects_on_python_state_are_refused() -> None:
         f(x)
 
 
-def test_what_is_made_at_the_first_call_and_kept_is_a_variable_afterwards() -> None:
+def test_tensor_that_the_first_call_stores_in_an_attribute_is_captured() -> None:
     class Lazy(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -496,7 +496,7 @@ def test_what_is_made_at_the_first_call_and_kept_is_a_variable_afterwards() -> N
     assert f.cache_info()[:4] == (1, 16, 2, 2)
 
 
-def test_unknown_tensors_are_refused() -> None:
+def test_tensors_of_unknown_origin_and_mixed_operands_raise_at_capture() -> None:
     w = randn(4, at=[Shard(0)], grad=True)
     hidden = randn(4, at=[Shard(0)])
     inside = type("Far", (), {"__module__": "torch.far"})()  # of another library
@@ -507,7 +507,7 @@ def test_unknown_tensors_are_refused() -> None:
         capture(lambda x: w + x)(torch.ones(4))
 
 
-def test_constants_and_plain_tensors_that_torch_makes() -> None:
+def test_captured_program_with_constant_tensors_equals_eager() -> None:
     def build() -> Any:
         w = randn(6, 6, at=[Shard(1)], grad=True)
 
@@ -520,7 +520,7 @@ def test_constants_and_plain_tensors_that_torch_makes() -> None:
     compare_with_captured(build)
 
 
-def test_under_implicit_replication_plain_tensors_are_arguments() -> None:
+def test_plain_arguments_under_implicit_replication_are_replayed() -> None:
     w = randn(4, at=[Shard(0)])
     f = capture(lambda x: w * x)
     with dt.implicit_replication():
@@ -530,7 +530,7 @@ def test_under_implicit_replication_plain_tensors_are_arguments() -> None:
     assert f.cache_info().replayed == 2
 
 
-def test_partial_arguments_and_complex_numbers() -> None:
+def test_replays_with_partial_and_complex_arguments_equal_eager() -> None:
     f = capture(lambda x, z: (x * 2 + 1, (z.conj() * z).sum(), z.conj()))
     for _ in range(3):
         x = DTensor.from_local(dt.per_rank([torch.randn(3), torch.randn(3)]), MESH, [Partial()])
@@ -541,7 +541,7 @@ def test_partial_arguments_and_complex_numbers() -> None:
             assert torch.equal(a.full_tensor(), b.full_tensor())
 
 
-def test_what_is_made_of_python_values_alone_may_decide() -> None:
+def test_branch_on_a_tensor_of_python_values_is_captured_and_guarded() -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
     x = dt.distribute_tensor(torch.arange(1.0, 6.0), mesh, [dt.Shard(0)])
     lengths = [2, 3]
@@ -564,7 +564,7 @@ def test_what_is_made_of_python_values_alone_may_decide() -> None:
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_what_is_written_to_such_memory_may_not_decide(late: bool) -> None:
+def test_branch_on_memory_with_values_of_an_argument_raises(late: bool) -> None:
     x = dt.distribute_tensor(torch.arange(1.0, 6.0), dt.init_device_mesh("cpu", (2,)), [dt.Shard(0)])
 
     def decides(x: Any, plain: torch.Tensor) -> Any:
@@ -579,7 +579,7 @@ def test_what_is_written_to_such_memory_may_not_decide(late: bool) -> None:
         dt.capture(lambda x: x * torch.rand(3).argmax().item())(x)
 
 
-def test_replays_compare_gradients_of_one_tensor_that_ranks_use() -> None:
+def test_replay_raises_if_gradients_of_a_plain_tensor_differ_between_ranks() -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
     w = torch.ones(3, requires_grad=True)
 
@@ -597,8 +597,8 @@ def test_replays_compare_gradients_of_one_tensor_that_ranks_use() -> None:
             f(apart)
 
 
-def test_nothing_of_a_recording_stays_but_its_program() -> None:
-    """What is known of tensors that outlive a recording, parameters and buffers, has nothing of who recorded it."""
+def test_recorder_is_garbage_collected_after_capture() -> None:
+    """Check that facts stored with parameters and buffers hold no reference to the recorder."""
     mesh = dt.init_device_mesh("cpu", (2,))
     weight, buffer = (dt.distribute_tensor(torch.randn(6, 6), mesh, [Shard(0)]) for _ in range(2))
     weight.requires_grad_()

@@ -1,4 +1,4 @@
-"""Bucketing: a captured program that joins collectives gives the bits of the program that does not."""
+"""Bucketing: a captured program that combines collectives equals the eager program bit for bit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def kinds(run: Callable[[], Any]) -> tuple[Any, Counter[str], int]:
 
 
 def training(mesh: dt.DeviceMesh, placement: Placement, count: int = 4, captured: bool = False) -> tuple[Any, list[Any]]:
-    """A step with its optimizer, and the parameters; sizes are uneven."""
+    """Return a training step with its optimizer, and its parameters, of uneven sizes."""
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(7, 7, generator=generator, dtype=torch.float64) for _ in range(count)]
     params = [dt.distribute_tensor(w, mesh, [placement]).requires_grad_() for w in weights]
@@ -45,7 +45,9 @@ def training(mesh: dt.DeviceMesh, placement: Placement, count: int = 4, captured
 @pytest.mark.parametrize(
     ("placement", "expected"), [(Replicate(), {"all_reduce": 1}), (Shard(0), {"all_gather": 1, "reduce_scatter": 1})]
 )
-def test_parameters_are_gathered_and_gradients_reduced_together(placement: Placement, expected: dict[str, int]) -> None:
+def test_replayed_step_uses_one_collective_for_all_parameters_or_gradients(
+    placement: Placement, expected: dict[str, int]
+) -> None:
     mesh = dt.init_device_mesh("cpu", (3,))
     (plain, params), (step, same) = training(mesh, placement), training(mesh, placement, captured=True)
     for k in range(5):
@@ -60,7 +62,7 @@ def test_parameters_are_gathered_and_gradients_reduced_together(placement: Place
 
 
 @pytest.mark.parametrize("placement", [Replicate(), Shard(0)])
-def test_gradients_of_a_functions_leaves_are_reduced_together(placement: Placement) -> None:
+def test_backward_of_a_replay_reduces_all_gradients_in_one_collective(placement: Placement) -> None:
     mesh = dt.init_device_mesh("cpu", (3,))
     weights = [dt.randn(7, 7, device_mesh=mesh, placements=[placement]).requires_grad_() for _ in range(4)]
     seen: list[Any] = []
@@ -90,7 +92,7 @@ def test_gradients_of_a_functions_leaves_are_reduced_together(placement: Placeme
 
 
 def replayed(run: Callable[..., Any], *args: Any) -> tuple[Any, Counter[str]]:
-    """What a replay gives, which is what the function gives, and its collectives."""
+    """Compare replays with the function, and return the last results and collectives."""
     f = dt.capture(run)
     with torch.no_grad():
         for _ in range(3):
@@ -115,7 +117,7 @@ def whole(x: Any) -> Any:
     return x.redistribute(placements=WHOLE)
 
 
-def test_what_is_written_in_between_keeps_its_order() -> None:
+def test_gathers_before_and_after_a_write_are_not_combined() -> None:
     def write_between(x: Any, y: Any) -> Any:
         first = whole(x)
         x.add_(1)
@@ -126,7 +128,7 @@ def test_what_is_written_in_between_keeps_its_order() -> None:
     assert seen["all_gather"] == 2
 
 
-def test_statistics_that_run_are_sent_after_they_are_written() -> None:
+def test_running_statistics_are_gathered_after_their_update() -> None:
     def running(x: Any, mean: Any, var: Any) -> Any:
         first = whole(x.t())
         y = F.batch_norm(x.t(), mean, var, training=True, momentum=0.5)
@@ -139,7 +141,7 @@ def test_statistics_that_run_are_sent_after_they_are_written() -> None:
     assert seen["all_gather"] == 2
 
 
-def test_results_are_memory_of_their_own() -> None:
+def test_results_of_combined_collectives_do_not_share_memory() -> None:
     def write_after(x: Any, y: Any) -> Any:
         first, second = whole(x), whole(y)
         first.add_(1)
@@ -150,7 +152,7 @@ def test_results_are_memory_of_their_own() -> None:
         replayed(write_after, *cut(placement, placement))
 
 
-def test_one_that_needs_another_waits_for_it() -> None:
+def test_gather_that_depends_on_another_is_not_combined_with_it() -> None:
     def chained(x: Any, y: Any) -> Any:
         first = whole(x)
         second = whole(first.redistribute(placements=[Shard(0)]) * 2)
@@ -160,7 +162,7 @@ def test_one_that_needs_another_waits_for_it() -> None:
     assert seen["all_gather"] == 2
 
 
-def test_what_one_brings_late_another_does_not_send_early() -> None:
+def test_collectives_that_depend_on_each_other_are_not_reordered() -> None:
     def crossing(x: Any, y: Any, z: Any) -> Any:
         part = x.redistribute(placements=[Shard(0)])
         first = whole(y)
@@ -171,7 +173,7 @@ def test_what_one_brings_late_another_does_not_send_early() -> None:
     assert seen["all_gather"] + seen["reduce_scatter"] == 3
 
 
-def test_views_of_what_is_sent_come_along() -> None:
+def test_gathers_of_views_are_combined() -> None:
     def through_views(x: Any, y: Any) -> Any:
         first = whole(x.t())
         a = first.sum(0)
@@ -184,7 +186,7 @@ def test_views_of_what_is_sent_come_along() -> None:
     assert seen["all_to_all"] == 1
 
 
-def test_a_view_that_two_collectives_send_comes_along_with_the_first() -> None:
+def test_collectives_of_one_kind_that_send_a_view_are_combined() -> None:
     def sent_twice(x: Any, y: Any) -> Any:
         first, other = whole(x), x.redistribute(placements=[Shard(1)])
         last = y[:, 1:]
@@ -195,7 +197,7 @@ def test_a_view_that_two_collectives_send_comes_along_with_the_first() -> None:
     assert seen["all_to_all"] == 1
 
 
-def test_means_and_dtypes_stay_apart() -> None:
+def test_reductions_of_other_dtypes_or_operations_are_not_combined() -> None:
     def several(x: Any, y: Any) -> Any:
         return whole(x), whole(y), whole(x.double()), whole(y * 2)
 
@@ -204,7 +206,7 @@ def test_means_and_dtypes_stay_apart() -> None:
 
 
 def _training_on_processes() -> list[tuple[bool, int, int]]:
-    """For each way: whether replays have the program's bits, and collectives of a step of both."""
+    """Return for each placement: whether replays equal eager bitwise, and the collectives of an eager and a replayed step."""
     found = []
     mesh = dt.init_device_mesh("cpu", (4,))
     for placement in (Replicate(), Shard(0), Shard(0, sizes=(3, 0, 0, 4))):
@@ -222,7 +224,7 @@ def _training_on_processes() -> list[tuple[bool, int, int]]:
 
 
 @pytest.mark.gloo
-def test_processes_agree_on_what_is_joined() -> None:
+def test_all_processes_combine_the_same_collectives() -> None:
     told = run_gloo(_training_on_processes, 4)
     assert all(ways == told[0] for ways in told)
     assert all(equal and after <= before for equal, before, after in told[0])

@@ -60,8 +60,8 @@ class Net(nn.Module):
         return self.norm(y) + self.shift + x
 
 
-class World:
-    """One training and what can be changed of it. Two with one seed are the same."""
+class TrainingRun:
+    """Training run with methods that change its state; two runs with one seed are equal."""
 
     def __init__(self, seed: int) -> None:
         draw = random.Random(seed)
@@ -127,8 +127,8 @@ class World:
         return [x for x in self.net.parameters() if x.is_leaf]
 
     def change(self, draw: random.Random) -> str:
-        """One of them; what it was."""
-        changes = [getattr(World, name) for name in sorted(vars(World)) if name.startswith("do_")]
+        """Apply a random change and return its name."""
+        changes = [getattr(TrainingRun, name) for name in sorted(vars(TrainingRun)) if name.startswith("do_")]
         chosen = draw.choice(changes)
         chosen(self, draw)
         return str(chosen.__name__)
@@ -335,7 +335,7 @@ Modes = dict[str, Any]
 
 
 def around(draw: random.Random, modes: Modes) -> None:
-    """Modes of both worlds, changed."""
+    """Switch a random global mode of both runs."""
     name = draw.choice(["autocast", "deterministic", "default", "mkldnn", "bare"])
     modes[name] = not modes.get(name, False)
 
@@ -356,13 +356,13 @@ def called(fn: Callable[[Any], Any], x: Any, modes: Modes) -> Any:
         torch.set_default_dtype(torch.float32)
 
 
-def shown(world: World) -> list[Any]:
-    state = [*world.net.named_parameters(), *world.net.named_buffers()]
-    grads = [(name + ".grad", x.grad) for name, x in world.net.named_parameters()]
+def named_state(training_run: TrainingRun) -> list[Any]:
+    state = [*training_run.net.named_parameters(), *training_run.net.named_buffers()]
+    grads = [(name + ".grad", x.grad) for name, x in training_run.net.named_parameters()]
     kept = [
         (f"state {k} {name}", value)
-        for k, p in enumerate(p for group in world.opt.param_groups for p in group["params"])
-        for name, value in sorted(world.opt.state.get(p, {}).items())
+        for k, p in enumerate(p for group in training_run.opt.param_groups for p in group["params"])
+        for name, value in sorted(training_run.opt.state.get(p, {}).items())
     ]
     return [*state, *grads, *kept]
 
@@ -381,21 +381,21 @@ def same(one: Any, other: Any) -> bool:
     return torch.equal(one.detach().nan_to_num(), other.detach().nan_to_num())
 
 
-def differs(seed: int, calls: int = 14) -> tuple[str | None, int]:
-    """What first differs, of a program and its changes, and how many calls were replayed."""
+def find_difference(seed: int, calls: int = 14) -> tuple[str | None, int]:
+    """Return the first difference from eager, or None, and the number of replayed calls."""
     global SCALE
     draw = random.Random(seed)
     kind = draw.choice(["step", "step", "closed", "loss"])
-    worlds = World(seed), World(seed)
-    plain, fn = getattr(worlds[0], kind), dt.capture(getattr(worlds[1], kind), limit=200)
+    training_runs = TrainingRun(seed), TrainingRun(seed)
+    plain, fn = getattr(training_runs[0], kind), dt.capture(getattr(training_runs[1], kind), limit=200)
     modes: Modes = {}
     done: list[str] = []
-    handles = [world.handles for world in worlds]
+    handles = [training_run.handles for training_run in training_runs]
     try:
         for call in range(calls):
             if draw.random() < 0.6:
                 again = draw.randrange(1 << 30)
-                pair = [world.change(random.Random(again)) for world in worlds]
+                pair = [training_run.change(random.Random(again)) for training_run in training_runs]
                 done.append(pair[0])
             elif draw.random() < 0.2:
                 around(draw, modes)
@@ -403,7 +403,9 @@ def differs(seed: int, calls: int = 14) -> tuple[str | None, int]:
             elif draw.random() < 0.1:
                 SCALE = draw.choice([1.0, 0.5])
             done.append(f"call {call}")
-            x = dt.distribute_tensor(torch.randn(6, 4, generator=torch.Generator().manual_seed(call)), MESH, worlds[0].batch_at)
+            x = dt.distribute_tensor(
+                torch.randn(6, 4, generator=torch.Generator().manual_seed(call)), MESH, training_runs[0].batch_at
+            )
             found = []
             for run in (plain, fn):
                 torch.manual_seed(call)
@@ -425,7 +427,7 @@ def differs(seed: int, calls: int = 14) -> tuple[str | None, int]:
                 found = [one.detach() for one in found]
             if not same(found[0], found[1]):
                 return f"{kind} {seed}: results {found} after {done}", fn.cache_info().replayed
-            for (name, one), (_, other) in zip(*map(shown, worlds), strict=True):
+            for (name, one), (_, other) in zip(*map(named_state, training_runs), strict=True):
                 if not same(one, other):
                     return f"{kind} {seed}: {name} {one} {other} after {done}", fn.cache_info().replayed
     finally:
@@ -437,7 +439,7 @@ def differs(seed: int, calls: int = 14) -> tuple[str | None, int]:
 
 
 def check(seeds: Iterable[int], calls: int) -> None:
-    found = [differs(START + seed, calls) for seed in seeds]
+    found = [find_difference(START + seed, calls) for seed in seeds]
     wrong = [problem for problem, _ in found if problem is not None and not problem.startswith("refused")]
     assert not wrong, wrong[0]
     assert sum(replayed for _, replayed in found) > len(found)
@@ -445,5 +447,5 @@ def check(seeds: Iterable[int], calls: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("block", range(30))
-def test_changes_between_calls_are_seen(block: int) -> None:
+def test_random_training_state_changes_between_calls_have_the_eager_effect(block: int) -> None:
     check(range(block * 10, block * 10 + 10), 14)

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import dtensor as dt
 from dtensor.errors import ArgumentError, CaptureError
 
-READERS = {"a float": time.perf_counter, "an integer": time.perf_counter_ns}
+READERS = {"float clock": time.perf_counter, "integer clock": time.perf_counter_ns}
 
 
 def distributed(*size: int) -> Any:
@@ -25,7 +25,7 @@ def distributed(*size: int) -> Any:
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_a_value_that_no_guard_sees_raises(name: str) -> None:
+def test_check_raises_for_a_changing_value_without_a_guard(name: str) -> None:
     read = READERS[name]
     captured = dt.capture(lambda x: x * read(), trusted=["time"], check=3)
     for _ in range(3):
@@ -35,7 +35,7 @@ def test_a_value_that_no_guard_sees_raises(name: str) -> None:
         captured(distributed(5))
 
 
-def test_other_operations_raise(tmp_path: Path) -> None:
+def test_check_raises_if_the_function_runs_other_operations(tmp_path: Path) -> None:
     flag = tmp_path / "flag"
     captured = dt.capture(lambda x: x.relu() if os.access(str(flag), os.F_OK) else x.exp(), trusted=["posix"], check=2)
     x = distributed(5)
@@ -46,7 +46,7 @@ def test_other_operations_raise(tmp_path: Path) -> None:
         captured(x)
 
 
-def test_a_training_step_with_dropout_passes_the_check() -> None:
+def test_checked_training_step_with_dropout_equals_eager() -> None:
     def train(make: Any) -> tuple[list[float], Any]:
         torch.manual_seed(0)
         w = torch.nn.Parameter(distributed(6, 4))
@@ -74,7 +74,7 @@ def test_a_training_step_with_dropout_passes_the_check() -> None:
     assert info.kept < info.recorded
 
 
-def test_gradients_of_a_checked_call_are_those_of_the_function() -> None:
+def test_gradients_of_checked_calls_equal_eager() -> None:
     def fn(x: Any, w: Any) -> Any:
         return torch.tanh(x * w)
 
@@ -90,7 +90,7 @@ def test_gradients_of_a_checked_call_are_those_of_the_function() -> None:
 
 
 @pytest.mark.parametrize("check", [0, -1, 1.5, True])
-def test_a_count_that_is_no_positive_integer_is_refused(check: Any) -> None:
+def test_check_that_is_not_a_positive_integer_raises(check: Any) -> None:
     with pytest.raises(ArgumentError, match="check="):
         dt.capture(lambda x: x, check=check)
 
@@ -108,7 +108,7 @@ def differ_on_one_rank() -> str:
 
 
 @pytest.mark.gloo
-def test_all_ranks_raise_if_the_recordings_of_one_differ() -> None:
+def test_check_raises_on_all_ranks_if_recordings_of_one_rank_differ() -> None:
     one, other = run_gloo(differ_on_one_rank, 2)
     assert "differ on another rank" in one
     assert "takes a Python value" in other

@@ -1,4 +1,5 @@
-"""Data parallelism: captured steps are equal bit for bit and use no more memory or waiting; refused steps leave units usable."""
+"""Data parallelism: captured steps are equal bit for bit and use no more memory or waiting. Steps that raise leave units
+usable."""
 
 from __future__ import annotations
 
@@ -25,13 +26,13 @@ SOME = ("hybrid_in_bfloat16",)
 
 
 @pytest.mark.parametrize("name", keep_chosen_fast(list(CASES), SOME))
-def test_trains_as_the_step_does(name: str) -> None:
+def test_captured_data_parallel_steps_equal_eager(name: str) -> None:
     compare_steps(CASES[name])
 
 
 @pytest.mark.gloo
 @pytest.mark.slow
-def test_trains_as_the_step_does_on_four_processes() -> None:
+def test_captured_data_parallel_steps_equal_eager_on_four_processes() -> None:
     run_cases_on_four_processes(capture_data_parallel_cases)
 
 
@@ -54,7 +55,7 @@ def _lines(model: Any) -> list[str]:
     return captured.source().splitlines()
 
 
-def test_what_is_gathered_is_given_back_and_had_again_for_backward() -> None:
+def test_tape_frees_gathered_parameters_and_gathers_them_for_backward() -> None:
     lines = _lines(fully_shard_layers(make_network(), make_line_mesh()))
     resized = [line.strip() for line in lines if "resize_storage(" in line]
     freed = {line for line in resized if line.endswith(", 0)")}
@@ -63,7 +64,7 @@ def test_what_is_gathered_is_given_back_and_had_again_for_backward() -> None:
     assert {line.split(",")[0] for line in again} <= {line.split(",")[0] for line in freed}
 
 
-def test_the_next_unit_is_gathered_while_one_computes() -> None:
+def test_tape_issues_the_next_all_gather_before_a_unit_computes() -> None:
     lines = _lines(fully_shard_layers(make_network(), make_line_mesh()))
     issued = [k for k, line in enumerate(lines) if "= all_gather" in line]
     computed = [k for k, line in enumerate(lines) if "addmm(" in line]
@@ -73,7 +74,7 @@ def test_the_next_unit_is_gathered_while_one_computes() -> None:
 
 
 @pytest.mark.parametrize("unit", [fully_shard, replicate])
-def test_a_refused_step_leaves_its_units_as_they_were(unit: Any) -> None:
+def test_units_equal_an_untouched_copy_after_a_step_that_raises_at_capture(unit: Any) -> None:
     layer, alone = (unit(make_network(), mesh=make_line_mesh()) for _ in range(2))
 
     def refused(x: Any) -> Any:
@@ -96,7 +97,7 @@ def test_a_refused_step_leaves_its_units_as_they_were(unit: Any) -> None:
 
 
 @pytest.mark.parametrize("unit", [fully_shard, replicate])
-def test_a_forward_pass_alone_delivers_no_gradients(unit: Any) -> None:
+def test_captured_forward_without_backward_raises_unless_under_no_grad(unit: Any) -> None:
     layer = unit(make_network(), mesh=make_line_mesh())
     f = capture(lambda x: layer(x.to_local()).sum())
     with pytest.raises(CaptureError, match="Capture the whole step"):
@@ -108,7 +109,7 @@ def test_a_forward_pass_alone_delivers_no_gradients(unit: Any) -> None:
     assert f.cache_info().replayed == 2
 
 
-def test_what_is_set_of_units_is_seen() -> None:
+def test_change_of_gradient_divide_factor_between_calls_takes_effect() -> None:
     model, alone = fully_shard_layers(make_network(), make_line_mesh()), fully_shard_layers(make_network(), make_line_mesh())
 
     def step(model: Any, x: Any) -> Any:
@@ -127,17 +128,17 @@ def test_what_is_set_of_units_is_seen() -> None:
 
 @pytest.mark.parametrize("sync", keep_every_nth_fast(SYNCS, 3))
 @pytest.mark.parametrize("name", keep_chosen_fast(list(UNITS), ("fully_shard",)))
-def test_each_microbatch_may_be_a_call_of_its_own(name: str, sync: str) -> None:
+def test_captured_calls_for_single_microbatches_equal_eager(name: str, sync: str) -> None:
     compare_microbatches(UNITS[name], sync)
 
 
 @pytest.mark.gloo
 @pytest.mark.slow
-def test_each_microbatch_may_be_a_call_of_its_own_on_four_processes() -> None:
+def test_captured_calls_for_single_microbatches_on_four_processes() -> None:
     run_cases_on_four_processes(capture_microbatch_cases)
 
 
-def test_a_step_that_is_refused_leaves_what_microbatches_before_it_left() -> None:
+def test_step_that_raises_at_capture_keeps_pending_gradients() -> None:
     model, alone = fully_shard_layers(make_network(), make_line_mesh()), fully_shard_layers(make_network(), make_line_mesh())
 
     def step(one: Any, x: Any) -> None:
@@ -156,7 +157,7 @@ def test_a_step_that_is_refused_leaves_what_microbatches_before_it_left() -> Non
     assert_bitwise_equal([p.grad for p in model.parameters()], [p.grad for p in alone.parameters()])
 
 
-def test_collectives_of_torch_are_refused() -> None:
+def test_functional_collectives_of_torch_raise_at_capture() -> None:
     f = capture(lambda x: torch.ops._c10d_functional.all_reduce(x.to_local().shards[0], "sum", "0"))
     with pytest.raises(CaptureError, match="calls _c10d_functional"):
         f(batch())

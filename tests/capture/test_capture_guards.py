@@ -91,7 +91,7 @@ def a_global() -> Case:
 
 
 @case
-def a_global_that_comes_later() -> Case:
+def a_global_that_is_defined_later() -> Case:
     space: dict[str, Any] = {"__name__": "given_space"}
     exec("def fn(x): return x * (later if 'later' in globals() else 1.0)", space)
     return space["fn"], lambda: space.update(later=3.0)
@@ -103,12 +103,12 @@ def a_module_in_a_module() -> Case:
 
 
 @case
-def a_module_deep_down() -> Case:
+def a_variable_of_a_nested_module() -> Case:
     return lambda x: x * pkg.sub.deep.alpha, lambda: setattr(pkg.sub.deep, "alpha", 5.0)
 
 
 @case
-def a_list_in_a_module_deep_down() -> Case:
+def a_list_in_a_nested_module() -> Case:
     return lambda x: x * sum(pkg.sub.deep.items), lambda: pkg.sub.deep.items.append(5.0)
 
 
@@ -128,7 +128,7 @@ def a_name_added_to_a_module() -> Case:
 
 
 @case
-def a_name_exchanged_in_a_module() -> Case:
+def a_name_replaced_by_another_in_a_module() -> Case:
     def swap() -> None:
         del pkg.sub.items
         pkg.sub.extra = 1
@@ -162,7 +162,7 @@ def an_import_inside() -> Case:
 
 
 @case
-def a_module_by_its_name() -> Case:
+def a_module_from_sys_modules() -> Case:
     return lambda x: x * sys.modules["given_pkg.sub"].alpha, lambda: setattr(pkg.sub, "alpha", 5.0)
 
 
@@ -231,7 +231,7 @@ def a_global_in_special_methods() -> Case:
 
 
 @case
-def a_cached_property_forgotten() -> Case:
+def a_cleared_cached_property() -> Case:
     thing = Thing()
     thing.cached  # noqa: B018
 
@@ -268,13 +268,13 @@ def a_method_of_the_instance() -> Case:
 
 
 @case
-def another_class() -> Case:
+def a_replaced_class_of_an_object() -> Case:
     thing = Thing()
     return lambda x: x * thing.method(), lambda: setattr(thing, "__class__", type("M", (Thing,), {"method": lambda self: 4.0}))
 
 
 @case
-def a_class_of_classes() -> Case:
+def an_attribute_of_a_metaclass() -> Case:
     class Kind(type):
         rate = 1.0
 
@@ -317,12 +317,12 @@ def an_attribute_of_a_list() -> Case:
 
 
 @case
-def a_key_that_comes_later() -> Case:
+def a_key_that_is_added_later() -> Case:
     return lambda x: x * flags.get("scale", 1.0), lambda: flags.update(scale=2.0)
 
 
 @case
-def a_field() -> Case:
+def a_field_of_a_dataclass() -> Case:
     @dataclasses.dataclass
     class Config:
         scale: float = 1.0
@@ -348,7 +348,7 @@ def a_slot() -> Case:
 
 
 @case
-def arguments_of_a_program() -> Case:
+def an_argparse_namespace() -> Case:
     return lambda x: x * settings.scale, lambda: setattr(settings, "scale", 3.0)
 
 
@@ -402,7 +402,7 @@ def an_attribute_of_a_function() -> Case:
 
 
 @case
-def a_default() -> Case:
+def a_default_argument() -> Case:
     def fn(x: Any, scale: float = 1.0) -> Any:
         return x * scale
 
@@ -410,7 +410,7 @@ def a_default() -> Case:
 
 
 @case
-def other_code() -> Case:
+def replaced_code_of_a_function() -> Case:
     def inner() -> float:
         return 1.0
 
@@ -450,13 +450,13 @@ def a_cached_function() -> Case:
 
 
 @case
-def how_many_a_cache_holds() -> Case:
+def the_size_of_an_lru_cache() -> Case:
     read = functools.lru_cache(lambda n: n)
     return lambda x: x * read.cache_info().currsize, lambda: read(1.0)
 
 
 @case
-def how_often_a_cache_was_asked() -> Case:
+def the_hits_of_an_lru_cache() -> Case:
     read = functools.lru_cache(lambda: 1.0)
     read()
     return lambda x: x * read.cache_info().hits, read
@@ -490,7 +490,7 @@ def a_view_of_an_array() -> Case:
 
 
 @case
-def bytes_that_change() -> Case:
+def a_bytearray() -> Case:
     held = bytearray(b"\1\2\3")
     return lambda x: x * held[1], lambda: held.__setitem__(1, 9)
 
@@ -508,7 +508,7 @@ def an_iterator() -> Case:
 
 
 @case
-def a_count() -> Case:
+def an_itertools_count() -> Case:
     held = itertools.count(1)
     return lambda x: x * next(held), lambda: None
 
@@ -565,12 +565,12 @@ def the_default_dtype() -> Case:
 
 
 @case
-def whether_gradients_are_on() -> Case:
+def the_grad_mode() -> Case:
     torch.set_grad_enabled(True)
     return lambda x: x * (2.0 if torch.is_grad_enabled() else 1.0), lambda: torch.set_grad_enabled(False)
 
 
-def test_module_attributes_with_names_like_tables_of_hooks_are_attributes() -> None:
+def test_module_attributes_with_names_like_hook_tables_are_guarded() -> None:
     model = dt.parallel.parallelize_module(nn.Sequential(nn.Linear(6, 4)), MESH, {"0": dt.parallel.ColwiseParallel()})
     model.my_hooks, model.kept_hooks = (2.0,), [len]
 
@@ -656,7 +656,7 @@ def an_epoch_of_a_schedule() -> Case:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_changes_between_calls_is_seen(name: str) -> None:
+def test_call_after_a_change_of_read_state_equals_eager_or_raises(name: str) -> None:
     fn, alter = CASES[name]()
     captured = dt.capture(fn)
     twin = fn
@@ -681,7 +681,7 @@ def test_what_changes_between_calls_is_seen(name: str) -> None:
 STATEFUL = {
     "a_generator",
     "an_iterator",
-    "a_count",
+    "an_itertools_count",
     "a_random_generator_of_python",
     "a_random_generator_of_numpy",
 }
@@ -692,7 +692,7 @@ class Config:
         self.scale, self.array, self.items = 1.0, numpy.ones(2), [1.0]
 
 
-def test_objects_among_the_arguments_are_guarded_too() -> None:
+def test_call_after_a_change_inside_an_object_argument_equals_eager() -> None:
     config, scales = Config(), numpy.ones(3)
 
     def fn(x: Any, held: Config, more: Any) -> Any:
@@ -720,32 +720,32 @@ def read_lines() -> int:
     return len(pathlib.Path(__file__).read_text())
 
 
-# What compiled code gives that may be another at the next call, directly and through the standard library.
+# reads of compiled code with results that can change between calls, directly and through the standard library
 SYSTEM_READS: dict[str, Callable[[], float]] = {
     "a clock": time.time,
-    "a clock through a name": lambda: getattr(time, "perf_counter")(),  # noqa: B009
+    "a clock through getattr": lambda: getattr(time, "perf_counter")(),  # noqa: B009
     "a clock behind a partial": functools.partial(time.monotonic),
     "a date": lambda: datetime.datetime.now().timestamp(),
     "a file": lambda: len(open(__file__).read()),  # noqa: SIM115
     "a path": read_lines,
-    "whether a file is there": lambda: float(os.path.exists(__file__)),
+    "existence of a file": lambda: float(os.path.exists(__file__)),
     "bytes of a file": lambda: float(numpy.fromfile(__file__, dtype=numpy.uint8)[0]),
-    "the system's random numbers": lambda: random.SystemRandom().random(),
-    "a name for the world": lambda: float(uuid.uuid4().int % 7),
-    "what the process took": lambda: resource.getrusage(resource.RUSAGE_SELF).ru_utime,
+    "random numbers of the system": lambda: random.SystemRandom().random(),
+    "a uuid": lambda: float(uuid.uuid4().int % 7),
+    "resource usage of the process": lambda: resource.getrusage(resource.RUSAGE_SELF).ru_utime,
     "the precision of decimals": lambda: float(decimal.getcontext().prec),
-    "the depth of calls": lambda: float(sys.getrecursionlimit()),
+    "recursion limit": lambda: float(sys.getrecursionlimit()),
 }
 
 
 @pytest.mark.parametrize("name", SYSTEM_READS)
-def test_reads_of_clock_system_and_interpreter_state_are_refused(name: str) -> None:
+def test_reads_of_clock_file_and_interpreter_state_raise_at_capture(name: str) -> None:
     read = SYSTEM_READS[name]
     with pytest.raises(CaptureError, match="compiled code"):
         dt.capture(lambda x: x * read())(X)
 
 
-def test_a_refusal_that_is_caught_is_raised_at_the_end() -> None:
+def test_capture_error_that_the_function_catches_is_raised_at_its_end() -> None:
     def fn(x: Any) -> Any:
         try:
             return x * time.time()
@@ -756,7 +756,7 @@ def test_a_refusal_that_is_caught_is_raised_at_the_end() -> None:
         dt.capture(fn)(X)
 
 
-def test_clock_is_refused_while_a_profile_function_is_set_and_it_stays_set() -> None:
+def test_clock_read_raises_also_with_a_profile_function_which_stays_set() -> None:
     seen: list[str] = []
 
     def profiler(frame: Any, event: str, found: Any) -> None:
@@ -773,7 +773,7 @@ def test_clock_is_refused_while_a_profile_function_is_set_and_it_stays_set() -> 
     assert "c_call" in seen
 
 
-def test_clock_is_refused_while_cprofile_runs_and_cprofile_keeps_recording() -> None:
+def test_clock_read_raises_also_under_cprofile_which_continues_to_record() -> None:
     profile = cProfile.Profile()
     profile.enable()
     try:
@@ -786,15 +786,15 @@ def test_clock_is_refused_while_cprofile_runs_and_cprofile_keeps_recording() -> 
     assert "read_lines" in names
 
 
-def test_what_is_trusted_may_be_called() -> None:
+def test_functions_of_trusted_modules_may_be_called_in_capture() -> None:
     captured = dt.capture(lambda x: (x * 2, time.perf_counter())[0], trusted=["time"])
     for _ in range(2):
         assert torch.equal(captured(X).full_tensor(), X.full_tensor() * 2)
     assert captured.cache_info().replayed == 1
 
 
-def test_what_tells_is_not_refused() -> None:
-    """Logs, warnings and prints happen while it is recorded, and hand on nothing; so do imports."""
+def test_prints_logs_warnings_and_imports_are_allowed_in_capture() -> None:
+    """Check prints, logs, warnings and imports, which run while the function is recorded and give no values to it."""
 
     def fn(x: Any) -> Any:
         import this_is_not_there_yet as late
@@ -818,7 +818,7 @@ def test_what_tells_is_not_refused() -> None:
     assert captured.cache_info().replayed
 
 
-def test_what_the_collector_calls_is_not_the_functions() -> None:
+def test_clock_reads_in_garbage_collector_callbacks_are_allowed_in_capture() -> None:
     class Ending:
         def __del__(self) -> None:
             time.time()
@@ -847,7 +847,7 @@ class Tripled(torch.overrides.TorchFunctionMode):
         return result * 3 if func is torch.Tensor.mul else result
 
 
-def test_modes_of_the_users_see_each_operation() -> None:
+def test_call_under_a_torch_function_mode_runs_the_mode_on_each_operation() -> None:
     captured = dt.capture(lambda x: x.mul(2))
     for _ in range(2):
         captured(X)
@@ -914,7 +914,7 @@ class State:
 
 
 @pytest.mark.parametrize("seed", keep_every_nth_fast(range(12)))
-def test_random_programs_whose_state_changes_between_calls(seed: int) -> None:
+def test_random_programs_with_state_changes_between_calls_equal_eager(seed: int) -> None:
     rng = random.Random(seed)
     state = State(rng)
     fn = state.program()
@@ -927,7 +927,7 @@ def test_random_programs_whose_state_changes_between_calls(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_random_programs_that_read_system_state_are_refused(seed: int) -> None:
+def test_random_programs_that_read_system_state_raise_at_capture(seed: int) -> None:
     rng = random.Random(seed)
     fn, read = State(rng).program(), rng.choice([*SYSTEM_READS.values()])
     held: list[Any] = []

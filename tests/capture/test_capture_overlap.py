@@ -18,7 +18,7 @@ def issue(x: torch.Tensor) -> torch.Tensor:
 
 
 def issue_taking(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Brings what comes into the memory that it is given; until the wait, that is anything."""
+    """Issue a collective that writes its result into the memory of ``x``, which holds NaN until the wait."""
     brought = 2 * x
     x.fill_(float("nan"))
     return x, brought
@@ -31,8 +31,8 @@ def fact(*shape: int) -> LocalMetadata:
     return LocalMetadata(0, torch.Size(shape), (1,), torch.float64, False, False)
 
 
-def drawn(seed: int) -> tuple[list[Step], dict[Var, Any], list[Var]]:
-    """Steps that make, view, add, write to and send four numbers; what is given; all variables of tensors."""
+def make_random_tape(seed: int) -> tuple[list[Step], dict[Var, Any], list[Var]]:
+    """Return a random tape of steps on tensors of four numbers, the facts of its variables, and all variables."""
     draw, steps, facts = random.Random(seed), [], {}
     known = [Var(k, k) for k in range(1, 4)]
     facts.update(dict.fromkeys(known, fact(4)))
@@ -79,7 +79,7 @@ def drawn(seed: int) -> tuple[list[Step], dict[Var, Any], list[Var]]:
 
 
 def run(steps: list[Step], known: list[Var], late: bool) -> list[torch.Tensor]:
-    """The values of all variables; what is sent is read when it is issued, or when it is waited for."""
+    """Return the values of all variables; sent memory is read at the issue, or with ``late`` at the wait."""
     held: dict[Var, Any] = {var: torch.arange(4.0, dtype=torch.float64) + var.index for var in known[:3]}
     for step in steps:
         args = [held[x] if isinstance(x, Var) else x for x in step.args]
@@ -94,17 +94,17 @@ def run(steps: list[Step], known: list[Var], late: bool) -> list[torch.Tensor]:
     return [held[var] for var in known]
 
 
-def under_way(steps: list[Step]) -> int:
-    """Steps, in all, between issues and waits for them."""
+def count_steps_in_flight(steps: list[Step]) -> int:
+    """Return the total number of steps between the issue of a collective and its wait."""
     waits = {step.args[0]: place for place, step in enumerate(steps) if step.fn is Pending.wait}
     return sum(waits[step.out] - place for place, step in enumerate(steps) if step.fn is issue)
 
 
 @pytest.mark.parametrize("most", [0, 64, 200, 1 << 20])
-def test_random_tapes_keep_their_values_and_the_order_of_what_is_issued(most: int) -> None:
+def test_overlap_keeps_values_and_the_issue_order_of_random_tapes(most: int) -> None:
     longer = 0
     for seed in range(60):
-        steps, facts, known = drawn(seed)
+        steps, facts, known = make_random_tape(seed)
         found = overlap_collectives(steps, facts, frozenset((1, 2, 3)), most)
         assert sorted(map(id, found)) == sorted(map(id, steps))
         issued, were = ([x for x in one if x.is_library_op and x.fn is not Pending.wait] for one in (found, steps))
@@ -112,11 +112,11 @@ def test_random_tapes_keep_their_values_and_the_order_of_what_is_issued(most: in
         expected = run(steps, known, False)
         for late in (False, True):
             torch.testing.assert_close(run(found, known, late), expected, rtol=0, atol=0)
-        longer += under_way(found) - under_way(steps)
+        longer += count_steps_in_flight(found) - count_steps_in_flight(steps)
     assert longer > 0 or most < 1000
 
 
-def test_what_is_given_is_sent_at_once_and_waited_for_at_its_first_use() -> None:
+def test_overlap_issues_a_collective_of_an_input_first_and_waits_at_first_use() -> None:
     x, w, made, sent, whole, used = (Var(k, k) for k in range(1, 7))
     facts = dict.fromkeys((x, w, made, whole, used), fact(4))
     local, after = Step(torch.add, (x, x), {}, made), Step(torch.add, (made, whole), {}, used)

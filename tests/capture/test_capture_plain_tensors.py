@@ -19,7 +19,7 @@ ROWS = ((4, 4), (4, 4), (4, 4), (3, 5), (4, 4), (3, 5), (0, 4), (0, 4), (5, 4), 
 
 
 class Net(nn.Module):
-    """Between its two layers values are the ranks' own."""
+    """Model of two layers with values that differ between ranks in between."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,8 +59,8 @@ def trained(model: Any, around: Any) -> Any:
     return around(step)
 
 
-def both_ways(rows: Any, shape: Any) -> dict[str, Any]:
-    """For each way to cut a model whether it trains as it does uncaptured, and how often it was recorded and replayed."""
+def compare_parallel_modes(rows: Any, shape: Any) -> dict[str, Any]:
+    """Return for each parallel mode whether captured training equals eager, and the counts of recordings and replays."""
     mesh, found = dt.init_device_mesh("cpu", shape), {}
     for way in (data_parallel, sharded, tensor_parallel) if mesh.ndim == 1 else (hybrid,):
         torch.manual_seed(0)
@@ -75,8 +75,8 @@ def both_ways(rows: Any, shape: Any) -> dict[str, Any]:
 
 
 @pytest.mark.gloo
-def test_all_ranks_replay_or_all_record() -> None:
-    one, other = run_gloo(both_ways, 2, ROWS, (2,))
+def test_all_ranks_record_again_if_the_batch_size_of_one_rank_is_new() -> None:
+    one, other = run_gloo(compare_parallel_modes, 2, ROWS, (2,))
     assert one == other
     assert all(equal and replayed >= 4 and not plain for equal, (_, replayed, plain) in one.values())
     assert one["data_parallel"] == (True, (4, 6, 0))  # (4, 4), (3, 5), (0, 4) and (5, 4)
@@ -84,14 +84,14 @@ def test_all_ranks_replay_or_all_record() -> None:
 
 @pytest.mark.gloo
 @pytest.mark.slow
-def test_all_ranks_of_two_groups_replay_or_all_record() -> None:
-    told = run_gloo(both_ways, 4, [(4, 4, 4, 4)] * 3 + [(3, 4, 4, 5), (4, 4, 4, 4)] * 2, (2, 2))
+def test_all_ranks_of_a_2d_mesh_record_again_if_one_batch_size_is_new() -> None:
+    told = run_gloo(compare_parallel_modes, 4, [(4, 4, 4, 4)] * 3 + [(3, 4, 4, 5), (4, 4, 4, 4)] * 2, (2, 2))
     assert all(one == told[0] for one in told)
     assert told[0]["hybrid"] == (True, (2, 5, 0))
 
 
-def full_on_one() -> Any:
-    """Rank 1 has batches of another size at each call, so its recordings are soon as many as are kept."""
+def reach_limit_on_one_rank() -> Any:
+    """Use other batch sizes on rank 1 at each call, so that it reaches the limit of recordings."""
     mesh = dt.init_device_mesh("cpu", (2,))
     step = trained(replicate(Net(), mesh), lambda fn: capture(fn, limit=2))
     for k in range(2):
@@ -102,8 +102,8 @@ def full_on_one() -> Any:
     return step.cache_info()[2:]
 
 
-def read_by_one() -> Any:
-    """A tensor that the function reads, with another size on one rank."""
+def change_size_on_one_rank() -> Any:
+    """Change the size of a tensor that the function reads on one rank."""
     mesh = dt.init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
     rows = {"rows": torch.ones(3, 4)}
 
@@ -119,8 +119,8 @@ def read_by_one() -> Any:
     return f.cache_info()[2:]
 
 
-def number_beside() -> Any:
-    """A plain tensor of no dims, which the watch compares between ranks: nothing is decided by it."""
+def change_plain_scalar() -> Any:
+    """Call with different values of a plain 0-d tensor, which are compared between ranks and are no guard."""
     mesh = dt.init_device_mesh("cpu", (2,))
     fn = capture(lambda x, number: torch.stack([number, x.sum()]).max())
     x = dt.distribute_tensor(torch.ones(4), mesh, [Shard(0)])
@@ -128,11 +128,11 @@ def number_beside() -> Any:
     return first, last, fn.cache_info().replayed
 
 
-def beside() -> list[Any]:
-    return [full_on_one(), read_by_one(), number_beside()]
+def run_changes_on_one_rank() -> list[Any]:
+    return [reach_limit_on_one_rank(), change_size_on_one_rank(), change_plain_scalar()]
 
 
 @pytest.mark.gloo
-def test_on_one_rank_alone() -> None:
-    one, other = run_gloo(beside, 2)
+def test_limit_or_new_size_on_one_rank_is_followed_by_all_ranks() -> None:
+    one, other = run_gloo(run_changes_on_one_rank, 2)
     assert one == other == [(2, 1, 1), (2, 3, 0), (8.0, 16.0, 2)]

@@ -24,7 +24,7 @@ BLOCK = 8
 
 
 def trail(run: Any, program: Program, mesh: Any, placements: Any, call: int, roots: list[int], first: bool) -> Any:
-    """Results, gradients and inputs of one call on its own values; ``first`` chooses the results that are differentiated."""
+    """Return results, gradients and inputs of one call; with ``first`` choose the results that are differentiated."""
     torch.manual_seed(call)
     given = [x * (1 + call) if x.dtype.is_floating_point else x for x in program.values()]
     inputs = [dt.distribute_tensor(x, mesh, list(at)) for x, at in zip(given, placements, strict=True)]
@@ -44,7 +44,7 @@ def trail(run: Any, program: Program, mesh: Any, placements: Any, call: int, roo
 
 
 def differs(seed: int, length: int = 6) -> str | None:
-    """How one program's replays differ from it; None if they do not, ``"refused"`` where it cannot be captured."""
+    """Return the difference of replays of one program from eager; None if equal, ``"refused"`` if capture raises."""
     program, mesh_shape, placements = make_random_case(seed, length)
     mesh = get_or_make_mesh(mesh_shape)
     captured = capture(lambda *values: program(*values))
@@ -71,7 +71,7 @@ def differs(seed: int, length: int = 6) -> str | None:
 
 
 def stepping(program: Program, mesh: Any, placements: Any) -> tuple[Any, list[DTensor]]:
-    """A whole step: the program on its own values, a backward pass from all results, and its floating-point values moved."""
+    """Return a training step of the program with backward from all results and an update, and its values."""
     given = [dt.distribute_tensor(x, mesh, list(at)) for x, at in zip(program.values(), placements, strict=True)]
     moving = [x.requires_grad_() for x in given if x.dtype.is_floating_point]
 
@@ -96,7 +96,7 @@ def stepping(program: Program, mesh: Any, placements: Any) -> tuple[Any, list[DT
 
 
 def step_differs(seed: int, length: int = 6) -> str | None:
-    """The same of a whole step."""
+    """Return the difference of a captured training step from the eager step, as ``differs`` does."""
     program, mesh_shape, placements = make_random_case(seed, length)
     mesh = get_or_make_mesh(mesh_shape)
     (step, given), (same, same_given) = stepping(program, mesh, placements), stepping(program, mesh, placements)
@@ -127,7 +127,7 @@ def step_differs(seed: int, length: int = 6) -> str | None:
 
 
 def check_block(differing: Callable[..., str | None], first: int, equal: int) -> None:
-    """A block of seeds: none differs, and at least ``equal`` programs are replayed, not refused."""
+    """Check a block of seeds: no program differs, and at least ``equal`` programs are replayed."""
     problems = [differing(seed) for seed in range(first, first + BLOCK)]
     wrong = [problem for problem in problems if problem is not None and not problem.startswith("refused")]
     assert not wrong, wrong[0]
@@ -141,27 +141,27 @@ def check_longer(differing: Callable[..., str | None], first: int) -> None:
 
 
 @pytest.mark.parametrize("block", keep_every_nth_fast(range(2)))
-def test_whole_steps(block: int) -> None:
+def test_captured_random_training_steps_equal_eager_or_raise(block: int) -> None:
     check_block(step_differs, 500 + START + block * BLOCK, BLOCK // 5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("block", range(30))
-def test_longer_whole_steps(block: int) -> None:
+def test_captured_longer_random_training_steps_equal_eager_or_raise(block: int) -> None:
     check_longer(step_differs, 200_000 + START + block * BLOCK)
 
 
 @pytest.mark.parametrize("block", keep_every_nth_fast(range(3), 3))
-def test_programs(block: int) -> None:
+def test_captured_random_programs_equal_eager_or_raise(block: int) -> None:
     check_block(differs, START + block * BLOCK, BLOCK // 2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("block", range(50))
-def test_longer_programs(block: int) -> None:
+def test_captured_longer_random_programs_equal_eager_or_raise(block: int) -> None:
     check_longer(differs, 100_000 + START + block * BLOCK)
 
 
 @pytest.mark.parametrize("seed", [100_191, 100_248])
-def test_a_recording_gives_gradients_and_layouts_as_replays_do(seed: int) -> None:
+def test_recorded_call_and_replays_of_two_programs_equal_eager(seed: int) -> None:
     assert differs(seed, 10) is None

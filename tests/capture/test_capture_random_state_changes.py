@@ -56,7 +56,7 @@ class Child(Base):
 
 
 class Weakly:
-    """A descriptor whose values lie elsewhere."""
+    """Descriptor that stores its values in a weak dictionary."""
 
     def __init__(self) -> None:
         self.held: Any = weakref.WeakKeyDictionary()
@@ -114,7 +114,7 @@ def scaled(x: Any, k: float = 1.0, *, by: float = 1.0) -> Any:
 
 
 class State:
-    """What programs read, and how it changes."""
+    """State that programs read, with changes of each part."""
 
     def __init__(self) -> None:
         self.module: Any = sys.modules["capture_guards_pkg"]
@@ -225,7 +225,7 @@ class State:
 
 
 def _behind() -> list[tuple[Read, list[Change]]]:
-    """What is reached through one object alone: keys, members, what bound methods, views and cells show."""
+    """Return reads of objects behind dict keys, set members, bound methods, dict views and cells."""
     key, member, one, far = Config(), Config(), Config(), Config()
     keyed, members, tupled = {key: 1.0}, {member}, {(one, 1): 1.0}
     refs, bound, shown, seen = weakref.WeakSet([far]), {"a": 1.0}, {"a": 1.0}, {"a": 1.0}
@@ -267,7 +267,7 @@ def _fresh() -> Iterator[None]:
 
 
 def check(ways: list[tuple[Read, list[Change]]], draw: random.Random, calls: int) -> dt.Captured[Any, Any]:
-    """Calls of a program that reads in these ways, with changes in between."""
+    """Compare calls of a program with these reads with eager, with random changes in between."""
     reads, changes = [read for read, _ in ways], [change for _, found in ways for change in found]
 
     def fn(x: Any) -> Any:
@@ -285,14 +285,14 @@ def check(ways: list[tuple[Read, list[Change]]], draw: random.Random, calls: int
 
 
 @pytest.mark.parametrize("half", keep_every_nth_fast(range(2)))
-def test_each_way_to_read_is_seen(half: int) -> None:
+def test_calls_after_a_change_of_each_kind_of_read_state_equal_eager(half: int) -> None:
     for number in range(half, len(State().ways()), 2):
         captured = check([State().ways()[number]], random.Random(number), 10)
         assert captured.cache_info().replayed, number
 
 
 @pytest.mark.parametrize("block", keep_chosen_fast(range(40), [26]))
-def test_random_programs(block: int) -> None:
+def test_random_reads_with_random_changes_between_calls_equal_eager(block: int) -> None:
     for seed in range(block * 10, block * 10 + 10):
         draw = random.Random(seed)
         check(draw.sample(State().ways(), 4), draw, 12)

@@ -53,40 +53,40 @@ def refused() -> dict[str, Callable[[], float]]:
     NUMBER, LOCK, CONTEXT, DIGEST = ctypes.c_double(1.0), threading.Lock(), decimal.Context(prec=28), hashlib.sha256(b"a")
     POINTER, PACKED, COUNT, LINES = ctypes.pointer(NUMBER), zlib.compressobj(), itertools.count(1), io.StringIO("a\nbb\n\n")
     return {
-        "how often a tensor was written to": lambda: W._version,
-        "where a tensor lies": lambda: W.data_ptr() % 7,
-        "where in its memory a tensor begins": lambda: float(W.storage_offset()),
-        "whether it is a view": lambda: float(W._is_view()),
-        "how large memory is": lambda: float(STORAGE.nbytes()),
-        "a seed": lambda: float(GENERATOR.initial_seed()),
-        "the seed": lambda: float(torch.initial_seed() % 7),
-        "rows of a table": lambda: float(next(TABLE)[0]),
-        "an iterator that calls": lambda: next(POPPED),
+        "version counter of a tensor": lambda: W._version,
+        "data_ptr of a tensor": lambda: W.data_ptr() % 7,
+        "storage offset of a tensor": lambda: float(W.storage_offset()),
+        "_is_view of a tensor": lambda: float(W._is_view()),
+        "size of a storage": lambda: float(STORAGE.nbytes()),
+        "seed of a generator": lambda: float(GENERATOR.initial_seed()),
+        "global seed": lambda: float(torch.initial_seed() % 7),
+        "rows of a csv reader": lambda: float(next(TABLE)[0]),
+        "an iterator of a callable": lambda: next(POPPED),
         "an iterator of an array": lambda: next(NUMBERS),
-        "bits of a generator": lambda: float(BITS.random_raw() % 7),
-        "bytes of a buffer": lambda: float(BUFFER.read(1)[0]),
-        "who refers to an object": lambda: float(sys.getrefcount(LOCAL)),
+        "raw bits of a numpy generator": lambda: float(BITS.random_raw() % 7),
+        "bytes of a BytesIO": lambda: float(BUFFER.read(1)[0]),
+        "reference count of an object": lambda: float(sys.getrefcount(LOCAL)),
         "the size of an object": lambda: float(sys.getsizeof(LOCAL)),
-        "whether the collector is on": lambda: float(gc.isenabled()),
-        "all objects": lambda: float(len(gc.get_objects())),
-        "weak references": lambda: float(weakref.getweakrefcount(W)),
-        "whether memory is traced": lambda: float(tracemalloc.is_tracing()),
-        "how deep the calls are": lambda: float(sys._getframe().f_lineno),
-        "handlers of codecs": lambda: float(codecs.lookup_error("strict") is not None),
-        "how often a cache that it asks was asked": lambda: CACHED() * CACHED.cache_info().hits,
-        "the process": lambda: float(os.getpid() % 7),
+        "state of the garbage collector": lambda: float(gc.isenabled()),
+        "gc.get_objects": lambda: float(len(gc.get_objects())),
+        "weak reference count": lambda: float(weakref.getweakrefcount(W)),
+        "state of tracemalloc": lambda: float(tracemalloc.is_tracing()),
+        "line number of a frame": lambda: float(sys._getframe().f_lineno),
+        "error handlers of codecs": lambda: float(codecs.lookup_error("strict") is not None),
+        "hits of a cache that the call also uses": lambda: CACHED() * CACHED.cache_info().hits,
+        "process id": lambda: float(os.getpid() % 7),
         "the target of a pointer": lambda: POINTER.contents.value,
-        "whether a lock is held": lambda: float(LOCK.locked()),
-        "whether a lock can be had": lambda: float(LOCK.acquire(False)),
+        "state of a lock": lambda: float(LOCK.locked()),
+        "acquire of a lock": lambda: float(LOCK.acquire(False)),
         "the precision of a decimal context": lambda: float(CONTEXT.prec),
-        "the output of a compressor": lambda: float(len(PACKED.copy().flush())),
-        "a digest that grows": lambda: float(DIGEST.digest()[0]),
-        "a counter": lambda: float(next(COUNT)),
-        "lines of a file": lambda: float(len(next(LINES))),
+        "output of a compressor": lambda: float(len(PACKED.copy().flush())),
+        "digest of a hash object": lambda: float(DIGEST.digest()[0]),
+        "itertools.count": lambda: float(next(COUNT)),
+        "lines of a StringIO": lambda: float(len(next(LINES))),
     }
 
 
-def test_the_standard_library_may_ask_the_process_for_itself() -> None:
+def test_inspect_signature_in_a_captured_function_is_allowed() -> None:
     captured = dt.capture(lambda x: x * len(inspect.signature(refused).parameters) + x)
     with torch.no_grad():
         assert all(torch.equal(captured(X).full_tensor(), X.full_tensor()) for _ in range(4))
@@ -94,7 +94,7 @@ def test_the_standard_library_may_ask_the_process_for_itself() -> None:
 
 
 @pytest.mark.parametrize("name", [*refused()])
-def test_what_one_call_gives_alone_is_refused(name: str) -> None:
+def test_reads_of_compiled_objects_without_a_guard_raise(name: str) -> None:
     read = refused()[name]
     captured = dt.capture(lambda x: x * read())
     with torch.no_grad(), pytest.raises(CaptureError):
@@ -102,7 +102,7 @@ def test_what_one_call_gives_alone_is_refused(name: str) -> None:
 
 
 class Trainer:
-    """Keeps opaque objects beside what its step reads."""
+    """Trainer with opaque objects that its step does not read."""
 
     def __init__(self, folder: pathlib.Path) -> None:
         self.scale, self.lock, self.log = 2.0, threading.Lock(), logging.getLogger("given_trainer")
@@ -131,7 +131,7 @@ class Trainer:
         self.written_file.close()
 
 
-def test_opaque_objects_that_no_code_reads_do_not_matter(tmp_path: pathlib.Path) -> None:
+def test_changed_opaque_objects_that_the_step_does_not_read_are_ignored(tmp_path: pathlib.Path) -> None:
     trainer = Trainer(tmp_path)
     step = dt.capture(trainer.step)
     for number in range(6):
@@ -142,8 +142,8 @@ def test_opaque_objects_that_no_code_reads_do_not_matter(tmp_path: pathlib.Path)
     assert step.cache_info()[2:4] == (3, 3)  # one recording at first, and two for the float that changes
 
 
-def test_a_function_that_a_context_manager_decorates_is_replayed() -> None:
-    """The decorator keeps a generator that never starts: each call makes another one."""
+def test_function_decorated_by_a_context_manager_is_replayed() -> None:
+    """Check a decorator with a generator that never starts: each call creates another one."""
     factor = [2.0]
 
     @contextlib.contextmanager
@@ -161,7 +161,7 @@ def test_a_function_that_a_context_manager_decorates_is_replayed() -> None:
     assert captured.cache_info().replayed == 2
 
 
-def test_a_generator_that_the_function_starts_is_refused() -> None:
+def test_function_that_advances_a_generator_raises() -> None:
     def count() -> Iterator[int]:
         yield 2
         yield 3
@@ -173,7 +173,7 @@ def test_a_generator_that_the_function_starts_is_refused() -> None:
         captured(X)
 
 
-def test_an_opaque_object_is_refused_once_code_reads_it(tmp_path: pathlib.Path) -> None:
+def test_opaque_object_of_a_trainer_raises_if_the_function_reads_it(tmp_path: pathlib.Path) -> None:
     trainer = Trainer(tmp_path)
     by_name, held = "load" + "ers", trainer.loaders
     readers: list[Callable[[Any], Any]] = [
@@ -190,7 +190,7 @@ def test_an_opaque_object_is_refused_once_code_reads_it(tmp_path: pathlib.Path) 
     trainer.close()
 
 
-def test_installed_code_that_computes_names_does_not_read_a_trainer(tmp_path: pathlib.Path) -> None:
+def test_getattr_with_computed_name_in_installed_code_is_replayed(tmp_path: pathlib.Path) -> None:
     space: dict[str, Any] = {"__name__": "given_installed", "__file__": sysconfig.get_path("purelib") + "/given_installed.py"}
     exec("def pick(held, name): return getattr(held, 'sc' + name)", space)
     trainer, held, pick = Trainer(tmp_path), argparse.Namespace(scale=2.0), space["pick"]
@@ -221,7 +221,7 @@ def scale(x, drawing=None):
 
 
 @pytest.mark.parametrize("drawing", [None, "global", "item", "class"])
-def test_opaque_objects_of_installed_code_are_refused_only_if_code_that_runs_names_them(drawing: str | None) -> None:
+def test_opaque_objects_of_installed_code_raise_only_if_executed_code_uses_them(drawing: str | None) -> None:
     space: dict[str, Any] = {"__name__": "given_drawing", "__file__": sysconfig.get_path("purelib") + "/given_drawing.py"}
     module = types.ModuleType("given_drawing")
     module.__dict__.update(space)

@@ -19,12 +19,12 @@ MESH = dt.init_device_mesh("cpu", (2,))
 S0, R = dt.Shard(0), dt.Replicate()
 
 
-def _torch() -> list[dict[str, Any]]:
-    """What a recording might leave changed."""
+def _patched_attributes() -> list[dict[str, Any]]:
+    """Return the attributes of torch classes and math that a recording patches."""
     return [dict(vars(kind)) for kind in (torch.Tensor, torch._C.TensorBase, torch.nn.Module, math)]
 
 
-def _together(*walks: Callable[[], Any]) -> None:
+def _run_in_threads(*walks: Callable[[], Any]) -> None:
     raised: list[BaseException] = []
     barrier = threading.Barrier(len(walks))
 
@@ -50,7 +50,7 @@ def _together(*walks: Callable[[], Any]) -> None:
 
 
 def _program(number: int) -> Callable[[], None]:
-    """Records, replays and compares with eager, for ever other programs; one in three ends in an error."""
+    """Return a function that captures several programs and compares replays with eager; one in three raises."""
 
     def walk() -> None:
         w = dt.distribute_tensor(torch.randn(5, 4, generator=torch.Generator().manual_seed(number)), MESH, [S0])
@@ -82,14 +82,14 @@ def _program(number: int) -> Callable[[], None]:
     return walk
 
 
-def test_threads_record_their_own_programs() -> None:
-    before = _torch()
-    _together(*map(_program, range(4)))
-    assert _torch() == before
+def test_threads_that_capture_at_once_equal_eager_and_undo_patches() -> None:
+    before = _patched_attributes()
+    _run_in_threads(*map(_program, range(4)))
+    assert _patched_attributes() == before
 
 
-def test_a_thread_reads_values_and_gradients_while_another_records() -> None:
-    before, done = _torch(), threading.Event()
+def test_thread_reads_values_and_gradients_while_another_captures() -> None:
+    before, done = _patched_attributes(), threading.Event()
     x = torch.arange(3.0)
 
     def read() -> None:
@@ -107,11 +107,11 @@ def test_a_thread_reads_values_and_gradients_while_another_records() -> None:
         finally:
             done.set()
 
-    _together(read, record)
-    assert _torch() == before
+    _run_in_threads(read, record)
+    assert _patched_attributes() == before
 
 
-def test_threads_take_steps_with_their_own_optimizers() -> None:
+def test_captured_optimizer_steps_in_threads_equal_eager() -> None:
     def steps(rate: float) -> Callable[[], None]:
         def walk() -> None:
             w = [torch.nn.Parameter(dt.ones(5, 3, device_mesh=MESH, placements=[S0])) for _ in range(2)]
@@ -134,12 +134,12 @@ def test_threads_take_steps_with_their_own_optimizers() -> None:
 
         return walk
 
-    before = _torch()
-    _together(*map(steps, (0.1, 0.2, 0.3)))
-    assert _torch() == before
+    before = _patched_attributes()
+    _run_in_threads(*map(steps, (0.1, 0.2, 0.3)))
+    assert _patched_attributes() == before
 
 
-def test_threads_share_one_captured_function() -> None:
+def test_one_captured_function_called_by_threads_equals_eager() -> None:
     state = {"scale": 1.0}
     w = dt.distribute_tensor(torch.arange(7.0), MESH, [S0])
     f = dt.capture(lambda x: x * w * state["scale"])
@@ -149,10 +149,10 @@ def test_threads_share_one_captured_function() -> None:
             x = dt.distribute_tensor(torch.full((7,), float(k)), MESH, [S0 if k % 2 else R])
             assert torch.equal(f(x).full_tensor(), torch.arange(7.0) * k)
 
-    _together(call, call, call)
+    _run_in_threads(call, call, call)
 
 
-def test_math_is_followed_only_where_there_are_numbers() -> None:
+def test_math_is_patched_in_capture_only_after_item_gives_a_number() -> None:
     own, seen = math.sqrt, []
 
     def without(x: Any) -> Any:
@@ -173,7 +173,7 @@ def test_math_is_followed_only_where_there_are_numbers() -> None:
     torch.testing.assert_close(replayed(x * 4).full_tensor(), torch.full((4,), 16.0))
 
 
-def test_a_module_imported_while_recording_holds_maths_own_functions(tmp_path: Any, monkeypatch: Any) -> None:
+def test_module_imported_in_capture_gets_the_original_math_functions(tmp_path: Any, monkeypatch: Any) -> None:
     (tmp_path / "imported_meanwhile.py").write_text("from math import sqrt as root\nimport math\nNAMES = {}\n")
     monkeypatch.syspath_prepend(tmp_path)
     held: list[Any] = []
@@ -192,7 +192,7 @@ def test_a_module_imported_while_recording_holds_maths_own_functions(tmp_path: A
         sys.modules.pop("imported_meanwhile", None)
 
 
-def test_other_threads_may_draw_random_numbers_while_programs_are_recorded() -> None:
+def test_capture_with_dropout_works_while_another_thread_draws_numbers() -> None:
     x, ended = dt.distribute_tensor(torch.arange(20.0).reshape(5, 4), MESH, [S0]), threading.Event()
 
     def draw() -> None:
@@ -210,7 +210,7 @@ def test_other_threads_may_draw_random_numbers_while_programs_are_recorded() -> 
     drawing = threading.Thread(target=draw)
     drawing.start()
     try:
-        _together(*map(record, range(4)))
+        _run_in_threads(*map(record, range(4)))
     finally:
         ended.set()
         drawing.join()

@@ -30,22 +30,22 @@ MESH, GRID = mesh_of(2), mesh_of(2, 2)
         ("buffers_and_averages", GRID),
     ],
 )
-def test_trains_as_the_step_does(name: str, mesh: Any) -> None:
+def test_captured_training_steps_equal_eager(name: str, mesh: Any) -> None:
     captured = compare_steps(lambda: CASES[name](mesh))
     assert captured.cache_info().recorded <= 4
 
 
 @pytest.mark.parametrize("held", keep_every_nth_fast([[1], [2], [0, 2], range(8)], 4))
-def test_what_autograd_copies_while_somebody_looks_on_is_no_other_program(held: Any) -> None:
+def test_frames_that_hold_gradients_do_not_cause_new_recordings(held: Any) -> None:
     assert count_recordings_with_held_frames(MESH, held) == (3, 5)
 
 
 @pytest.mark.gloo
-def test_trains_as_the_step_does_on_four_processes() -> None:
+def test_captured_training_steps_equal_eager_on_four_processes() -> None:
     run_cases_on_four_processes(capture_step_cases)
 
 
-def test_what_a_step_returns_has_no_history_left() -> None:
+def test_results_of_a_captured_step_do_not_require_grad() -> None:
     w = randn(4, on=MESH, at=[Shard(0)], grad=True)
 
     def step(x: Any) -> Any:
@@ -62,7 +62,7 @@ def test_what_a_step_returns_has_no_history_left() -> None:
     assert f.cache_info().replayed == 2
 
 
-def test_gradients_that_are_there_are_guarded() -> None:
+def test_existing_gradients_and_their_layouts_are_guarded() -> None:
     w = randn(4, 4, on=MESH, at=[Shard(0)], grad=True)
     same = w.detach().clone().requires_grad_()
 
@@ -83,7 +83,7 @@ def test_gradients_that_are_there_are_guarded() -> None:
     assert f.cache_info()[2:4] == (3, 4)
 
 
-def test_code_that_asks_for_gradients_is_recorded_for_each_answer() -> None:
+def test_branch_on_grad_is_none_is_recorded_for_both_cases() -> None:
     w = randn(4, on=MESH, at=[Shard(0)], grad=True)
     f = capture(lambda x: x * 2 if w.grad is None else x * 3)
     x = randn(4, on=MESH, at=[Shard(0)])
@@ -109,7 +109,7 @@ def test_hooks_on_parameters_are_recorded_and_guarded() -> None:
     assert f.cache_info()[2:4] == (2, 2)
 
 
-def test_an_optimizer_alone() -> None:
+def test_captured_optimizer_step_equals_eager() -> None:
     def build() -> Any:
         torch.manual_seed(0)
         ws = [randn(4, 3, on=MESH, at=[at], grad=True) for at in (Shard(0), Shard(1), Replicate())]
@@ -129,25 +129,25 @@ def test_an_optimizer_alone() -> None:
 
 
 # --- floats ------------------------------------------------------------------------------------------------------------
-def test_floats_that_a_replay_could_not_follow_are_refused() -> None:
+def test_branch_int_or_differentiable_use_of_item_raises() -> None:
     w = randn(4, on=MESH, at=[Shard(0)], grad=True)
-    for fn, what in (
+    for fn, message in (
         (lambda x: x * 2 if x.sum().item() > 0 else x, "is used by gt"),
         (lambda x: [x] * int(x.sum().item()), "is used by int"),
         (lambda x: (w * x.sum().item()).sum(), "differentiable operation mul"),
     ):
-        with pytest.raises(CaptureError, match=what):
+        with pytest.raises(CaptureError, match=message):
             capture(fn)(randn(4, on=MESH, at=[Shard(0)]))
 
 
-def test_floats_that_slip_away_are_found_by_a_second_recording() -> None:
+def test_untracked_use_of_item_raises_at_the_second_call() -> None:
     f = capture(lambda x: x * sqrt(x.square().sum().item()))
     f(randn(4, on=MESH, at=[Shard(0)]))
     with pytest.raises(CaptureError, match="not followed"):
         f(randn(4, on=MESH, at=[Shard(0)]))
 
 
-def test_floats_of_one_value_are_told_apart() -> None:
+def test_equal_floats_that_later_differ_are_replayed_with_their_own_values() -> None:
     held = SimpleNamespace(first=2.0, second=2.0, other=0.5)
     x = randn(4, on=MESH, at=[Shard(0)])
 
@@ -169,7 +169,7 @@ def test_floats_of_one_value_are_told_apart() -> None:
     assert f.cache_info().replayed >= 4
 
 
-def test_a_changing_float_that_decides_is_guarded() -> None:
+def test_branch_on_a_changing_float_equals_eager() -> None:
     held = {"scale": 1.0}
     x = randn(4, on=MESH, at=[Shard(0)])
 
@@ -185,7 +185,7 @@ def test_a_changing_float_that_decides_is_guarded() -> None:
     assert type(held["scale"]) is float
 
 
-def test_a_learning_rate_is_recorded_once_more_and_then_followed() -> None:
+def test_changing_learning_rate_is_replayed_after_at_most_4_recordings() -> None:
     w = randn(4, on=MESH, at=[Shard(0)], grad=True)
     opt = torch.optim.SGD([w], lr=0.5)
     schedule = torch.optim.lr_scheduler.ExponentialLR(opt, 0.9)
@@ -204,13 +204,13 @@ def test_a_learning_rate_is_recorded_once_more_and_then_followed() -> None:
     assert f.cache_info().recorded <= 4, f.cache_info()
 
 
-def test_gradients_of_arguments_are_refused() -> None:
+def test_backward_to_an_argument_raises_at_capture() -> None:
     f = capture(lambda x: x.square().sum().backward())
     with pytest.raises(CaptureError, match=r"sets the \.grad of argument tensor 0"):
         f(randn(4, on=MESH, at=[Shard(0)], grad=True))
 
 
-def test_parameters_count_their_writes() -> None:
+def test_replayed_parameter_update_invalidates_earlier_graphs() -> None:
     w = randn(4, on=MESH, at=[Shard(0)], grad=True)
     opt = torch.optim.SGD([w], lr=0.1)
 

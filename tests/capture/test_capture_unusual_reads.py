@@ -216,7 +216,7 @@ WAYS = [tensors, settings, names, classes, objects, libraries]
 
 
 @pytest.fixture(autouse=True)
-def _as_it_was() -> Iterator[None]:
+def _restore_state() -> Iterator[None]:
     yield
     X.__dict__.pop("scale", None)
     sys.modules.pop("found_far", None)
@@ -238,13 +238,13 @@ def check(fn: Read, change: Callable[[float], Any]) -> dt.Captured[Any, Any]:
 
 
 @pytest.mark.parametrize("ways", WAYS)
-def test_a_change_is_seen(ways: Callable[[], Iterator[Way]]) -> None:
+def test_calls_after_a_change_of_unusually_read_state_equal_eager(ways: Callable[[], Iterator[Way]]) -> None:
     for number, (fn, change) in enumerate(ways()):
         assert check(fn, change).cache_info().replayed >= 2, number
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 60))])
-def test_random_programs_that_read_in_several_ways(seed: int) -> None:
+def test_random_programs_of_unusual_reads_equal_eager_after_changes(seed: int) -> None:
     draw = random.Random(seed)
     found = draw.sample([way for ways in WAYS for way in ways()], 4)
     captured = dt.capture(fn := lambda x: functools.reduce(lambda y, way: way[0](y), found, x), limit=100)

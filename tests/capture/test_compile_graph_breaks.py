@@ -31,7 +31,7 @@ def leaf(x: torch.Tensor, *where: Any) -> DTensor:
 
 
 @pytest.mark.parametrize("where", [(Shard(0),), (Shard(1),), (Replicate(),), (Shard(0), Shard(0))], ids=str)
-def test_values_and_gradients_of_a_function(where: tuple[Any, ...]) -> None:
+def test_compiled_function_values_and_gradients_equal_plain_torch(where: tuple[Any, ...]) -> None:
     def fn(x: Any, w: Any) -> Any:
         return ((x @ w).relu()[:, 1:] * 2).sum()
 
@@ -46,7 +46,7 @@ def test_values_and_gradients_of_a_function(where: tuple[Any, ...]) -> None:
         torch.testing.assert_close(full_value(own.grad), wanted.grad)
 
 
-def test_ways_in_and_out() -> None:
+def test_compiled_to_local_and_from_local_gradients_equal_plain_torch() -> None:
     def fn(x: Any) -> Any:
         y = x.redistribute(placements=[Replicate()]).to_local() * 2
         return DTensor.from_local(y.sin(), LINE, [Replicate()]).redistribute(placements=[Shard(0)]).sum()
@@ -77,7 +77,7 @@ def _operators(x: Any, y: Any) -> Any:
 
 
 @pytest.mark.parametrize("fn", [_augmented, _operators])
-def test_operators(fn: Any) -> None:
+def test_compiled_in_place_and_binary_operators_equal_plain_torch(fn: Any) -> None:
     for where in ((Shard(0),), (Replicate(),), (Shard(1), Shard(0))):
         x, y = leaf(X, *where).detach(), leaf(X * X, *where).detach()
         torch.testing.assert_close(full_value(compiled(fn)(x, y)), fn(X.clone(), X * X))
@@ -85,7 +85,7 @@ def test_operators(fn: Any) -> None:
     torch.testing.assert_close(compiled(fn)(local, local * local).shards[1], fn(X.clone(), X * X))
 
 
-def test_says_once_why_nothing_is_compiled() -> None:
+def test_compile_in_one_process_warns_once_and_fullgraph_raises() -> None:
     compile_protocol._warn_all_ranks_once.cache_clear()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -107,7 +107,7 @@ class Perceptron(nn.Module):
 
 
 @pytest.mark.parametrize("how", ["columns and rows", "fully_shard"])
-def test_modules(how: str) -> None:
+def test_compiled_parallel_modules_equal_plain_module(how: str) -> None:
     torch.manual_seed(0)
     model = Perceptron()
     own = copy.deepcopy(model)
@@ -129,7 +129,7 @@ def test_modules(how: str) -> None:
 
 
 def on_processes() -> list[float]:
-    """What four processes do with compiled programs: a module, a way in and out, facts of a mesh."""
+    """Compare compiled programs with plain torch: a module, to_local and from_local, and uses of a mesh."""
     torch._dynamo.reset()
     mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
@@ -155,5 +155,5 @@ def on_processes() -> list[float]:
 
 
 @pytest.mark.gloo
-def test_on_four_processes() -> None:
+def test_compiled_programs_equal_plain_torch_on_four_processes() -> None:
     assert run_gloo(on_processes, 4, timeout_s=200.0) == [[0.0], [0.0], [2.0], [2.0]]

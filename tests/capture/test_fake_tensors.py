@@ -1,4 +1,4 @@
-"""DTensors of fake tensors: shapes and layouts without data, and nothing of them is left in what runs afterwards."""
+"""DTensors of fake tensors: shapes and layouts without data, without an effect on later calls with real tensors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PROGRAMS = {
 @pytest.mark.filterwarnings("ignore::dtensor.errors.GatherWarning")
 @pytest.mark.parametrize("where", [Shard(0), Shard(1)], ids=str)
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_fake_then_real(name: str, where: Any) -> None:
+def test_operators_on_fake_tensors_infer_results_and_later_real_calls_are_right(name: str, where: Any) -> None:
     fn: Any = PROGRAMS[name]
     wanted = fn(X, ROWS)
     with FakeTensorMode():

@@ -60,7 +60,7 @@ def redistributions(*placements: Any, **options: Any) -> Callable[[Any], Any]:
 
 
 @case
-def collectives_that_a_policy_saves_are_not_issued_again() -> None:
+def collectives_saved_by_a_policy_are_not_issued_again_in_recomputation() -> None:
     for op, start, *placements in (
         (GATHER, [S0], [R]),
         (EXCHANGE, [S0], [S1]),
@@ -82,7 +82,7 @@ def collectives_that_a_policy_saves_are_not_issued_again() -> None:
 
 
 @case
-def a_policy_names_each_kind_of_collective() -> None:
+def a_policy_gets_the_functional_collective_of_each_redistribution() -> None:
     found = {}
     for name, start, target in (("gather", S0, R), ("exchange", S0, S1), ("scatter", Partial(), S0), ("reduce", Partial(), R)):
         policy = SavePolicy()
@@ -93,7 +93,7 @@ def a_policy_names_each_kind_of_collective() -> None:
 
 
 @case
-def a_saved_collective_that_is_written_to_is_refused() -> None:
+def backward_after_a_write_to_a_saved_collective_raises() -> None:
     def block(x: Any) -> Any:
         y = x.redistribute(placements=[R])
         z = y * 2
@@ -156,7 +156,7 @@ def train_two_steps(net: nn.Module, mesh: Any) -> list[Any]:
 
 
 @case
-def gathers_of_a_nested_unit_are_hidden_from_both_passes() -> None:
+def gathers_of_a_nested_unit_are_not_seen_by_policies() -> None:
     aten = torch.ops.aten
     movers = [aten.cat.default, aten.view.default, aten.as_strided.default, aten.copy_.default, aten.clone.default]
     for mesh, reshard in ((get_line_mesh(), True), (get_line_mesh(), False), (get_square_mesh(), True)):
@@ -180,7 +180,7 @@ class GatedModule(nn.Module):
 
 
 @case
-def a_value_shared_by_sibling_modules_is_gathered_in_both_passes() -> None:
+def a_checkpointed_module_with_shared_inputs_has_the_same_gradients() -> None:
     torch.manual_seed(0)
     net = GatedModule()
     into = partial(ColwiseParallel, input_layouts=S0)
@@ -214,7 +214,7 @@ WEIGHTS: dict[str, Callable[..., Any]] = {
 
 
 @case
-def a_dispatch_mode_around_one_pass_changes_nothing_that_is_saved() -> None:
+def a_dispatch_mode_around_one_pass_does_not_change_checkpointed_gradients() -> None:
     for name, fn in WEIGHTS.items():
         gradients = []
         for forward, backward in (
@@ -234,7 +234,7 @@ def a_dispatch_mode_around_one_pass_changes_nothing_that_is_saved() -> None:
 
 
 @case
-def second_gradients_inside_a_dispatch_mode() -> None:
+def second_derivatives_inside_a_dispatch_mode_are_unchanged() -> None:
     for fn in WEIGHTS.values():
         found = []
         for mode in (nullcontext, LogOperators):

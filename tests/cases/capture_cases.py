@@ -204,7 +204,7 @@ def parameters_gathered_where_they_are_used(mesh: Any) -> Program:
 
 
 @case
-def random_sites(mesh: Any) -> Program:
+def dropout_rand_like_and_bernoulli(mesh: Any) -> Program:
     w = make_parameter(mesh, 6, 6, at=Shard(0))
 
     def fn(x: Any) -> Any:

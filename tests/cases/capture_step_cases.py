@@ -140,7 +140,7 @@ for _name in OPTIMIZERS:
 
 
 @case
-def gradients_kept_and_cleared_at_the_start(mesh: Any) -> Step:
+def gradients_cleared_at_the_start_of_the_step(mesh: Any) -> Step:
     step, arguments, parameters, opts = make_transformer_step(mesh, "momentum", clear=False)
 
     def cleared_first(*args: Any) -> Any:
@@ -257,7 +257,7 @@ def a_generator_against_a_discriminator(mesh: Any) -> Step:
 
 
 @case
-def a_student_and_a_teacher_that_averages_it(mesh: Any) -> Step:
+def a_student_and_its_averaged_teacher(mesh: Any) -> Step:
     student = [make_parameter(mesh, 6, 8, at=Shard(1)), make_parameter(mesh, 8, 5, at=Shard(0))]
     teacher = [w.detach().clone() for w in student]
     opt = torch.optim.AdamW(student, lr=0.02, fused=True)

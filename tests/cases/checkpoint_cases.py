@@ -103,7 +103,7 @@ def any_layout_loads_into_any_other(folder: Path) -> None:
 
 
 @case
-def every_dtype_shape_and_memory_order_survives(folder: Path) -> None:
+def every_dtype_shape_and_memory_order_is_saved_and_loaded(folder: Path) -> None:
     mesh = make_line_mesh()
     dtypes = [
         torch.bool,
@@ -141,7 +141,7 @@ def every_dtype_shape_and_memory_order_survives(folder: Path) -> None:
 
 
 @case
-def plain_values_and_nesting_survive(folder: Path) -> None:
+def plain_values_and_nesting_are_saved_and_loaded(folder: Path) -> None:
     values = {
         "n": 1,
         "f": float("inf"),
@@ -180,7 +180,7 @@ def no_rank_reads_more_than_it_needs(folder: Path) -> None:
 
 
 @case
-def values_are_converted_on_request(folder: Path) -> None:
+def other_dtypes_raise_unless_convert_is_true(folder: Path) -> None:
     x, mesh = make_values(7, 5), make_line_mesh()
     save({"a": distribute_values(x, mesh, Shard(0)), "p": x, "n": torch.arange(3), "c": x.to(torch.complex64)}, folder)
     for dtype in (torch.bfloat16, torch.float64):
@@ -230,7 +230,7 @@ def a_model_and_its_optimizer_load_under_other_names(folder: Path) -> None:
 
 
 @case
-def a_dict_of_new_names_accepts_dotted_names(folder: Path) -> None:
+def rename_by_a_dict_of_dotted_names(folder: Path) -> None:
     model = make_network()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     train_steps(model, optimizer, None)
@@ -333,7 +333,7 @@ def training_resumes_under_another_layout(folder: Path) -> None:
 
 
 @case
-def a_lone_optimizer_is_matched_by_position(folder: Path) -> None:
+def an_optimizer_without_its_model_is_matched_by_position(folder: Path) -> None:
     model = make_network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     train_steps(model, optimizer, None)
@@ -384,7 +384,7 @@ def regrouped_parameters_are_matched_with_their_state_by_name(folder: Path) -> N
 
 
 @case
-def fully_sharded_and_zero_states_load_elsewhere(folder: Path) -> None:
+def fully_sharded_states_load_into_plain_and_zero_optimizers(folder: Path) -> None:
     mesh, x = make_line_mesh(), make_values(8, 6)
     model = dt.parallel.fully_shard(make_network(), mesh=mesh)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
@@ -406,7 +406,7 @@ def fully_sharded_and_zero_states_load_elsewhere(folder: Path) -> None:
 
 # --- torch's own functions --------------------------------------------------------------------------------------------------
 @case
-def torchs_own_functions_read_and_write_the_same(folder: Path) -> None:
+def checkpoints_are_compatible_with_torch_distributed_checkpoint(folder: Path) -> None:
     import torch.distributed.checkpoint as dcp
 
     x, mesh = make_values(7, 5), make_line_mesh()
@@ -444,7 +444,7 @@ def torchs_own_functions_read_and_write_the_same(folder: Path) -> None:
 
 
 @case
-def torch_finds_tensors_in_tuples_or_reports_them(folder: Path) -> None:
+def tensors_in_tuples_load_without_a_manifest_or_raise(folder: Path) -> None:
     import torch.distributed.checkpoint as dcp
 
     x = make_values(3, 2)
@@ -465,7 +465,7 @@ def torch_finds_tensors_in_tuples_or_reports_them(folder: Path) -> None:
 
 
 @case
-def torch_loads_every_replica(folder: Path) -> None:
+def torch_distributed_checkpoint_loads_every_replica(folder: Path) -> None:
     import torch.distributed.checkpoint as dcp
 
     x, scalar, two, one = make_values(7, 5), torch.tensor(2.5), make_square_mesh(), make_line_mesh()
@@ -493,7 +493,7 @@ def torch_loads_every_replica(folder: Path) -> None:
 
 
 @case
-def torch_loads_into_a_tensor_that_was_redistributed_before(folder: Path) -> None:
+def torch_distributed_checkpoint_load_invalidates_cached_redistributions(folder: Path) -> None:
     import torch.distributed.checkpoint as dcp
 
     x, mesh = make_values(8, 6), make_line_mesh()
@@ -507,7 +507,7 @@ def torch_loads_into_a_tensor_that_was_redistributed_before(folder: Path) -> Non
 
 
 @case
-def torch_stages_and_saves_in_the_background(folder: Path) -> None:
+def torch_state_dict_stager_and_async_save_store_values_of_the_call(folder: Path) -> None:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 
@@ -540,7 +540,7 @@ def torch_stages_and_saves_in_the_background(folder: Path) -> None:
 
 # --- what goes wrong --------------------------------------------------------------------------------------------------------
 @case
-def mismatches_are_reported_and_change_nothing(folder: Path) -> None:
+def load_with_mismatches_raises_and_changes_nothing(folder: Path) -> None:
     x, mesh = make_values(6, 4), make_line_mesh()
     save({"a": distribute_values(x, mesh, Shard(0)), "b": x, "n": 1}, folder)
 
@@ -632,7 +632,7 @@ def targets_sharing_memory_load_all_values_or_none(folder: Path) -> None:
 
 
 @case
-def overlapping_and_disjoint_parts_of_one_storage(folder: Path) -> None:
+def targets_that_overlap_in_one_storage_load_or_raise(folder: Path) -> None:
     x = make_values(6, 4)
     save({"a": x[:4].clone(), "b": x[2:].clone(), "c": x[:, 1].clone()}, folder / "fits")
     save({"a": x[:4].clone(), "b": make_values(4, 4, seed=2), "c": x[:, 1].clone()}, folder / "contradicts")
@@ -654,7 +654,7 @@ def overlapping_and_disjoint_parts_of_one_storage(folder: Path) -> None:
 
 
 @case
-def ties_on_meta_are_kept(folder: Path) -> None:
+def tied_targets_on_meta_stay_tied_or_raise(folder: Path) -> None:
     x = make_values(6, 4)
     save(
         {
@@ -691,7 +691,7 @@ def ties_on_meta_are_kept(folder: Path) -> None:
 
 
 @case
-def targets_that_cannot_be_filled_are_reported_before_any_changes(folder: Path) -> None:
+def targets_that_cannot_be_filled_raise_before_any_change(folder: Path) -> None:
     x, mesh = make_values(6, 4), make_line_mesh()
     save({"a": distribute_values(x, mesh, Shard(0)), "b": x, "z": distribute_values(x, mesh, R)}, folder)
     unfit: list[tuple[dict[str, Any], str]] = [
@@ -720,7 +720,7 @@ def targets_that_cannot_be_filled_are_reported_before_any_changes(folder: Path) 
 
 
 @case
-def all_other_targets_are_filled_in_place(folder: Path) -> None:
+def leaves_views_and_inference_tensors_are_filled_in_place(folder: Path) -> None:
     x, mesh = make_values(6, 4), make_line_mesh()
     saved = {"leaf": x, "result": x, "turned": x, "step": x, "0d": torch.tensor(2.5), "none": torch.zeros(0, 4)}
     save(
@@ -829,7 +829,7 @@ def states_that_differ_between_ranks_raise_with_the_key(folder: Path) -> None:
 
 
 @case
-def damage_is_detected_anywhere(folder: Path) -> None:
+def damaged_truncated_and_missing_files_raise(folder: Path) -> None:
     x, mesh = make_values(16, 24), make_line_mesh()
     save(
         {"a": distribute_values(x, mesh, Shard(0)), "b": distribute_values(x.to(torch.int16), make_square_mesh(), Shard(1), R)},
@@ -875,7 +875,7 @@ def _flip_byte(path: Path, at: int) -> None:
 
 
 @case
-def saving_again_replaces_and_cleans_up(folder: Path) -> None:
+def saving_again_replaces_files_and_removes_old_ones(folder: Path) -> None:
     mesh = make_line_mesh()
     for step in range(3):
         save({"a": distribute_values(make_values(9, 2, seed=step), mesh, Shard(0)), "step": step}, folder)
@@ -889,7 +889,7 @@ def saving_again_replaces_and_cleans_up(folder: Path) -> None:
 
 
 @case
-def a_save_in_the_background_keeps_the_values_of_its_call(folder: Path) -> None:
+def an_asynchronous_save_stores_the_values_of_its_call(folder: Path) -> None:
     mesh, x = make_line_mesh(), make_values(9, 2)
     tensor, plain = distribute_values(x, mesh, Shard(0)), x.clone()
     pending = [save({"a": tensor, "p": plain}, folder / str(k), async_op=True) for k in range(2)]

@@ -37,7 +37,7 @@ def assert_filled_with(state: dict[str, Any], step: float) -> None:
 
 
 @case
-def the_last_and_the_best_are_kept(folder: Path) -> None:
+def the_last_and_the_best_checkpoints_are_not_deleted(folder: Path) -> None:
     for best, kept in (("min", [4, 8, 10]), ("max", [6, 8, 10]), (None, [8, 10])):
         metrics = {2: 5.0, 4: torch.tensor(1.0), 6: 9, 8: math.nan, 10: None}
         path = folder / str(best)
@@ -54,7 +54,7 @@ def the_last_and_the_best_are_kept(folder: Path) -> None:
 
 
 @case
-def a_save_in_the_background_has_the_values_of_its_call(folder: Path) -> None:
+def an_asynchronous_save_stores_the_values_of_its_call(folder: Path) -> None:
     with Manager(folder, keep=9) as manager:
         state = make_state(0)
         for step in range(1, 6):
@@ -69,7 +69,7 @@ def a_save_in_the_background_has_the_values_of_its_call(folder: Path) -> None:
 
 
 @case
-def memory_for_copies_is_allocated_once(folder: Path) -> None:
+def staging_memory_is_allocated_once(folder: Path) -> None:
     with Manager(folder) as manager:
         manager.save(1, make_state(1))
         places = [copy.data_ptr() for copy in manager._staging.buffers.values()]

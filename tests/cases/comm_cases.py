@@ -104,7 +104,7 @@ def _at(mesh: DeviceMesh, dims: Dims, member: int) -> tuple[tuple[int, ...], int
 
 # --- cases ---------------------------------------------------------------------------------------------------------------
 @case
-def all_reduce_folds_in_member_order(mesh: DeviceMesh, comm: Communicator, dims: Dims) -> None:
+def all_reduce_reduces_in_rank_order(mesh: DeviceMesh, comm: Communicator, dims: Dims) -> None:
     for dtype, op in itertools.product(DTYPES, OPS):
         if not has_value(op, dtype):
             continue
@@ -178,7 +178,7 @@ def all_gather_of_ragged_pieces(mesh: DeviceMesh, comm: Communicator, dims: Dims
 
 
 @case
-def all_gather_of_equal_pieces(mesh: DeviceMesh, comm: Communicator, dims: Dims) -> None:
+def all_gather_of_equal_shapes(mesh: DeviceMesh, comm: Communicator, dims: Dims) -> None:
     for shape in ((2, 3), (), (0, 3), (5,)):
         got = comm.all_gather(
             comm.map(lambda member, shape=shape: make_member_values(member, shape)), dims, lambda _, shape=shape: shape
@@ -271,7 +271,7 @@ def broadcast_from_each_position(mesh: DeviceMesh, comm: Communicator, dims: Dim
 
 
 @case
-def strides_conjugates_and_histories_do_not_matter(mesh: DeviceMesh, comm: Communicator, dims: Dims) -> None:
+def collectives_accept_views_conjugates_and_results_with_grad(mesh: DeviceMesh, comm: Communicator, dims: Dims) -> None:
     def odd(member: int) -> list[Tensor]:
         strided = make_member_values(member, (4, 6))[::2, 1::2].t()
         return [
@@ -305,7 +305,7 @@ def strides_conjugates_and_histories_do_not_matter(mesh: DeviceMesh, comm: Commu
 
 
 @case
-def inputs_are_unchanged_and_never_aliased(mesh: DeviceMesh, comm: Communicator, dims: Dims) -> None:
+def results_do_not_alias_inputs_or_each_other(mesh: DeviceMesh, comm: Communicator, dims: Dims) -> None:
     n = comm.group_size(dims)
     x = comm.map(lambda member: make_member_values(member, (2, 3)))
     results = [
@@ -324,7 +324,7 @@ def inputs_are_unchanged_and_never_aliased(mesh: DeviceMesh, comm: Communicator,
 
 
 @case
-def several_collectives_in_flight(mesh: DeviceMesh, comm: Communicator, dims: Dims) -> None:
+def collectives_in_flight_may_be_waited_for_in_any_order(mesh: DeviceMesh, comm: Communicator, dims: Dims) -> None:
     n, big = comm.group_size(dims), (7, 5001)
     x, y = comm.map(lambda member: make_member_values(member, (2, 3))), comm.map(lambda member: make_member_values(member, big))
     pending: list[Pending[Any]] = [
@@ -356,7 +356,7 @@ def several_collectives_in_flight(mesh: DeviceMesh, comm: Communicator, dims: Di
 
 
 @case
-def objects_are_gathered_in_order(mesh: DeviceMesh, comm: Communicator, dims: Dims) -> None:
+def all_gather_object_returns_objects_in_rank_order(mesh: DeviceMesh, comm: Communicator, dims: Dims) -> None:
     names = comm.map(lambda member: f"member {member}")
     got = comm.all_gather_object(names, dims)
     comm.map(lambda member, *told: _equal(list(told), [f"member {m}" for m in mesh.members_of(dims, member)]), *got)
@@ -390,7 +390,7 @@ def events_report_the_bytes_that_a_rank_receives(mesh: DeviceMesh, comm: Communi
 
 
 @case
-def invalid_calls_are_refused_by_every_communicator(mesh: DeviceMesh, comm: Communicator, dims: Dims) -> None:
+def invalid_calls_raise_on_every_communicator(mesh: DeviceMesh, comm: Communicator, dims: Dims) -> None:
     n = comm.group_size(dims)
     if mesh.current_member() is None:
         return
@@ -480,7 +480,7 @@ def _check_user_groups() -> None:
     assert mesh.get_group("tp") is rows[rank // 2]
     assert mesh["dp"].get_group() is columns[rank % 2]
     assert communicator_of(mesh).process_group((1, 0)) is dist.group.WORLD
-    run_case("all_reduce_folds_in_member_order", mesh)
+    run_case("all_reduce_reduces_in_rank_order", mesh)
 
 
 def _check_flattened_groups() -> None:
@@ -516,7 +516,7 @@ def _check_native_collectives() -> None:
         for mesh in (DeviceMesh("cpu", [2, 0, 3, 1]), DeviceMesh("cpu", [[3, 1], [0, 2]])):
             comm = communicator_of(mesh)
             for dims in list_mesh_dim_choices(mesh):
-                all_gather_of_equal_pieces(mesh, comm, dims)
+                all_gather_of_equal_shapes(mesh, comm, dims)
                 all_gather_of_ragged_pieces(mesh, comm, dims)
                 for dtype, op in itertools.product((torch.int64, torch.uint8, torch.bool, torch.int16), OPS):
                     if has_value(op, dtype):

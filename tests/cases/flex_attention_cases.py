@@ -139,7 +139,7 @@ def by_head(b: Any, h: Any, i: Any, j: Any) -> Any:
 
 # --- layouts ----------------------------------------------------------------------------------------------------------
 @case
-def every_layout_of_one_mesh_dim() -> None:
+def every_placement_on_a_1d_mesh_equals_one_device() -> None:
     program = AttentionProgram(score_mod=make_bias_score_mod)
     for placement in (S0, S1, S2, S3, R):
         for captured in (None, [S0]):
@@ -148,7 +148,7 @@ def every_layout_of_one_mesh_dim() -> None:
 
 
 @case
-def every_layout_of_two_mesh_dims() -> None:
+def every_placement_on_a_2d_mesh_equals_one_device() -> None:
     program = AttentionProgram(OperandSizes(batch=3, heads=6, key_heads=3), make_bias_score_mod, by_head, (3, 6))
     for placements in itertools.product((S0, S1, S2, R), repeat=2):
         program.compare(get_square_mesh(), [placements] * 3, [S0, R])
@@ -172,7 +172,7 @@ def grouped_and_uneven_heads() -> None:
 
 
 @case
-def ranks_without_elements() -> None:
+def empty_shards() -> None:
     for sizes in (OperandSizes(batch=1), OperandSizes(heads=1, key_heads=1), OperandSizes(queries=3)):
         program = AttentionProgram(sizes, make_bias_score_mod, by_head, (sizes.batch, sizes.heads), rows_per_block=2)
         for placement in (S0, S1, S2):
@@ -180,7 +180,7 @@ def ranks_without_elements() -> None:
 
 
 @case
-def keys_that_all_batch_entries_share() -> None:
+def keys_with_batch_size_1() -> None:
     program = AttentionProgram(OperandSizes(batch=4, key_batch=1), make_bias_score_mod, by_head, (4, None))
     for placement in (S0, S1, S2, R):
         program.compare(get_line_mesh(), [[placement], [R], [S1]], None)
@@ -225,7 +225,7 @@ def _add_slopes(slopes: Any, score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
 
 
 @case
-def tensors_of_modules_and_containers() -> None:
+def score_mods_with_tensors_in_modules_and_containers() -> None:
     operands, slopes = OperandSizes().operands(), torch.arange(4.0, dtype=torch.float64)
     module, own = _Slopes(slopes), _Slopes(distribute_values(slopes, S0))
     for placement in (S0, S1, S2):
@@ -240,7 +240,7 @@ def tensors_of_modules_and_containers() -> None:
 
 
 @case
-def masks_of_captured_tensors() -> None:
+def block_masks_of_captured_tensors() -> None:
     operands = OperandSizes().operands()
     documents = torch.tensor([[0] * 5 + [1] * 7, [0] * 2 + [1] * 9 + [2]])
 
@@ -263,7 +263,7 @@ def masks_of_captured_tensors() -> None:
 
 # --- errors and modes -------------------------------------------------------------------------------------------------
 @case
-def calls_that_are_refused() -> None:
+def invalid_calls_raise() -> None:
     q, k, v = OperandSizes().operands()
     given = [distribute_values(x, S1) for x in (q, k, v)]
     assert_raises(MixedTensorError, "flex_attention mixes DTensors with plain", lambda: attend(given[0], k, v))
@@ -278,7 +278,7 @@ def calls_that_are_refused() -> None:
 
 
 @case
-def explicit_calls() -> None:
+def calls_that_need_communication_raise_under_explicit() -> None:
     operands, slopes = OperandSizes().operands(), distribute_values(torch.arange(4.0, dtype=torch.float64), S0)
     heads, rows = ([distribute_values(x, placement) for x in operands] for placement in (S1, S2))
     with dt.explicit():

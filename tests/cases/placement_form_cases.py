@@ -68,7 +68,7 @@ def every_function_with_placements_takes_every_form() -> None:
 
 
 @case
-def redistribute_by_name_leaves_the_other_mesh_dims_as_they_are() -> None:
+def redistribute_by_name_keeps_placements_of_other_mesh_dims() -> None:
     mesh, x = get_named_square_mesh(), make_values(5, 8)
     source = dt.distribute_tensor(x, mesh, LISTED)
     for form in ({"tp": R}, "tp=R"):
@@ -89,7 +89,7 @@ def redistribute_by_name_leaves_the_other_mesh_dims_as_they_are() -> None:
 
 
 @case
-def redistribute_by_name_gathers_along_one_mesh_dim_alone_if_it_splits_innermost() -> None:
+def replicating_the_innermost_mesh_dim_keeps_the_blocks_of_the_outer_one() -> None:
     mesh, x = get_named_square_mesh(), make_values(10)
     uneven = dt.distribute_tensor(x, mesh, [Shard(0), Shard(0, sizes=(1, 2, 3, 4))])
     with CommDebugMode() as comm:
@@ -108,7 +108,7 @@ def redistribute_by_name_gathers_along_one_mesh_dim_alone_if_it_splits_innermost
 
 
 @case
-def gradients_by_name_have_the_default_along_other_mesh_dims() -> None:
+def grad_placements_by_name_default_along_other_mesh_dims() -> None:
     mesh = get_named_square_mesh()
     x = dt.distribute_tensor(make_values(4, 6), mesh, "dp=S(0), tp=R").requires_grad_()
     x.to_local(grad_placements={"tp": Partial()}).sum().backward()
@@ -127,7 +127,7 @@ def gradients_by_name_have_the_default_along_other_mesh_dims() -> None:
 
 
 @case
-def local_map_needs_a_tuple_of_in_placements() -> None:
+def local_map_without_a_tuple_of_in_placements_raises() -> None:
     x = dt.distribute_tensor(make_values(4, 6), get_named_square_mesh(), LISTED)
     for form in ({"dp": Shard(0)}, "dp=S(0)", dt.partition("dp")):
         with pytest.raises(PlacementError, match="takes a tuple with an entry for each argument"):

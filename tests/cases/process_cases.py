@@ -64,7 +64,7 @@ def a_matrix_round_trips_under_every_layout() -> None:
 
 
 @case
-def a_rank_without_rows_sends_a_lazy_conjugate_as_the_others_do() -> None:
+def lazy_conjugates_with_an_empty_shard_are_gathered() -> None:
     x = torch.complex(make_values(5, 3), make_values(5, 3) + 1)  # of four ranks the last has nothing
     cut = dt.distribute_tensor(x, dt.init_device_mesh("cpu", (4,)), [Shard(0)])
     assert_full_value(cut.conj(), x.conj().resolve_conj())
@@ -73,7 +73,7 @@ def a_rank_without_rows_sends_a_lazy_conjugate_as_the_others_do() -> None:
 
 
 @case
-def small_tensors_are_sent_together_with_the_compared_arguments() -> None:
+def distribute_tensor_sends_small_tensors_in_one_collective() -> None:
     given = [
         make_values(5, 6),
         make_values(6, 5).t(),
@@ -121,7 +121,7 @@ def non_contiguous_tensors_keep_their_strides_on_every_rank() -> None:
 
 
 @case
-def the_source_rank_decides() -> None:
+def distribute_tensor_uses_the_values_of_the_source_rank() -> None:
     mesh = get_or_make_mesh((4,))
     for source in (0, 3):
         for placements in ([R], [Shard(0)], [Shard(1)], [Partial()]):
@@ -141,7 +141,7 @@ def tensors_without_elements_are_distributed() -> None:
 
 
 @case
-def without_a_source_each_rank_takes_its_block_of_its_own_tensor() -> None:
+def without_src_data_rank_each_rank_shards_its_own_tensor() -> None:
     made = dt.distribute_tensor(
         make_per_rank(lambda rank: torch.full((4,), float(rank))), get_or_make_mesh((4,)), [Shard(0)], src_data_rank=None
     )
@@ -159,7 +159,7 @@ def uneven_local_tensors_give_the_global_shape() -> None:
 
 
 @case
-def wrong_local_tensors_raise_on_every_rank_and_name_the_rank() -> None:
+def from_local_of_mismatched_tensors_raises_on_every_rank_with_the_rank() -> None:
     mesh = get_or_make_mesh((4,))
     odd = make_per_rank(lambda rank: torch.ones(2, 4 if rank == 2 else 3))
     assert_raises(LayoutError, "rank 2", lambda: DTensor.from_local(odd, mesh, [Shard(0)]))
@@ -210,7 +210,7 @@ def different_arguments_raise_on_every_rank_and_the_next_call_works() -> None:
 
 
 @case
-def the_source_rank_decides_the_strides() -> None:
+def distribute_tensor_uses_the_strides_of_the_source_rank() -> None:
     if dist.is_initialized():
         mine = make_values(6, 5).t() if dist.get_rank() == 0 else torch.empty(5, 6, dtype=torch.float64)
         x = dt.distribute_tensor(mine, get_or_make_mesh((4,)), [Shard(0)])
@@ -233,7 +233,7 @@ def local_tensors_of_one_column_do_not_decide_the_strides() -> None:
 
 
 @case
-def redistribution_in_both_ways() -> None:
+def synchronous_and_asynchronous_redistribution_keep_values() -> None:
     x = dt.distribute_tensor(make_values(5, 6), get_named_square_mesh(), [Shard(0), Shard(1)])
     for placements in (
         [Shard(1), Shard(0)],
@@ -247,7 +247,7 @@ def redistribution_in_both_ways() -> None:
 
 
 @case
-def a_single_element_may_have_any_stride() -> None:
+def shards_of_one_element_with_any_stride_keep_values() -> None:
     mesh = dt.init_device_mesh("cpu", (4,))
     for dtype in (torch.float64, torch.bfloat16, torch.bool, torch.complex64):
         x = make_values(7, dtype=dtype)
@@ -259,7 +259,7 @@ def a_single_element_may_have_any_stride() -> None:
 
 
 @case
-def host_reads_are_global() -> None:
+def item_and_tolist_give_global_values() -> None:
     x = dt.distribute_tensor(make_values(5, 6), get_named_square_mesh(), [Shard(0), Partial()])
     assert x.sum().item() == make_values(5, 6).sum().item()
     assert x.tolist() == make_values(5, 6).tolist()
@@ -307,7 +307,7 @@ def a_plain_gradient_of_a_leaf_is_copied_and_placed_as_the_leaf() -> None:
 
 
 @case
-def a_layer_and_its_gradients() -> None:
+def layer_values_and_gradients_equal_one_device() -> None:
     def layer(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         hidden = torch.relu(x @ w.t() + b)
         return torch.log_softmax(hidden, -1).square().mean()
@@ -339,7 +339,7 @@ def writes_through_views() -> None:
 
 
 @case
-def the_gradient_of_a_local_tensor() -> None:
+def gradients_to_local_tensors_of_from_local() -> None:
     for placements, share in (([R], 1.0), ([Partial()], 1.0), ([Partial("avg")], 0.25), ([Shard(0)], 1.0)):
         leaves = make_per_rank(lambda rank: torch.ones(2, dtype=torch.float64))
         pieces = [piece.requires_grad_() for piece in local_tensors_by_rank(leaves).values()]
@@ -351,7 +351,7 @@ def the_gradient_of_a_local_tensor() -> None:
 
 
 @case
-def local_tensors_used_differently_on_each_rank() -> None:
+def to_local_grads_that_differ_are_summed_with_partial_grad_placements() -> None:
     x = dt.distribute_tensor(torch.ones(3), get_or_make_mesh((4,)), [R]).requires_grad_()
     weights = make_per_rank(lambda rank: torch.tensor(10.0**rank))
     (x.to_local(grad_placements=[Partial()]) * weights).sum().backward()
@@ -360,7 +360,7 @@ def local_tensors_used_differently_on_each_rank() -> None:
 
 
 @case
-def functions_of_map_ranks_are_independent_like_processes() -> None:
+def functions_of_map_ranks_have_separate_gradients_and_generators() -> None:
     mesh, w = get_or_make_mesh((4,)), torch.ones(3, requires_grad=True)
     dt.map_ranks(lambda at, x: (x * w).sum(), make_per_rank(lambda rank: torch.arange(3.0)), mesh=mesh).backward()
     assert w.grad is not None
@@ -377,7 +377,7 @@ DIFFERING = r"the gradient of a tensor of shape \(4,\) that all ranks have diffe
 
 
 @case
-def the_gradient_of_a_full_tensor_used_differently() -> None:
+def full_tensor_grads_that_differ_are_summed_with_partial_grad_placements() -> None:
     weights = make_per_rank(lambda rank: torch.full((4,), 10.0**rank))
     for placements in ([Shard(0)], [R]):
         x = dt.distribute_tensor(torch.ones(4), get_or_make_mesh((4,)), placements).requires_grad_()
@@ -388,7 +388,7 @@ def the_gradient_of_a_full_tensor_used_differently() -> None:
 
 
 @case
-def gradients_that_differ_between_ranks_are_refused() -> None:
+def gradients_of_replicated_tensors_that_differ_between_ranks_raise() -> None:
     weights = make_per_rank(lambda rank: torch.full((4,), 1.0 + rank))
     many = make_per_rank(lambda rank: torch.ones(1 << 17) * (1 + rank % 2))
     multiply = dt.local_map(torch.mul, [Shard(0)])
@@ -470,7 +470,7 @@ def a_module_trains_as_on_one_device() -> None:
 
 
 @case
-def replicas_of_shards_are_reduced_during_the_backward_pass() -> None:
+def hsdp_all_reduce_overlaps_with_backward() -> None:
     torch.manual_seed(0)
     plain, mesh, x = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4))).double(), get_named_square_mesh(), make_values(8, 6)
     model = copy.deepcopy(plain)
@@ -498,7 +498,7 @@ def replicas_of_shards_are_reduced_during_the_backward_pass() -> None:
 
 
 @case
-def copies_and_files() -> None:
+def deepcopy_pickle_and_torch_save_keep_values_and_placements() -> None:
     x = dt.distribute_tensor(make_values(5, 6), get_named_square_mesh(), [Shard(0), Shard(0)]).requires_grad_()
     for other in (copy.deepcopy(x), pickle.loads(pickle.dumps(x))):
         assert other.placements == x.placements
@@ -538,7 +538,7 @@ def submeshes_communicate_within_their_groups() -> None:
 
 
 @case
-def operations_on_meshes_of_some_ranks() -> None:
+def operations_on_a_mesh_of_some_ranks_run_on_all_ranks() -> None:
     mesh = dt.DeviceMesh("cpu", [2, 0])
     x = dt.distribute_tensor(make_values(5, 6), mesh, [Shard(0)])
     y = (x * 2 + 1).sum(0)
@@ -551,7 +551,7 @@ def operations_on_meshes_of_some_ranks() -> None:
 
 
 @case
-def a_rank_outside_a_mesh_holds_nothing_whatever_it_passes() -> None:
+def a_rank_outside_a_mesh_has_empty_local_tensors() -> None:
     local = torch.ones(3, 4, requires_grad=True)
     x = DTensor.from_local(local, dt.DeviceMesh("cpu", [0, 2]), [Shard(0)])
     total = (x + 2).sum()
@@ -575,7 +575,7 @@ def a_rank_outside_a_mesh_holds_nothing_whatever_it_passes() -> None:
 
 
 @case
-def training_makes_the_same_calls_outside_a_mesh() -> None:
+def training_calls_run_on_ranks_outside_a_mesh() -> None:
     """Check that forward, backward, clipping and steps make the same calls on every rank; local tensors outside are empty."""
     mesh, outside = dt.DeviceMesh("cpu", [0, 2]), dist.is_initialized() and dist.get_rank() in (1, 3)
     w = nn.Parameter(dt.distribute_tensor(make_values(6, 5), mesh, [Shard(0)]))
@@ -607,7 +607,7 @@ def training_makes_the_same_calls_outside_a_mesh() -> None:
 
 
 @case
-def data_dependent_values_are_unknown_outside_a_mesh() -> None:
+def data_dependent_values_raise_on_ranks_outside_a_mesh() -> None:
     x = dt.distribute_tensor(make_values(5), dt.DeviceMesh("cpu", [2, 0]), [Shard(0)])
     for read, expected in (
         (lambda: x.nonzero().shape, make_values(5).nonzero().shape),
@@ -630,7 +630,7 @@ def norms_along_a_dim_of_one_column() -> None:
 
 
 @case
-def shapes_change_on_ranks_outside_a_mesh_too() -> None:
+def in_place_reshapes_change_shapes_on_ranks_outside_a_mesh() -> None:
     mesh = dt.DeviceMesh("cpu", [2, 0])
     x = dt.distribute_tensor(make_values(1, 5), mesh, [Shard(1)])
     w = dt.distribute_tensor(make_values(4, 5), mesh, [Shard(1)])
@@ -693,7 +693,7 @@ def data_parallelism_without_a_mesh_uses_all_ranks() -> None:
 
 
 @case
-def transforms_work_through_units_and_styles() -> None:
+def torch_func_transforms_of_parallel_modules_equal_one_device() -> None:
     torch.manual_seed(0)
     alone = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
     x, t = make_values(3, 5), make_values(3, 5, seed=1)
@@ -737,7 +737,7 @@ def rows_of_dtypes_without_fill_are_indexed() -> None:
 
 
 @case
-def groups_that_do_not_fit_a_mesh_are_refused() -> None:
+def groups_that_do_not_match_a_mesh_raise() -> None:
     if dist.is_initialized():
         world = dist.group.WORLD
         assert_raises(MeshError, "Invalid mesh", lambda: dt.DeviceMesh.from_group(world, "cpu", [0, 1]))
@@ -745,7 +745,7 @@ def groups_that_do_not_fit_a_mesh_are_refused() -> None:
 
 
 @case
-def a_mesh_is_made_of_the_first_ranks_of_a_larger_world() -> None:
+def a_mesh_smaller_than_the_world_has_the_first_ranks() -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
     assert mesh.mesh.tolist() == [0, 1]
     with CommDebugMode() as comm:

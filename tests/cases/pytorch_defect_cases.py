@@ -53,7 +53,7 @@ def replicated_integers_become_partial_without_division() -> None:
 
 
 @case
-def threshold_of_partial_maxima() -> None:
+def threshold_of_partials_equals_one_device() -> None:
     for op in ("max", "min", "sum"):
         check(lambda x: F.threshold(x, 1.0, -20.0), make_values(5, 6), mesh=get_line_mesh(), placements=[[Partial(op)]])
 
@@ -92,7 +92,7 @@ def randn_on_a_cpu_mesh() -> None:
 
 
 @case
-def pieces_of_other_sizes_give_the_right_global_shape() -> None:
+def uneven_local_tensors_give_the_global_shape() -> None:
     whole, sizes = make_values(7, 2), (1, 0, 4, 2)
     made = DTensor.from_local(make_per_rank(lambda rank: whole.split(sizes)[rank]), get_line_mesh(), [S0])
     assert made.shape == (7, 2)
@@ -100,7 +100,7 @@ def pieces_of_other_sizes_give_the_right_global_shape() -> None:
 
 
 @case
-def pieces_that_do_not_fit_a_given_shape_raise() -> None:
+def local_tensors_that_do_not_match_a_given_shape_raise() -> None:
     odd = make_per_rank(lambda rank: torch.ones((3, 1, 4, 2)[rank], 2))
     assert_raises(
         LayoutError, "rank", lambda: DTensor.from_local(odd, get_line_mesh(), [S0], shape=(10, 2), stride=(2, 1), run_check=True)
@@ -180,7 +180,7 @@ def attention_on_cpu() -> None:
 
 
 @case
-def writes_through_a_slice_are_seen() -> None:
+def writes_through_a_slice_change_the_base() -> None:
     def write(x: torch.Tensor) -> torch.Tensor:
         y = x.clone()
         part = y[1:4]
@@ -212,7 +212,7 @@ def views_of_uneven_and_nested_shards() -> None:
 
 
 @case
-def a_gradient_has_its_parameters_placements() -> None:
+def a_gradient_has_the_placements_of_its_parameter() -> None:
     for placements in ([S0, S0], [S0, S1], [R, S0], [R, R]):
         w = dt.distribute_tensor(make_values(5, 6) / 9, get_square_mesh(), placements).requires_grad_()
         x = dt.distribute_tensor(make_values(7, 6, seed=1), get_square_mesh(), [S0, R])
@@ -301,7 +301,7 @@ def every_kind_of_partial_is_exact_for_integers_too() -> None:
 
 
 @case
-def users_give_the_sizes_of_shards() -> None:
+def shards_of_sizes_given_by_the_user() -> None:
     x = dt.distribute_tensor(make_values(5, 6), get_line_mesh(), [RAGGED])
     assert [tuple(piece.shape) for piece in local_tensors_by_rank(x).values()] == [
         ((1, 6), (0, 6), (3, 6), (1, 6))[rank] for rank in local_tensors_by_rank(x)
@@ -311,7 +311,7 @@ def users_give_the_sizes_of_shards() -> None:
 
 
 @case
-def hidden_communication_can_be_forbidden() -> None:
+def explicit_raises_for_implicit_communication() -> None:
     x, y = (dt.distribute_tensor(make_values(5, 6), get_line_mesh(), [where]) for where in (S0, S1))
     with dt.explicit():
         assert_raises(ImplicitCommunicationError, "add", lambda: x + y)
@@ -320,7 +320,7 @@ def hidden_communication_can_be_forbidden() -> None:
 
 
 @case
-def each_collective_has_a_reason() -> None:
+def explain_names_the_placements_of_each_collective() -> None:
     x, y = (dt.distribute_tensor(make_values(5, 6), get_line_mesh(), [where]) for where in (S0, S1))
     told = str(dt.explain(lambda x, y: x + y, x, y))
     assert "S(0)" in told
@@ -329,7 +329,7 @@ def each_collective_has_a_reason() -> None:
 
 
 @case
-def mixing_with_plain_tensors_is_an_error_that_tells_the_remedy() -> None:
+def mixed_operands_raise_with_the_remedy() -> None:
     x = dt.distribute_tensor(make_values(5, 6), get_line_mesh(), [S0])
     assert_raises(MixedTensorError, "implicit_replication", lambda: x + make_values(5, 6))
     with dt.implicit_replication():
@@ -337,7 +337,7 @@ def mixing_with_plain_tensors_is_an_error_that_tells_the_remedy() -> None:
 
 
 @case
-def nesting_orders_need_no_special_placement() -> None:
+def shard_level_gives_the_inner_first_order() -> None:
     x = make_values(5, 6)
     inner_first = dt.distribute_tensor(x, get_square_mesh(), [Shard(0, level=1), Shard(0, level=0)])
     assert_full_value(inner_first, x)
@@ -353,7 +353,7 @@ def tensors_move_between_meshes() -> None:
 
 
 @case
-def optimizer_steps_over_lists_move_nothing() -> None:
+def foreach_optimizer_steps_do_not_communicate() -> None:
     parameters = [nn.Parameter(dt.distribute_tensor(make_values(5, 6, seed=k), get_line_mesh(), [S0])) for k in range(4)]
     optimizer = torch.optim.AdamW(parameters, lr=0.1, foreach=True)
     for p in parameters:

@@ -96,7 +96,7 @@ def run_in_mode(mode: str, fn: Callable[[], None]) -> None:
 
 
 @in_both_modes
-def draws_are_the_same_under_every_layout() -> None:
+def random_values_are_equal_under_every_layout() -> None:
     for name in ("normal_", "uniform_", "rand_like", "randint_like", "bernoulli_p", "dropout", "trunc_normal", "own_generator"):
         seen = []
         for placements in LAYOUTS:
@@ -106,7 +106,7 @@ def draws_are_the_same_under_every_layout() -> None:
 
 
 @in_both_modes
-def a_checkpointed_layer_drops_the_same() -> None:
+def a_checkpointed_dropout_uses_the_same_mask() -> None:
     for placements in LAYOUTS:
         grads = []
         for recompute in (False, True):
@@ -120,7 +120,7 @@ def a_checkpointed_layer_drops_the_same() -> None:
 
 
 @in_both_modes
-def states_are_saved_and_restored() -> None:
+def generator_state_is_saved_and_restored() -> None:
     x = distribute_values(X, [S0])
     torch.manual_seed(4)
     state = torch.get_rng_state()
@@ -137,7 +137,7 @@ def states_are_saved_and_restored() -> None:
 
 
 @in_both_modes
-def factories_of_partial_tensors() -> None:
+def partial_factories_equal_replicated_ones() -> None:
     torch.manual_seed(6)
     expected = full_value(dt.randn(5, 6, device_mesh=get_line_mesh(), placements=[R]))
     torch.manual_seed(6)
@@ -145,7 +145,7 @@ def factories_of_partial_tensors() -> None:
 
 
 @in_both_modes
-def initialised_on_meta_first() -> None:
+def reset_parameters_after_meta_init_is_equal_under_every_layout() -> None:
     seen = []
     for placements in ([R], [S0], [S1]):
         with torch.device("meta"):
@@ -188,7 +188,7 @@ def ranks_seeded_differently_draw_alike() -> None:
 
 
 @case
-def manual_seed_compares_seeds() -> None:
+def manual_seed_with_different_seeds_raises() -> None:
     mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     if dist.is_initialized():  # in one process there is one generator
         stage = mesh.get_local_rank("dp")

@@ -40,7 +40,7 @@ def program(thread: int, name: str, fn: Callable[..., Any], *tensors: torch.Tens
 
 # --- partial values ----------------------------------------------------------------------------------------------------
 @report(153603)
-def a_partial_result_times_different_numbers() -> None:
+def item_of_a_partial_mean_times_different_numbers() -> None:
     for k in (1, 2, 3):
         mean = distribute_values(torch.tensor([1.0, 2.0, 3.0]), S0).mean()
         assert (mean * k).item() == 2.0 * k
@@ -128,7 +128,7 @@ program(185362, "gradients_of_cumulative_products", lambda x: (x.cumprod(0), x.c
 
 # --- views and writes ---------------------------------------------------------------------------------------------------
 @report(139735)
-def initialising_a_slice() -> None:
+def init_functions_on_a_slice_change_the_base() -> None:
     x = distribute_values(make_values(8, 8).double(), S0)
     with torch.no_grad():
         nn.init.zeros_(x[:2])
@@ -149,7 +149,7 @@ def a_view_written_in_place() -> None:
 
 
 program(179502, "a_view_that_needs_redistribution", lambda x: x.view(-1, 6), make_values(12, 8))
-program(143372, "a_view_where_one_rank_holds_nothing", lambda x: x.view(-1), make_values(6, 8))
+program(143372, "a_view_of_a_tensor_with_an_empty_shard", lambda x: x.view(-1), make_values(6, 8))
 program(165600, "linear_of_three_dims", F.linear, make_values(3, 5, 6), make_values(7, 6, seed=1), make_values(7, seed=2))
 program(
     172102, "linear_with_a_sharded_sequence", F.linear, make_values(2, 8, 4), make_values(4, 4, seed=1), make_values(4, seed=2)
@@ -230,7 +230,7 @@ program(
 
 # --- contractions, convolutions, norms ----------------------------------------------------------------------------------
 @report(166598)
-def products_of_dims_cut_in_different_orders() -> None:
+def matmul_of_dims_sharded_in_different_orders() -> None:
     a, b = make_values(4, 4), make_values(4, 4, seed=1)
     for order in ([S0, S0], [Shard(0, level=1), Shard(0, level=0)]):
         assert_full_value(distribute_values(a, S1, S1) @ distribute_values(b, *order), a @ b)
@@ -332,7 +332,7 @@ def layer_norm_backward_without_some_gradients() -> None:
 
 
 @report(174276)
-def layer_norm_over_a_sharded_dim_moves_little() -> None:
+def layer_norm_over_a_sharded_dim_communicates_less_than_half_of_the_input() -> None:
     x = distribute_values(make_values(8, 64), S1)
     g = distribute_values(torch.ones(64).double(), S0)
     with CommDebugMode() as comm:
@@ -354,7 +354,7 @@ program(
 
 # --- embeddings and losses ----------------------------------------------------------------------------------------------
 @report(130725)
-def two_embeddings_of_other_sizes() -> None:
+def two_embeddings_of_different_sizes() -> None:
     def look(ids: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return F.embedding(ids, a).sum(-1) + F.embedding(ids, b).sum(-1)
 

@@ -32,7 +32,7 @@ def _train_layer(make: Callable[[torch.Tensor], torch.Tensor], **options: Any) -
 
 
 @report("transformers48208")
-def experts_are_distributed_and_the_rest_is_plain() -> None:
+def adamw_with_distributed_and_plain_parameters() -> None:
     for options in ({}, {"foreach": True}, {"fused": True}, {"foreach": False}):
         wanted = _train_layer(torch.clone, **options)
         own = _train_layer(lambda x: distribute_values(x, S0), **options)
@@ -44,7 +44,7 @@ def experts_are_distributed_and_the_rest_is_plain() -> None:
 
 
 @report("accelerate4219")
-def a_running_loss_in_a_plain_tensor() -> None:
+def a_partial_loss_is_added_in_place_to_a_plain_tensor() -> None:
     running = torch.zeros(())
     for where in (S0, S1, R):
         running += distribute_values(X, where).square().sum()
@@ -62,7 +62,7 @@ def _define_operator(signature: str, fn: Callable[..., Any]) -> Any:
 
 
 @report(167977)
-def an_operator_with_tensors_among_its_keywords() -> None:
+def a_custom_operator_with_keyword_tensors() -> None:
     def run(x: Any, *, by: Any, bias: Any = None) -> Any:
         return x * by + (0 if bias is None else bias)
 
@@ -82,7 +82,7 @@ def an_operator_with_tensors_among_its_keywords() -> None:
 
 
 @report(167219)
-def an_operator_that_writes_and_returns_nothing() -> None:
+def a_custom_operator_that_writes_in_place_and_returns_nothing() -> None:
     def run(x: Any, y: Any, index: Any, scale: Any = None) -> None:
         if not y.is_meta:
             y.index_add_(0, index, x if scale is None else x * scale)
@@ -102,7 +102,7 @@ def an_operator_that_writes_and_returns_nothing() -> None:
 
 
 @report(163692)
-def a_module_with_distributed_parameters_in_a_local_function() -> None:
+def local_map_of_a_module_with_distributed_parameters() -> None:
     layer = dt.distribute_module(nn.Linear(6, 4).double(), get_line_mesh())
     x = distribute_values(X, S0)
     run = dt.local_map(
@@ -125,7 +125,7 @@ def a_module_with_distributed_parameters_in_a_local_function() -> None:
 
 # --- meshes -------------------------------------------------------------------------------------------------------------
 @report(159482)
-def one_world_seen_as_two_meshes() -> None:
+def one_mesh_unflattened_in_two_ways() -> None:
     world = dt.init_device_mesh("cpu", (4,), mesh_dim_names=("world",))
     dense = world._unflatten(0, (2, 2), ("dp", "tp"))
     sparse = world._unflatten(0, (1, 4), ("rest", "ep"))

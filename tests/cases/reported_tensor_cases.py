@@ -37,7 +37,7 @@ report = CASES.report
 
 # --- uneven and nested shards -------------------------------------------------------------------------------------------
 @report(103306)
-def sharding_and_gathering_an_uneven_dim_gives_its_size_back() -> None:
+def sharding_and_gathering_an_uneven_dim_keeps_its_size() -> None:
     x = make_values(5, 10)
     moved = distribute_values(x, R).redistribute(placements=[S0]).redistribute(placements=[R])
     assert all(piece.shape == (5, 10) for piece in local_tensors_by_rank(moved).values())
@@ -45,7 +45,7 @@ def sharding_and_gathering_an_uneven_dim_gives_its_size_back() -> None:
 
 
 @report(144109)
-def pieces_of_growing_size() -> None:
+def from_local_of_local_tensors_of_growing_size() -> None:
     whole, sizes = make_values(2, 14), (2, 3, 4, 5)
     local = make_per_rank(lambda rank: whole.split(sizes, 1)[rank].contiguous())
     for options in ({}, {"run_check": True}):
@@ -56,7 +56,7 @@ def pieces_of_growing_size() -> None:
 
 
 @report(110762)
-def from_local_of_an_uneven_last_piece() -> None:
+def from_local_with_a_smaller_last_local_tensor() -> None:
     whole = make_values(10, 2)
     made = DTensor.from_local(make_per_rank(lambda rank: whole.split((3, 3, 3, 1))[rank]), get_line_mesh(), [S0])
     assert made.size() == (10, 2)
@@ -70,7 +70,7 @@ def full_tensor_of_a_tensor_with_fewer_rows_than_ranks() -> None:
 
 
 @report(161368)
-def offsets_of_two_dimensional_uneven_shards() -> None:
+def offsets_of_uneven_shards_on_a_2d_mesh() -> None:
     layout = distribute_values(torch.randn(2), S0, S0).layout
     blocks = [(layout.local_offset(c), layout.local_shape(c)) for c in layout.mesh.coordinates]
     assert blocks == [((0,), (1,)), ((1,), (0,)), ((1,), (1,)), ((2,), (0,))]
@@ -96,14 +96,14 @@ def inner_first_nesting_of_six_elements() -> None:
 
 
 @report(129206)
-def full_tensor_of_a_weight_under_both_kinds_of_sharding() -> None:
+def full_tensor_of_a_weight_sharded_inner_dim_first() -> None:
     for shape in ((7, 6), (8, 8), (3, 5)):
         w = distribute_values(make_values(*shape), Shard(0, level=1), Shard(0, level=0))
         assert_full_value(w, make_values(*shape))
 
 
 @report(118836)
-def strides_of_uneven_pieces() -> None:
+def uneven_local_tensors_are_contiguous() -> None:
     for piece in local_tensors_by_rank(distribute_values(make_values(3, 9), S1)).values():
         assert piece.is_contiguous()
 
@@ -117,7 +117,7 @@ def local_map_over_uneven_shards() -> None:
 
 
 @report(103106)
-def files() -> None:
+def torch_save_and_load_keep_the_value() -> None:
     x = distribute_values(make_values(5, 6), S0, S1)
     file = io.BytesIO()
     torch.save(x, file)
@@ -155,14 +155,14 @@ def from_local_with_a_stated_gradient_placement() -> None:
 
 
 @report(107661)
-def the_gradient_of_a_sum_of_pieces() -> None:
+def gradient_of_the_sum_of_a_local_tensor() -> None:
     x = distribute_values(torch.ones(8, 8), S0).requires_grad_()
     x.to_local().sum().backward()
     assert_full_value(x.grad, torch.ones(8, 8))
 
 
 @report(173865)
-def an_output_that_nobody_uses() -> None:
+def backward_with_an_unused_output() -> None:
     def use(x: torch.Tensor) -> torch.Tensor:
         first, _, third = x.split([2, 2, 1])
         return first.sum() + third.sum()
@@ -197,7 +197,7 @@ def gradients_accumulate_in_the_parameters_layout() -> None:
 
 # --- random numbers -----------------------------------------------------------------------------------------------------
 @report(168058)
-def draws_depend_on_the_seed_alone() -> None:
+def randn_depends_on_the_seed_only() -> None:
     torch.manual_seed(5)
     expected = torch.randn(6, 7)
     for placements in ([S0], [S1], [R], [S0, S1], [S0, S0], [R, S1]):
@@ -207,7 +207,7 @@ def draws_depend_on_the_seed_alone() -> None:
 
 
 @report(146190)
-def dropout_as_on_one_device_and_the_generator_moves_alike() -> None:
+def dropout_and_generator_state_equal_one_device() -> None:
     dropout = nn.Dropout()
     torch.manual_seed(42)
     x = torch.rand(10, 10)
@@ -219,7 +219,7 @@ def dropout_as_on_one_device_and_the_generator_moves_alike() -> None:
 
 
 @report(160482)
-def the_public_generator_is_the_one_that_moves() -> None:
+def random_operators_advance_the_default_generator() -> None:
     own = torch.Generator().manual_seed(1)
     x = distribute_values(torch.zeros(5, 6), S0)
     x.uniform_(generator=own)
@@ -248,7 +248,7 @@ def normal_in_place_on_a_mesh_of_two_dims() -> None:
 
 # --- lists, clipping, optimizers ----------------------------------------------------------------------------------------
 @report(132016)
-def lists_times_a_tensor_of_one_number() -> None:
+def foreach_mul_by_a_scalar_tensor() -> None:
     x = distribute_values(make_values(7, 3), S0)
     for scale in (2.0, torch.tensor(2.0).double()):
         assert_full_value(torch._foreach_mul([x], scale)[0], make_values(7, 3) * 2)
@@ -259,7 +259,7 @@ def lists_times_a_tensor_of_one_number() -> None:
 
 
 @report(170367)
-def lists_are_redistributed_together() -> None:
+def foreach_add_redistributes_a_list_in_one_collective() -> None:
     xs = [distribute_values(make_values(5, 6, seed=k), S0) for k in range(6)]
     ys = [distribute_values(make_values(5, 6, seed=k), S1) for k in range(6)]
     with CommDebugMode() as comm:
@@ -280,7 +280,7 @@ def clipping_over_two_meshes() -> None:
 
 
 @report(120238)
-def clipping_one_by_one() -> None:
+def clipping_with_foreach_false() -> None:
     p = nn.Parameter(distribute_values(make_values(5, 6), S0))
     p.grad = distribute_values(make_values(5, 6, seed=1), S0)
     nn.utils.clip_grad_norm_([p], 1.0, foreach=False)
@@ -328,7 +328,7 @@ class Perceptron(nn.Module):
 
 
 @report(144359)
-def a_perceptron_cut_by_columns_then_rows() -> None:
+def a_colwise_then_rowwise_mlp_equals_one_device() -> None:
     torch.manual_seed(0)
     model = Perceptron().double()
     x = make_values(3, 5, 6) / 4
@@ -357,7 +357,7 @@ def an_embedding_and_a_linear_share_their_weight() -> None:
 
 
 @report(120333)
-def attention_over_sharded_heads_moves_nothing() -> None:
+def attention_over_sharded_heads_does_not_communicate() -> None:
     q = make_values(2, 4, 5, 8) / 9
     x = distribute_values(q, S1)
     with CommDebugMode() as comm:
@@ -367,7 +367,7 @@ def attention_over_sharded_heads_moves_nothing() -> None:
 
 
 @report(167106)
-def a_product_of_shards_gathers_no_more_than_it_needs() -> None:
+def a_matmul_of_sharded_rows_does_not_communicate() -> None:
     x, w = distribute_values(make_values(8, 16), S0), distribute_values(make_values(16, 4, seed=1), R)
     with CommDebugMode() as comm:
         out = (x @ w).relu().sum(1)

@@ -59,7 +59,7 @@ def sharded_models_load_under_any_layout(folder: Path) -> None:
 
 
 @case
-def every_dtype_and_shape(folder: Path) -> None:
+def every_dtype_and_shape_is_saved_and_loaded(folder: Path) -> None:
     mesh, wide = make_line_mesh(), make_values(70, 300)
     plain = {
         "bf16": make_values(9, 3).bfloat16(),
@@ -123,7 +123,7 @@ class Tied(nn.Module):
 
 
 @case
-def modules_and_tied_parameters(folder: Path) -> None:
+def modules_and_tied_parameters_are_saved_and_loaded(folder: Path) -> None:
     model = shard_parameters(make_network(), make_square_mesh(), R, Shard(0))
     save_safetensors(model, folder / "a")
     other = shard_parameters(make_network("meta"), make_line_mesh(), Shard(1))
@@ -143,7 +143,7 @@ def modules_and_tied_parameters(folder: Path) -> None:
 
 
 @case
-def errors_are_reported_and_change_nothing(folder: Path) -> None:
+def invalid_saves_and_loads_raise_and_change_nothing(folder: Path) -> None:
     x, mesh = make_values(6, 4), make_line_mesh()
     save_safetensors({"a": distribute_values(x, mesh, Shard(0))}, folder / "m")
     for state, place, words in [

@@ -62,7 +62,7 @@ def single_splits_even_and_uneven(folder: Path) -> None:
 
 
 @case
-def the_grid_of_blocks_of_the_document(folder: Path) -> None:
+def a_grid_of_blocks_over_ranks_and_devices(folder: Path) -> None:
     spec = mesh([["rank:0", "rank:1"], ["rank:2", "rank:3"]])
     x = dt.sharded_tensor.shard_tensor(make_values(4, 8), spec)
     for rank, piece in local_tensors_by_rank(x).items():
@@ -78,7 +78,7 @@ def the_grid_of_blocks_of_the_document(folder: Path) -> None:
 
 
 @case
-def devices_that_hold_several_blocks(folder: Path) -> None:
+def ranks_with_several_blocks(folder: Path) -> None:
     x = dt.sharded_tensor.shard_tensor(make_values(5, 4), mesh([[0, 0, 1], [0, 0, 1]], [None, [1, 1, 2]]))
     assert x.placements == (Shard(1),)
     assert len(x.sharding_metadata().shards) == 6
@@ -221,7 +221,7 @@ def compare_with_plain_model(spec: Any, make: Callable[[], nn.Module] = Net, met
 
 
 @case
-def submodules_on_different_devices(folder: Path) -> None:
+def submodules_on_different_ranks_equal_one_device(folder: Path) -> None:
     model = compare_with_plain_model(composite(net1="rank:0", net2="rank:1", net3="rank:0"))
     assert model.net2.weight.device_mesh.ranks == (1,)
     two = composite(weight=single_split(0, [0, 1]))
@@ -255,7 +255,7 @@ class Dropping(Net):
 
 
 @case
-def random_numbers_are_those_of_one_device_wherever_submodules_live(folder: Path) -> None:
+def dropout_of_submodules_on_different_ranks_equals_one_device(folder: Path) -> None:
     compare_with_plain_model(composite(net1="rank:3", net2=single_split(0, [0, 1]), net3="rank:2"), Dropping, meta=True)
 
 
@@ -307,7 +307,7 @@ def models_made_from_meta_have_the_values_of_one_device(folder: Path) -> None:
 
 
 @case
-def uninitialised_parameters_are_refused_before_any_change(folder: Path) -> None:
+def parameters_without_an_initializer_raise_before_any_change(folder: Path) -> None:
     class Bare(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -346,7 +346,7 @@ def uninitialised_parameters_are_refused_before_any_change(folder: Path) -> None
 
 
 @case
-def plans_of_placements_or_styles(folder: Path) -> None:
+def sharding_plans_by_placements_and_name_patterns(folder: Path) -> None:
     grid = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     compare_with_plain_model({"net*.weight": [Replicate(), Shard(0)], "net1.bias": [Shard(0), Replicate()]}, mesh=grid)
     compare_with_plain_model(composite({"*.weight": single_split(0, [0, 1, 2, 3])}, net1=mesh([[0, 1], [2, 3]])))

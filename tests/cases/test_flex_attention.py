@@ -1,4 +1,4 @@
-"""``flex_attention`` of DTensors computes what it computes on one device."""
+"""``flex_attention`` of DTensors equals that of plain tensors, in one process and on four."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ test_case_in_one_process, test_all_cases_on_four_processes = make_case_tests(
 
 
 @pytest.mark.parametrize("placement", [S1, S2])
-def test_captured_programs_replay_the_call(placement: dt.Placement) -> None:
+def test_captured_flex_attention_is_recorded_once_and_equals_plain_torch(placement: dt.Placement) -> None:
     operands = OperandSizes().operands()
     bias, mask = (
         torch.ones(4, dtype=torch.float64),
@@ -45,7 +45,7 @@ def test_captured_programs_replay_the_call(placement: dt.Placement) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.compile needs one process per rank")
-def test_compiled_calls_with_all_ranks_in_this_process_run_without_the_compiler() -> None:
+def test_compiled_flex_attention_in_one_process_equals_plain_torch() -> None:
     operands = [x.float() for x in OperandSizes().operands()]
     slopes = distribute_values(torch.arange(4.0), dt.Shard(0))
 

@@ -29,13 +29,13 @@ PLACEMENTS = [
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
-def test_printed_placement_is_read(placement: dt.Placement) -> None:
+def test_printed_placement_is_parsed_to_an_equal_placement(placement: dt.Placement) -> None:
     assert parse_placement(str(placement)) == placement
     assert parse_placement(repr(placement)) == placement
     assert parse_placement(f" {placement} ") == placement
 
 
-def test_monoids_of_the_library_are_read_by_name_and_others_raise() -> None:
+def test_text_with_a_library_monoid_is_parsed_and_with_another_monoid_raises() -> None:
     mesh = dt.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     x = dt.distribute_tensor(torch.randn(4, 3), mesh, "S(0)")
     for order in (2, 3, 0.5):
@@ -69,7 +69,7 @@ def test_monoids_of_the_library_are_read_by_name_and_others_raise() -> None:
         "P()x",
     ],
 )
-def test_other_text_is_not_a_placement(text: str) -> None:
+def test_text_that_is_not_a_placement_raises(text: str) -> None:
     with pytest.raises(PlacementError, match=r"is not a placement|not a reduction"):
         parse_placement(text)
 
@@ -156,7 +156,7 @@ def test_partition_equals_the_list(drawn: tuple[dt.DeviceMesh, tuple[int, ...], 
         assert (() if split is None else split.mesh_dims) == tuple(i for i in mesh_dims if mesh.shape[i] > 1)
 
 
-def test_partition_is_a_value() -> None:
+def test_partition_equality_hash_and_repr_and_repeated_mesh_dims_raise() -> None:
     assert partition("dp", ("tp",), None) == partition(("dp",), ["tp"], ()) == Partition((("dp",), ("tp",), ()))
     assert hash(partition("dp")) == hash(partition(("dp",)))
     assert partition("dp") != partition("tp")
@@ -170,7 +170,7 @@ def test_partition_is_a_value() -> None:
         partition(0)  # type: ignore[arg-type]
 
 
-def test_mesh_without_names_is_addressed_by_number_as_it_prints() -> None:
+def test_text_for_a_mesh_without_names_takes_numbers_of_mesh_dims_only() -> None:
     mesh = dt.init_device_mesh("cpu", (2, 2))
     layout = Layout.of(mesh, "0=S(0), 1=R", (4, 4))
     assert layout is Layout.of(mesh, [Shard(0), R], (4, 4))
@@ -190,12 +190,12 @@ def test_mesh_without_names_is_addressed_by_number_as_it_prints() -> None:
         ("float32[4] on S(0)", "is not a layout"),
     ],
 )
-def test_other_text_is_not_a_layout(text: str, message: str) -> None:
+def test_text_that_is_not_a_layout_raises(text: str, message: str) -> None:
     with pytest.raises(LayoutError, match=message):
         Layout.parse(text, placement_form_cases.get_named_square_mesh())
 
 
-def test_equal_forms_share_one_layout_and_requests_are_cached() -> None:
+def test_redistribute_with_equal_placement_forms_gives_the_same_layout_object() -> None:
     mesh = placement_form_cases.get_named_square_mesh()
     x = dt.zeros(4, 6, device_mesh=mesh, placements="dp=S(0), tp=S(1)")
     for form in ("dp=S(0), tp=S(1)", partition("dp", "tp"), {"dp": Shard(0), "tp": Shard(1)}):
@@ -205,7 +205,7 @@ def test_equal_forms_share_one_layout_and_requests_are_cached() -> None:
     x.redistribute({"tp": x.placements[1]})
 
 
-def test_layouts_with_other_strides_print_them() -> None:
+def test_layout_text_has_the_strides_only_if_they_are_not_contiguous() -> None:
     mesh = placement_form_cases.get_named_square_mesh()
     layout = Layout.of(mesh, "dp=S(0)", (4, 6), (1, 4))
     assert str(layout) == "float32[4, 6] on (dp=S(0), tp=R), stride=(1, 4)"

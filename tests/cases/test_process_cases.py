@@ -20,7 +20,7 @@ import dtensor as dt
 test_case_in_one_process, test_all_cases_on_four_processes = make_case_tests(process_cases, gather=True)
 
 
-# --- the spawner returns what ranks return, and turns whatever goes wrong on one of them into an error here ------------
+# --- the spawner returns what ranks return, and turns any failure of a rank into an error here ------------
 
 
 def _sum_of_ranks(start: int) -> tuple[int, float]:
@@ -60,13 +60,13 @@ def test_run_gloo_raises_with_the_first_traceback() -> None:
 
 
 @pytest.mark.gloo
-def test_run_gloo_names_a_rank_that_dies() -> None:
+def test_run_gloo_raises_with_the_rank_and_exit_code_of_a_dead_process() -> None:
     with pytest.raises(RankFailed, match="rank 2 of 3 ---\nexit code 7"):
         run_gloo(_die_on, 3, 2)
 
 
 @pytest.mark.gloo
-def test_run_gloo_ends_a_hang_with_every_stack() -> None:
+def test_run_gloo_raises_with_the_stacks_after_a_timeout() -> None:
     with pytest.raises(RankFailed, match=r"(?s)rank 0 of 2.*in _leave_one_out"):
         run_gloo(_leave_one_out, 2, timeout_s=2.0)
 
@@ -95,7 +95,7 @@ def _pieces_of_others() -> list[list[Any]]:
 
 
 @pytest.mark.gloo
-def test_unpickling_a_tensor_of_another_rank_is_refused_or_gives_its_value() -> None:
+def test_unpickled_tensor_of_a_rank_with_another_shard_raises_when_it_is_read() -> None:
     """Regression test: ``broadcast_object_list([x])`` and ``torch.load`` of another rank's file gave the first rank's rows on all
     ranks."""
     for rank, (halves, quarters, whole, terms) in enumerate(run_gloo(_pieces_of_others, 4)):

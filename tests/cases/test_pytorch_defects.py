@@ -20,11 +20,11 @@ ALL = {name: fn for module in MODULES for name, fn in module.CASES.items()}
 
 @pytest.mark.filterwarnings("ignore::dtensor.errors.GatherWarning")
 @pytest.mark.parametrize("name", keep_every_nth_fast(list(ALL)))
-def test_case_is_right_in_one_process(name: str) -> None:
+def test_reported_pytorch_issue_gives_the_expected_result_in_one_process(name: str) -> None:
     ALL[name]()
 
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("module", ON_PROCESSES, ids=lambda module: module.__name__)
-def test_all_cases_are_right_on_four_processes(module: ModuleType) -> None:
+def test_reported_pytorch_issues_give_the_expected_results_on_four_processes(module: ModuleType) -> None:
     run_cases_on_four_processes(module)

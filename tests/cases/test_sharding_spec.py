@@ -1,4 +1,4 @@
-"""Every row of document 000, the RFC on model sharding, and the checkpoint rows of document 003 work."""
+"""Sharding specs of document 000 (the RFC on model sharding) and the checkpoint rows of document 003."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def check_module(module: nn.Module, x: torch.Tensor, placements: Any, mesh: dt.D
 
 
 @case
-def every_declared_function_is_one_of_torch() -> None:
+def every_declared_function_exists_in_torch() -> None:
     for module, qualified_name in CONSTANT_MAKERS:
         found: Any = import_module(module)
         for name in qualified_name.split("."):
@@ -70,14 +70,14 @@ def every_declared_function_is_one_of_torch() -> None:
 
 
 @case
-def attention_with_zeros_added_to_keys_is_right() -> None:
+def attention_with_add_zero_attn_equals_one_device() -> None:
     for options in ({}, {"add_bias_kv": True}):
         for given in ([S0, R], [S1, S0], [R, Partial()]):
             check_module(attention(**options), make_values(5, 6, 8), [given, [R, R]], get_square_mesh())
 
 
 @case
-def attention_with_zeros_accepts_distributed_masks_and_refuses_plain_ones() -> None:
+def attention_with_add_zero_attn_takes_dtensor_masks_and_rejects_plain_ones() -> None:
     module, x, mask = attention(), make_values(5, 6, 8), make_values(6, 6) > 0
     mask.fill_diagonal_(False)
     expected = module(x, x, x, attn_mask=mask, need_weights=False)[0]
@@ -90,7 +90,7 @@ def attention_with_zeros_accepts_distributed_masks_and_refuses_plain_ones() -> N
 
 
 @case
-def the_cayley_map_is_right() -> None:
+def the_cayley_map_equals_one_device() -> None:
     for rows, columns in ((6, 6), (7, 5), (5, 7)):
         for trivial in (True, False):
             check_module(
@@ -99,7 +99,7 @@ def the_cayley_map_is_right() -> None:
 
 
 @case
-def a_plain_buffer_of_a_parametrization_is_refused() -> None:
+def a_plain_buffer_of_a_parametrization_raises() -> None:
     module = make_orthogonal_linear(6, 6, "cayley")
     original = module.parametrizations.weight  # type: ignore[union-attr, operator]
     original.original = nn.Parameter(distribute_values(original.original.detach(), S0))
@@ -107,7 +107,7 @@ def a_plain_buffer_of_a_parametrization_is_refused() -> None:
 
 
 @case
-def an_orthogonal_base_is_completed_randomly_as_on_one_device() -> None:
+def random_completion_of_an_orthogonal_base_equals_one_device() -> None:
     for orthogonal_map in ("cayley", "householder", "matrix_exp"):
         weight = make_values(7, 5, seed=3)
         layers = [nn.Linear(5, 7, dtype=torch.float64) for _ in range(2)]
@@ -120,7 +120,7 @@ def an_orthogonal_base_is_completed_randomly_as_on_one_device() -> None:
 
 
 @case
-def a_causal_bias_of_two_lengths_is_right() -> None:
+def a_causal_lower_right_bias_equals_one_device() -> None:
     query, key = make_values(2, 3, 4, 8) / 9, make_values(2, 3, 6, 8, seed=1) / 9
     for given in ([S0, R], [S1, S0], [dt.Shard(2), R]):
         check(
@@ -140,7 +140,7 @@ def a_causal_bias_of_two_lengths_is_right() -> None:
 
 
 @case
-def masked_statistics_without_a_mask_are_right() -> None:
+def masked_statistics_without_a_mask_equal_one_device() -> None:
     for function in (torch.masked.mean, torch.masked.var, torch.masked.std):
         for options in ({}, {"dim": 1}, {"dim": 0, "keepdim": True}):
             for given in ([S0], [S1], [Partial()]):
@@ -164,7 +164,7 @@ def unpad_sequence_accepts_distributed_lengths() -> None:
 
 
 @case
-def a_causal_mask_is_recognized() -> None:
+def transformer_encoder_with_a_causal_mask_equals_one_device() -> None:
     torch.manual_seed(0)
     module = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True, dtype=torch.float64), 1)
     mask = nn.Transformer.generate_square_subsequent_mask(6, dtype=torch.float64)
@@ -175,7 +175,7 @@ def a_causal_mask_is_recognized() -> None:
 
 
 @case
-def low_rank_approximations_are_those_of_one_device() -> None:
+def low_rank_approximations_equal_one_device() -> None:
     for given in ([S0, R], [S1, S0], [R, Partial()]):
         for shape in ((6, 7), (7, 6), (2, 6, 5)):
             for function in (torch.svd_lowrank, torch.pca_lowrank):
@@ -191,7 +191,7 @@ def low_rank_approximations_are_those_of_one_device() -> None:
 
 
 @case
-def draws_that_differ_between_ranks_are_refused_on_all_of_them() -> None:
+def random_constants_that_differ_between_ranks_raise_on_all_ranks() -> None:
     x = distribute_values(make_values(6, 7), S0)
     torch.manual_seed(0)
     assert_full_value(torch.svd_lowrank(x, 3)[1] * 0, torch.zeros(3, dtype=torch.float64))
@@ -204,7 +204,7 @@ def draws_that_differ_between_ranks_are_refused_on_all_of_them() -> None:
 
 
 @case
-def plain_constants_of_the_user_are_still_refused() -> None:
+def plain_constants_of_the_user_raise() -> None:
     x = distribute_values(make_values(5, 6), S0)
     assert_raises(MixedTensorError, "implicit_replication", lambda: x / torch.full((5, 1), 6))
     torch.masked.mean(x, 1, keepdim=True)
@@ -213,7 +213,7 @@ def plain_constants_of_the_user_are_still_refused() -> None:
 
 
 @case
-def replays_draw_new_random_numbers() -> None:
+def captured_svd_lowrank_draws_new_numbers_at_each_call() -> None:
     captured = dt.capture(lambda x: torch.svd_lowrank(x, 2, niter=0)[1])
     x, found = make_values(6, 7), []
     for run, given in ((captured, distribute_values(x, S0)), (lambda x: torch.svd_lowrank(x, 2, niter=0)[1], x)):
@@ -225,7 +225,7 @@ def replays_draw_new_random_numbers() -> None:
 
 
 @case
-def constants_are_right_under_transforms() -> None:
+def constants_under_torch_func_grad_equal_one_device() -> None:
     module, x = attention(), make_values(5, 6, 8) / 9
     state = {name: parameter.detach() for name, parameter in module.named_parameters()}
 
@@ -239,7 +239,7 @@ def constants_are_right_under_transforms() -> None:
 
 
 @case
-def compiled_functions_are_right_in_one_process_and_raise_with_a_remedy_on_processes() -> None:
+def compiled_functions_run_in_one_process_and_raise_with_a_remedy_on_processes() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         run = torch.compile(lambda x: torch.masked.var(x, 1) * 2, backend="aot_eager")

@@ -135,7 +135,7 @@ def hooks(x: Any) -> Any:
 
 
 @program(A)
-def saved_tensors_on_the_host(x: Any) -> Any:
+def saved_tensors_hooks_and_save_on_cpu(x: Any) -> Any:
     x = make_leaf(x)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t * 1, lambda t: t):
         y = (x.exp() * x).sum()
@@ -231,7 +231,7 @@ class PassThroughMode(TorchFunctionMode):
 
 
 @program(A)
-def users_modes(x: Any) -> Any:
+def dispatch_and_function_modes(x: Any) -> Any:
     with LogOperators() as log, PassThroughMode():
         y = torch.sin(x) * 2
     return y, log.names[:2]
@@ -298,7 +298,7 @@ def modules_are_copied_converted_and_loaded(x: Any) -> Any:
 
 
 @program(A)
-def averages_of_modules(x: Any) -> Any:
+def averaged_models(x: Any) -> Any:
     module = linear(x)
     mean = swa_utils.AveragedModel(module)
     moving = swa_utils.AveragedModel(module, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9))

@@ -111,7 +111,7 @@ def assigned_data_with_other_placements_is_used_in_the_next_pass() -> None:
 
 
 @CASES.case
-def parameters_of_a_vector() -> None:
+def vector_to_parameters_changes_the_next_step() -> None:
     for make in WAYS.values():
         model, alone = make(), make_network()
         model(make_batch())
@@ -121,7 +121,7 @@ def parameters_of_a_vector() -> None:
 
 
 @CASES.case
-def replacing_a_parameter_by_one_of_another_layout() -> None:
+def replacing_a_parameter_by_one_of_another_layout_keeps_the_placements() -> None:
     model, alone = fully_shard(make_network(), mesh=get_line_mesh()), make_network()
     model[1].weight = nn.Parameter(distribute_values(make_values(5, 6) / 8, R))
     alone[1].weight = nn.Parameter(make_values(5, 6) / 8)
@@ -130,7 +130,7 @@ def replacing_a_parameter_by_one_of_another_layout() -> None:
 
 
 @CASES.case
-def replacing_a_parameter_by_another_shape_or_mesh_is_refused() -> None:
+def replacing_a_parameter_by_another_shape_or_mesh_raises() -> None:
     def with_data(model: Any, x: DTensor) -> None:
         model[1].weight.data = x
 
@@ -151,7 +151,7 @@ def replacing_a_parameter_by_another_shape_or_mesh_is_refused() -> None:
 
 
 @CASES.case
-def a_tied_weight_replaced_in_one_place_is_refused() -> None:
+def a_tied_weight_replaced_in_one_module_only_raises() -> None:
     model: Any = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)).double()
     model[1].weight = model[0].weight
     fully_shard(model, mesh=get_line_mesh())
@@ -182,7 +182,7 @@ DISTRIBUTED: dict[str, Callable[[Any], Any]] = {
 
 
 @CASES.case
-def attributes_of_parameters_are_kept() -> None:
+def attributes_of_parameters_remain_after_distribution() -> None:
     for name, distribute in DISTRIBUTED.items():
         model: Any = make_network().bfloat16()
         for at, p in enumerate(model.parameters()):
@@ -200,7 +200,7 @@ def attributes_of_parameters_are_kept() -> None:
 
 
 @CASES.case
-def gradients_in_a_dtype_that_is_set_later() -> None:
+def grad_dtype_set_after_distribution_takes_effect() -> None:
     for distribute in (DISTRIBUTED["fully_shard"], DISTRIBUTED["replicate"]):
         model, alone = distribute(make_network()), make_network()
         for each in (model, alone):
@@ -218,7 +218,7 @@ def _write_to_parameters(model: Any) -> None:
 
 
 @CASES.case
-def writes_to_unsharded_parameters_are_kept() -> None:
+def writes_to_unsharded_parameters_are_used_after_reshard() -> None:
     def reshard(model: Any) -> None:
         model.reshard()
 
@@ -251,7 +251,7 @@ def unsharded_parameters_without_writes_are_unchanged() -> None:
 
 
 @CASES.case
-def writes_to_unsharded_parameters_of_another_dtype_are_lost() -> None:
+def writes_to_unsharded_parameters_of_another_dtype_raise() -> None:
     model = fully_shard(make_network(), mesh=get_line_mesh(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32))
     model.unshard()
     with torch.no_grad():
@@ -263,7 +263,7 @@ def writes_to_unsharded_parameters_of_another_dtype_are_lost() -> None:
 
 
 @CASES.case
-def parameters_written_to_between_forward_and_backward_are_refused() -> None:
+def parameters_written_to_between_forward_and_backward_raise() -> None:
     model = fully_shard(make_network(), mesh=get_line_mesh())
     loss = model(make_batch()).sum()
     model.unshard()
@@ -273,7 +273,7 @@ def parameters_written_to_between_forward_and_backward_are_refused() -> None:
 
 
 @CASES.case
-def replacing_a_parameter_by_another_shape_is_refused_under_transforms() -> None:
+def replacing_a_parameter_by_another_shape_under_transforms_raises() -> None:
     model = fully_shard(nn.Linear(3, 5, bias=False).double(), mesh=get_line_mesh())
 
     def loss(w: torch.Tensor) -> torch.Tensor:
@@ -338,7 +338,7 @@ def _register_step_in_backward(p: nn.Parameter, calls: list[Any]) -> None:
 
 
 @CASES.case
-def hooks_of_parameters_see_the_sum_over_all_calls() -> None:
+def hooks_of_parameters_get_the_sum_over_all_calls() -> None:
     for distribute in (DISTRIBUTED["fully_shard"], DISTRIBUTED["replicate"]):
         model, alone = Chunked(), Chunked()
         distribute(model)
@@ -376,7 +376,7 @@ def _normalized() -> nn.Sequential:
 
 
 @CASES.case
-def a_model_on_some_of_the_ranks() -> None:
+def a_model_on_some_ranks_raises_in_forward_on_others() -> None:
     mesh = dt.DeviceMesh("cpu", [0, 2])
     outside = dist.is_initialized() and dist.get_rank() in (1, 3)
     for distribute in (fully_shard, replicate):
@@ -468,7 +468,7 @@ def _load(model: Any, table: torch.Tensor) -> None:
 
 
 @CASES.case
-def a_plain_value_written_to_a_buffer_is_kept_on_all_ranks() -> None:
+def a_plain_value_written_to_a_buffer_is_set_on_all_ranks() -> None:
     for distribute in (DISTRIBUTED["fully_shard"], DISTRIBUTED["replicate"]):
         for write in (_write_to_table, _write_rows_to_table, _write_through_data, _load):
             for ran in (False, True):
@@ -483,7 +483,7 @@ def a_plain_value_written_to_a_buffer_is_kept_on_all_ranks() -> None:
 
 
 @CASES.case
-def a_plain_value_that_differs_between_ranks_is_refused() -> None:
+def a_plain_value_that_differs_between_ranks_raises() -> None:
     model: Any = fully_shard(nn.BatchNorm1d(3), mesh=get_line_mesh())
     model.running_mean.copy_(torch.arange(3.0))
     different = make_per_rank(lambda rank: torch.arange(3.0) + rank)
@@ -569,7 +569,7 @@ def results_of_gathered_parameters_are_not_parameters() -> None:
 
 
 @CASES.case
-def gathered_parameters_are_not_registered_again() -> None:
+def registering_a_gathered_parameter_again_raises() -> None:
     def register(module: Scaled) -> None:
         module.alias = module.scale
 
@@ -580,7 +580,7 @@ def gathered_parameters_are_not_registered_again() -> None:
 
 
 @CASES.case
-def gathered_parameters_are_not_registered_without_gradients() -> None:
+def registering_a_gathered_parameter_under_no_grad_raises() -> None:
     def as_parameter(module: Scaled) -> None:
         module.alias = module.scale
 
@@ -611,7 +611,7 @@ VIEWS: dict[str, Callable[[Any], Any]] = {
 
 
 @CASES.case
-def gathered_parameters_kept_without_gradients_stay_readable() -> None:
+def gathered_parameters_stored_under_no_grad_keep_their_values() -> None:
     """Check that it keeps the values of that forward. ``replicate`` gathers nothing and returns the parameter itself."""
     for way, make in WAYS.items():
         for view in VIEWS.values():
@@ -632,7 +632,7 @@ def gathered_parameters_kept_without_gradients_stay_readable() -> None:
 
 
 @CASES.case
-def unsharded_parameters_kept_without_gradients_stay_readable() -> None:
+def unsharded_parameters_stored_under_no_grad_keep_their_values() -> None:
     model = fully_shard(make_network(), mesh=get_line_mesh())
     with torch.no_grad():
         model.unshard()
@@ -655,7 +655,7 @@ class CallsOtherUnit(nn.Module):
 
 
 @CASES.case
-def a_units_gathered_parameter_does_not_replace_that_of_another() -> None:
+def functional_call_with_a_parameter_of_another_unit_raises() -> None:
     for distribute in (DISTRIBUTED["fully_shard"], DISTRIBUTED["replicate"]):
         model = CallsOtherUnit().double()
         distribute(model.inner)

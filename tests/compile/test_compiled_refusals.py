@@ -1,4 +1,4 @@
-"""Refusals of ``fullgraph=True``: errors that name the cause and the remedy, on two gloo processes."""
+"""Errors of ``fullgraph=True``: errors that name the cause and the remedy, on two gloo processes."""
 
 from __future__ import annotations
 
@@ -140,5 +140,5 @@ def check_all_refusals() -> None:
 
 
 @pytest.mark.slow
-def test_fullgraph_refusals_name_cause_and_remedy() -> None:
+def test_unsupported_programs_with_fullgraph_raise_with_cause_and_remedy() -> None:
     run_gloo(check_all_refusals, 2, timeout_s=280.0)

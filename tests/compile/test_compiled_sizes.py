@@ -50,7 +50,7 @@ def sequence_parallel(mesh: dt.DeviceMesh) -> Made:
     return model, lambda size: sharded_leaf(mesh, size, 2 * size, 6, dim=1)
 
 
-def as_large_as_a_dim(mesh: dt.DeviceMesh) -> Made:
+def batch_size_equal_to_features(mesh: dt.DeviceMesh) -> Made:
     """Return a program whose batch size can equal the number of features."""
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6))
     down = RowwiseParallel(output_layouts=Shard(0), use_local_output=False)
@@ -132,7 +132,7 @@ def drawn(mesh: dt.DeviceMesh) -> Made:
     )
 
 
-def of_one_tensor(mesh: dt.DeviceMesh) -> Made:
+def distributed_plain_tensor(mesh: dt.DeviceMesh) -> Made:
     return lambda x: dt.distribute_tensor(x.detach() * 2, mesh, [Shard(0)]).sum(1) + x.sum(1).mean(), lambda size: plain_leaf(
         size, 6
     )
@@ -141,14 +141,14 @@ def of_one_tensor(mesh: dt.DeviceMesh) -> Made:
 PROGRAMS: dict[Program, int] = {  # and the largest number of graphs: for even and odd sizes, and for 3, 2, 1 and 0
     tensor_parallel: 7,
     sequence_parallel: 6,
-    as_large_as_a_dim: 7,
+    batch_size_equal_to_features: 7,
     batch: 6,
     attention: 4,
     redistributed: 6,
     from_local: 5,
     flattened: 4,
     drawn: 6,
-    of_one_tensor: 6,
+    distributed_plain_tensor: 6,
     loss_over_the_vocabulary: 5,
     plain_targets: 5,
     quantiles: 7,
@@ -171,7 +171,7 @@ def data_and_tensor_parallel(mesh: dt.DeviceMesh) -> Made:
     return run, make
 
 
-def cut_by_both(mesh: dt.DeviceMesh) -> Made:
+def sharded_on_both_mesh_dims(mesh: dt.DeviceMesh) -> Made:
     run = lambda x: (x.sin() @ x.t()).redistribute(placements=[Shard(1), Shard(0)]).sum(1)  # noqa: E731
     return run, lambda size: sharded_leaf(mesh, size, 6)
 
@@ -221,33 +221,33 @@ def compare_programs(
     return [wrong for program, most in programs.items() if (wrong := find_error(program, mesh, most, dynamic, backend, sizes))]
 
 
-def test_few_sizes_compile_to_fewer_graphs() -> None:
-    few: dict[Program, int] = {as_large_as_a_dim: 3, batch: 2, drawn: 2, tensor_parallel: 4}
+def test_four_sizes_compile_to_two_to_four_graphs_that_equal_eager() -> None:
+    few: dict[Program, int] = {batch_size_equal_to_features: 3, batch: 2, drawn: 2, tensor_parallel: 4}
     assert run_gloo(compare_programs, 2, few, (2,), True, "aot_eager", FEW, timeout_s=120.0) == [[], []]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [True, None])
-def test_many_sizes_compile_to_few_graphs(dynamic: bool | None) -> None:
+def test_many_sizes_compile_to_few_graphs_that_equal_eager(dynamic: bool | None) -> None:
     assert run_gloo(compare_programs, 2, PROGRAMS, (2,), dynamic, "aot_eager", SIZES, timeout_s=280.0) == [[], []]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
-def test_few_sizes_compiled_by_eager_backend_and_inductor(backend: str) -> None:
-    few: dict[Program, int] = dict.fromkeys((as_large_as_a_dim, batch, drawn, flattened, redistributed), 4)
+def test_four_sizes_compiled_by_eager_backend_and_inductor_equal_eager(backend: str) -> None:
+    few: dict[Program, int] = dict.fromkeys((batch_size_equal_to_features, batch, drawn, flattened, redistributed), 4)
     assert run_gloo(compare_programs, 2, few, (2,), True, backend, FEW, timeout_s=280.0) == [[], []]
 
 
 @pytest.mark.slow
-def test_many_sizes_compile_to_few_graphs_on_a_2d_mesh() -> None:
-    both: dict[Program, int] = {data_and_tensor_parallel: 13, cut_by_both: 14}
+def test_many_sizes_compile_to_few_graphs_that_equal_eager_on_a_2d_mesh() -> None:
+    both: dict[Program, int] = {data_and_tensor_parallel: 13, sharded_on_both_mesh_dims: 14}
     assert run_gloo(compare_programs, 4, both, (2, 2), True, "aot_eager", SIZES, timeout_s=280.0) == [[]] * 4
 
 
 @pytest.mark.slow
-def test_dynamic_sizes_on_three_processes() -> None:
-    few: dict[Program, int] = dict.fromkeys((batch, redistributed, drawn, as_large_as_a_dim), 7)
+def test_dynamic_sizes_compile_to_few_graphs_on_three_processes() -> None:
+    few: dict[Program, int] = dict.fromkeys((batch, redistributed, drawn, batch_size_equal_to_features), 7)
     assert run_gloo(compare_programs, 3, few, (3,), True, "aot_eager", (6, 9, 12, 7, 8, 4, 2), timeout_s=280.0) == [[]] * 3
 
 
@@ -278,9 +278,14 @@ def compare_inductor(names: Sequence[str], sizes: Sequence[int], records: bool) 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("names", "sizes", "records"),
-    [(("clamped", "less its mean", "cumsum of rows", "norms"), (8, 5), True), (("turned in place", "moved down"), (5,), False)],
+    [
+        (("clamped", "minus mean", "cumsum of rows", "norms"), (8, 5), True),
+        (("transpose in place", "shift down by pad"), (5,), False),
+    ],
 )
-def test_inductor_code_of_uneven_shards(names: Sequence[str], sizes: Sequence[int], records: bool) -> None:
+def test_programs_of_uneven_shards_compiled_by_inductor_equal_eager(
+    names: Sequence[str], sizes: Sequence[int], records: bool
+) -> None:
     """Check collectives of buffers whose strides the compiler chooses."""
     assert run_gloo(compare_inductor, 2, names, sizes, records, timeout_s=280.0) == [[], []]
 
@@ -316,5 +321,5 @@ def compare_written_arguments(backend: str, sizes: Sequence[int]) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_writes_to_compiled_arguments_of_dynamic_sizes(backend: str) -> None:
+def test_compiled_writes_to_arguments_of_dynamic_sizes_equal_eager(backend: str) -> None:
     assert run_gloo(compare_written_arguments, 2, backend, (4, 6, 5, 7), timeout_s=280.0) == [[], []]

@@ -62,7 +62,7 @@ def test_unusual_calls_of_common_operators_equal_plain_torch() -> None:
 
 
 @pytest.mark.parametrize("part", keep_chosen_fast(range(6), [1]))
-def test_plain_operand_of_common_operators_raises_or_is_right(part: int) -> None:
+def test_common_operators_with_one_plain_operand_raise_or_equal_plain_torch(part: int) -> None:
     entries = db.entries(",".join(COMMON.split()))[part::6]
     cases = [case for entry in entries for case in plain.cases_of(entry, db.Setting((3,), samples=1))]
     assert {"pass", "refused"} <= {case.status for case in cases}
@@ -82,7 +82,7 @@ def test_run_case_finds_a_wrong_result() -> None:
     assert "wrong" in [db.run_case("exp", setting, i, sample).status for i, sample in enumerate(twice)]
 
 
-def test_cases_list_operators_that_gather() -> None:
+def test_cases_of_sharded_unique_list_it_as_gathered() -> None:
     (entry,) = db.entries("unique")
     assert any(
         "unique" in name for case in db.cases_of(entry, db.Setting(draw="shard")) for name in " ".join(case.gathered).split()
@@ -114,7 +114,7 @@ def test_unusual_calls_of_all_operators_equal_plain_torch(part: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
-def test_plain_operand_of_all_operators_raises_or_is_right(part: int) -> None:
+def test_all_operators_with_one_plain_operand_raise_or_equal_plain_torch(part: int) -> None:
     setting = db.Setting(db.MESHES[part % 2], samples=4, seed=SEED)
     cases = [case for entry in db.entries()[part::PARTS] for case in plain.cases_of(entry, setting)]
     assert not [str(case) for case in cases if not plain.fits(case)]

@@ -74,14 +74,14 @@ def test_rank_with_different_calls_is_named(name: str, judge: Judge) -> None:
         "hostile/raises before a save of 0",
     ),
 )
-def test_rank_that_raises_ends_the_other_ranks(name: str, judge: Judge) -> None:
+def test_error_on_one_rank_raises_on_the_other_ranks(name: str, judge: Judge) -> None:
     check(judge, name)
 
 
 @pytest.mark.parametrize(
     "name", some(DEADLY, "sum0/killed, full/stopped, replicated/before optimizer/is killed, amid gathers/killed")
 )
-def test_rank_that_dies_ends_the_other_ranks(name: str, judge: Judge) -> None:
+def test_death_of_one_rank_raises_on_the_other_ranks(name: str, judge: Judge) -> None:
     check(judge, name)
 
 
@@ -101,11 +101,11 @@ def test_invalid_values_on_one_rank_raise_on_all_ranks(name: str, judge: Judge) 
         "healthy/left pending",
     ),
 )
-def test_healthy_programs_raise_nothing(name: str, judge: Judge) -> None:
+def test_equal_calls_on_all_ranks_raise_no_divergence_error(name: str, judge: Judge) -> None:
     check(judge, name)
 
 
-def test_two_ranks_with_different_sharding_rules() -> None:
+def test_divergence_of_two_ranks_is_named_also_for_different_sharding_rules() -> None:
     """Check a rank with another sharding rule, which issues the same collectives."""
     pool = Pool(2, "strict")
     check(Judge(pool, "strict"), "around/a rule of its own")
@@ -203,7 +203,7 @@ def _meet_after_different_operations() -> str:
     return "met"
 
 
-def test_rank_that_arrives_during_a_comparison_is_compared() -> None:
+def test_rank_that_arrives_during_a_comparison_raises_divergence_on_both_ranks() -> None:
     assert run_gloo(_meet_after_different_operations, 2) == ["named", "named"]
 
 
@@ -222,7 +222,7 @@ def _continue_after_divergence() -> list[str]:
     return found
 
 
-def test_rank_that_diverged_raises_at_every_later_collective() -> None:
+def test_all_ranks_raise_at_every_collective_after_a_divergence() -> None:
     assert run_gloo(_continue_after_divergence, 3) == [["rank 1 differs from ranks 0, 2"] * 3] * 3
 
 
@@ -240,5 +240,5 @@ def _run_units_in_another_order() -> str:
     return "nothing"
 
 
-def test_different_units_of_equal_size_diverge() -> None:
+def test_ranks_that_gather_different_units_of_equal_size_raise_divergence() -> None:
     assert run_gloo(_run_units_in_another_order, 2) == ["unit 2 unit 3"] * 2

@@ -31,7 +31,7 @@ def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
     made.close()
 
 
-def test_groups_of_ranks_may_do_different_work(pool: Pool) -> None:
+def test_groups_of_ranks_with_different_work_raise_no_divergence_error(pool: Pool) -> None:
     """Run each work once and each set of workers at least twice, in one world."""
     workers, names = list(WORKERS), []
     for number, action in enumerate(ACTIONS):
@@ -41,12 +41,12 @@ def test_groups_of_ranks_may_do_different_work(pool: Pool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", list(WORKERS))
-def test_each_set_of_ranks_may_do_all_kinds_of_work(workers: str, pool: Pool) -> None:
+def test_each_set_of_ranks_with_each_kind_of_work_raises_no_divergence_error(workers: str, pool: Pool) -> None:
     assert not list(alarms(pool, [name for name in PROGRAMS if name.startswith(f"{workers}/")]))
 
 
 @pytest.mark.parametrize("workers", [pytest.param(name, marks=[pytest.mark.slow] * (k > 0)) for k, name in enumerate(WORKERS)])
-def test_first_work_in_a_world_may_be_by_some_ranks(workers: str, pool: Pool) -> None:
+def test_first_work_by_only_some_ranks_raises_no_divergence_error(workers: str, pool: Pool) -> None:
     names = [f"{workers}/{action}" for action in ("reads a sum", "trains a sharded model", "draws random numbers")]
     assert not list(alarms(pool, names, at_once=1))
 
@@ -90,7 +90,7 @@ def _in_several_worlds(folder: str, level: str) -> list[float]:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_operations_in_a_destroyed_world_are_not_compared(level: str) -> None:
+def test_operations_of_a_destroyed_process_group_are_not_compared(level: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         assert run_gloo(_in_several_worlds, SIZE, folder, level) == [[16.0] * 13] * SIZE
 
@@ -129,7 +129,7 @@ def _run_pipeline(schedule: str, level: str) -> float:
         pytest.param("ScheduleInterleaved1F1B", marks=pytest.mark.slow),
     ],
 )
-def test_zero_bubble_schedules_may_add_gradients_in_any_order(schedule: str, level: str) -> None:
+def test_pipeline_schedules_with_any_order_of_gradient_sums_do_not_diverge(schedule: str, level: str) -> None:
     assert run_gloo(_run_pipeline, SIZE, schedule, level) == [16.0] * SIZE
 
 
@@ -151,7 +151,7 @@ def _gather_on_one_replica(level: str) -> list[float]:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_one_replica_may_gather_its_shards_alone(level: str) -> None:
+def test_evaluation_on_one_replica_only_raises_no_divergence_error(level: str) -> None:
     assert run_gloo(_gather_on_one_replica, SIZE, level) == [[16.0]] * SIZE
 
 
@@ -171,7 +171,7 @@ def _call_captured_by_groups(level: str) -> list[float]:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_captured_function_may_be_called_by_one_replica(level: str) -> None:
+def test_captured_function_called_by_one_replica_only_does_not_diverge(level: str) -> None:
     assert run_gloo(_call_captured_by_groups, SIZE, level) == [[19.0] * 9] * SIZE
 
 
@@ -192,7 +192,7 @@ def _add_in_place(level: str) -> str:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_in_place_additions_are_compared_without_their_order(level: str) -> None:
+def test_order_of_in_place_additions_is_ignored_but_a_different_operand_raises(level: str) -> None:
     words = run_gloo(_add_in_place, 3, level)
     assert len(set(words)) == 1
     assert "rank 1 differs from ranks 0, 2" in words[0]

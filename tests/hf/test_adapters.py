@@ -49,9 +49,9 @@ def fully(model: Any) -> Any:
 
 
 WAYS: dict[str, Callable[[Any], Any]] = {
-    "by heads": by_heads,
+    "tensor parallel": by_heads,
     "fully sharded": fully,
-    "both": lambda model: fully(by_heads(model)),
+    "tensor parallel and fully sharded": lambda model: fully(by_heads(model)),
 }
 
 
@@ -80,7 +80,7 @@ def test_adapters_train_save_load_and_merge_like_plain_models(way: str, plain: A
     assert torch.allclose(answers(again), answers(alone), atol=1e-5)
 
 
-def test_adapter_of_each_sharded_matrix_has_one_sharded_factor(plain: Any) -> None:
+def test_lora_of_a_sharded_matrix_shards_exactly_one_of_its_two_factors(plain: Any) -> None:
     model = by_heads(adapted(plain))
     cut = {
         name
@@ -102,7 +102,7 @@ def test_unsupported_adapters_raise(plain: Any) -> None:
 
 
 def test_plain_state_dicts_load_into_sharded_adapters(plain: Any) -> None:
-    """``copy_`` accepts a plain source that is equal on all ranks, so ``load_state_dict`` does too."""
+    """Check ``load_state_dict``: ``copy_`` accepts a plain source that is equal on all ranks."""
     model = fully(adapted(plain))
     state = {name: value + 1 for name, value in adapted(plain).state_dict().items()}
     model.load_state_dict(state)
@@ -110,7 +110,7 @@ def test_plain_state_dicts_load_into_sharded_adapters(plain: Any) -> None:
     assert all(torch.equal(first(value), state[name]) for name, value in model.state_dict().items())
 
 
-def test_experts_of_an_adapted_mixture_follow_the_plan_of_the_model() -> None:
+def test_adapted_mixtral_has_sharded_experts_and_logits_of_plain_model() -> None:
     sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_local_experts": 4}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
     torch.manual_seed(0)

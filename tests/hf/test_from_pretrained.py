@@ -71,7 +71,9 @@ def test_loaded_model_generates_the_tokens_of_the_plain_model(saved: tuple[Path,
 
 
 @pytest.mark.parametrize("distribute", [by_heads, fully])
-def test_loaded_model_trains_under_trainer(saved: tuple[Path, Any], distribute: Any, tmp_path: Path) -> None:
+def test_loaded_model_under_trainer_has_the_losses_of_the_plain_model(
+    saved: tuple[Path, Any], distribute: Any, tmp_path: Path
+) -> None:
     folder, plain = saved
     rows = torch.randint(1, 64, (8, 5), generator=torch.Generator().manual_seed(2))
 
@@ -146,14 +148,16 @@ def replicated(model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("distribute", [by_heads, fully, replicated])
-def test_save_pretrained_writes_weights_and_settings(in_bfloat16: tuple[Path, Any], tmp_path: Path, distribute: Any) -> None:
+def test_save_pretrained_files_load_with_equal_weights_and_settings(
+    in_bfloat16: tuple[Path, Any], tmp_path: Path, distribute: Any
+) -> None:
     folder, plain = in_bfloat16
     save_pretrained(from_pretrained(folder, distribute), tmp_path / "again")
     read_back_by_all(tmp_path / "again", plain)
 
 
 @pytest.mark.gloo
-def test_save_pretrained_on_two_processes_writes_weights_and_settings(in_bfloat16: tuple[Path, Any], tmp_path: Path) -> None:
+def test_save_pretrained_files_of_two_processes_load_with_equal_weights(in_bfloat16: tuple[Path, Any], tmp_path: Path) -> None:
     folder, plain = in_bfloat16
     files = run_gloo(write_sharded, 2, folder, tmp_path / "again")
     assert files[0] == files[1]
@@ -185,7 +189,7 @@ EXPERTS: dict[str, dict[str, Any]] = {  # files store each expert separately, an
 
 @pytest.mark.parametrize("name", keep_every_nth_fast(list(EXPERTS)))
 @pytest.mark.parametrize("distribute", ["auto", "fully"])
-def test_experts_load_from_separate_files(name: str, distribute: str, tmp_path: Path) -> None:
+def test_experts_load_sharded_from_separate_tensors_and_save_again(name: str, distribute: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     kind = getattr(transformers, f"{name}ForCausalLM")
     plain = kind(kind.config_class(**SIZES | EXPERTS[name] | {"tie_word_embeddings": False})).eval()

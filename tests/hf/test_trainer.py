@@ -39,7 +39,7 @@ def test_trainer_on_processes_has_the_losses_of_one_device(tmp_path: Path) -> No
             assert ours == pytest.approx(theirs, rel=1e-4), way
 
 
-def test_mesh_dims_without_names_of_accelerate_raise() -> None:
+def test_trainer_mesh_with_dim_names_that_accelerate_lacks_raises() -> None:
     mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     with pytest.raises(MeshError, match="dp_replicate, dp_shard, cp, tp"):
         prepared(None, mesh)

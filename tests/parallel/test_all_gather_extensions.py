@@ -229,17 +229,17 @@ def test_training_with_gathered_small_dtypes_equals_plain_model(kind: Any, shape
     ],
     ids=str,
 )
-def test_all_gather_extensions_with_reshard_offload_and_mixed_precision(options: dict[str, Any]) -> None:
+def test_all_gather_extensions_with_unit_options_train_like_plain_model(options: dict[str, Any]) -> None:
     train_both(Int8PerRow, (4,), **options)
     train_both(LazyInt8, (4,), **options)
 
 
-def test_all_gather_extensions_with_activation_checkpointing() -> None:
+def test_checkpointed_all_gather_extensions_train_like_plain_model() -> None:
     train_both(Int8PerRow, (2,), checkpointed=True)
 
 
 @pytest.mark.gloo
-def test_all_gather_extensions_on_process_groups() -> None:
+def test_all_gather_extensions_train_like_plain_model_on_process_groups() -> None:
     run_gloo(_train_two_kinds, 3)
 
 
@@ -252,7 +252,7 @@ class NeverUnflattened(Int8PerRow):
 
 
 @pytest.mark.gloo
-def test_tensor_subclasses_are_distributed_from_the_source_rank() -> None:
+def test_subclass_tensors_have_values_of_the_source_rank_on_process_groups() -> None:
     run_gloo(_check_source_rank, 2)
 
 
@@ -313,7 +313,7 @@ def test_reshard_frees_the_memory_of_gathered_subclass_weights() -> None:
         assert memory.nbytes() == size
 
 
-def test_gathered_subclass_weight_follows_in_place_updates() -> None:
+def test_forward_uses_in_place_updates_of_a_subclass_weight() -> None:
     mesh = dt.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     layer = nn.Linear(3, 4, bias=False)
     layer.weight = nn.Parameter(Int8PerRow(layer.weight.detach()))
@@ -351,7 +351,7 @@ def test_extension_methods_set_on_plain_local_tensors_are_used() -> None:
     assert seen
 
 
-def test_all_gather_extensions_with_tensor_parallelism() -> None:
+def test_all_gather_extensions_with_tensor_parallelism_equal_plain_model() -> None:
     mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = parallelize_module(nn.Linear(6, 8).double(), mesh["tp"], ColwiseParallel())
     alone = copy.deepcopy(nn.Linear(6, 8).double())

@@ -54,7 +54,7 @@ def test_autograd_grad_and_backward_of_inputs_equal_plain_torch(nested: bool, so
 
 @pytest.mark.skipif(torch.__version__.startswith("2.11."), reason="stage_backward_weight takes a node's first gradient for all")
 @pytest.mark.parametrize("nested", [False, True])
-def test_split_backward_of_inputs_and_weights_with_several_batches(nested: bool) -> None:
+def test_separate_backward_of_inputs_and_weights_equals_plain_torch(nested: bool) -> None:
     mesh, alone = dt.init_device_mesh("cpu", (2,)), make_model()
     model = sharded(copy.deepcopy(alone), nested, mesh)
     for _ in range(2):
@@ -87,7 +87,7 @@ def run_split_backward(alone: nn.Module, model: nn.Module, mesh: dt.DeviceMesh) 
         stage_backward_weight(model.parameters(), groups)
 
 
-def test_unsharded_parameters_are_freed_after_backward_without_retained_graph() -> None:
+def test_grad_of_inputs_frees_unsharded_parameters_unless_graph_is_retained() -> None:
     """Check gradients of inputs alone: unsharded parameters are freed, or with ``retain_graph`` kept until parameters change."""
     mesh = dt.init_device_mesh("cpu", (2,))
     model = sharded(make_model(), True, mesh)

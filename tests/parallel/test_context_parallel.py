@@ -62,29 +62,29 @@ def check(mesh: Any, length: int, heads: tuple[int, int] = (4, 4), **options: An
 @pytest.mark.parametrize("load_balance", [True, False])
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize(("length", "ranks"), [(16, 4), (13, 3), (9, 4), (2, 3), (6, 1)])
-def test_context_parallel_attention_of_any_length_over_any_ranks(
+def test_context_parallel_attention_of_any_length_equals_plain_torch(
     length: int, ranks: int, is_causal: bool, load_balance: bool
 ) -> None:
     check(dt.init_device_mesh("cpu", (ranks,)), length, is_causal=is_causal, load_balance=load_balance)
 
 
-def test_context_parallel_with_grouped_heads_scale_and_2d_mesh() -> None:
+def test_context_parallel_with_grouped_heads_or_2d_mesh_equals_plain_torch() -> None:
     mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     check(mesh["b"], 7, heads=(4, 2), is_causal=True, enable_gqa=True, scale=0.3)
     check(mesh, 11, is_causal=True)
 
 
-def test_context_parallel_without_a_fused_attention_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_context_parallel_without_a_fused_kernel_equals_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check the implementation that accelerators use."""
     monkeypatch.setattr(blocks, "has_fused_kernel", lambda query: False)
     for length, ranks in ((13, 3), (2, 3)):
         for is_causal in (True, False):
             check(dt.init_device_mesh("cpu", (ranks,)), length, is_causal=is_causal)
-    test_context_parallel_with_grouped_heads_scale_and_2d_mesh()
-    test_context_parallel_accumulates_bfloat16_in_float32()
+    test_context_parallel_with_grouped_heads_or_2d_mesh_equals_plain_torch()
+    test_context_parallel_bfloat16_error_is_at_most_twice_that_of_torch()
 
 
-def test_context_parallel_with_3d_and_5d_operands() -> None:
+def test_context_parallel_with_3d_and_5d_operands_equals_plain_torch() -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
     for shape in ((3, 8, 4), (2, 3, 2, 8, 4)):
         x = torch.randn(shape)
@@ -94,7 +94,7 @@ def test_context_parallel_with_3d_and_5d_operands() -> None:
         torch.testing.assert_close(context_parallel_unshard(mesh, [part], [-2])[0], whole)
 
 
-def test_context_parallel_accumulates_bfloat16_in_float32() -> None:
+def test_context_parallel_bfloat16_error_is_at_most_twice_that_of_torch() -> None:
     mesh = dt.init_device_mesh("cpu", (4,))
     given = operands(64, dtype=torch.bfloat16)
     exact = run_plain([x.double() for x in given], is_causal=True)
@@ -177,11 +177,11 @@ def _check_on_processes() -> None:
 
 
 @pytest.mark.gloo
-def test_context_parallel_on_process_groups() -> None:
+def test_context_parallel_equals_plain_torch_on_process_groups() -> None:
     run_gloo(_check_on_processes, 4)
 
 
-def test_context_parallel_with_dtensors_sharded_by_heads() -> None:
+def test_context_parallel_takes_head_shards_and_rejects_sequence_shards() -> None:
     mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
     given = operands(8)
     expected = F.scaled_dot_product_attention(*given, is_causal=True)
@@ -222,7 +222,7 @@ def test_invalid_context_parallel_calls_raise_with_remedy() -> None:
     assert x.shape == (1, 2, 8, 4)
 
 
-def test_no_restore_buffers_stay_sharded() -> None:
+def test_buffers_in_no_restore_buffers_stay_sharded_after_context_parallel() -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
     x, y = torch.arange(8), torch.arange(8)
     with context_parallel(mesh, buffers=[x, y], buffer_seq_dims=[0, 0], no_restore_buffers={y}):
@@ -231,7 +231,7 @@ def test_no_restore_buffers_stay_sharded() -> None:
     assert [own.tolist() for own in y.shards] == [[0, 1, 6, 7], [2, 3, 4, 5]]
 
 
-def test_context_parallel_with_heads_on_an_equal_new_mesh() -> None:
+def test_context_parallel_takes_head_shards_on_an_equal_second_mesh() -> None:
     given = operands(8)
     expected = run_plain(given, is_causal=True)[0]
     meshes = [dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp")) for _ in range(2)]
@@ -282,7 +282,7 @@ def check_checkpointed(mesh: Any, own_of: Any, summed: Any) -> None:
         torch.testing.assert_close(summed(of_weight), weight)
 
 
-def test_activation_checkpointing_of_context_parallel_attention() -> None:
+def test_checkpointed_context_parallel_gradients_equal_plain_torch() -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
     check_checkpointed(mesh, lambda x: dt.per_rank([x.clone(), x.clone()]), lambda grad: sum(grad.shards))
 
@@ -293,5 +293,5 @@ def _check_checkpointed_on_processes() -> None:
 
 
 @pytest.mark.gloo
-def test_activation_checkpointing_of_context_parallel_attention_on_process_groups() -> None:
+def test_checkpointed_context_parallel_equals_plain_torch_on_process_groups() -> None:
     run_gloo(_check_checkpointed_on_processes, 2)

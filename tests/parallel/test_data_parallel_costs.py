@@ -191,20 +191,20 @@ def banded_attention(x: Tensor) -> Tensor:
 FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "circular padding": lambda x, at: F.pad(x, (1, 2, 1, 1), mode="circular"),
     "gather": lambda x, at: x.gather(2, at),
-    "best": lambda x, at: x.topk(3, -1).values + x.amax(-1, keepdim=True),
-    "columns": lambda x, at: x[:, [1, 0, 1]] + x.index_select(1, torch.tensor([0, 2, 3])),
-    "a buffer": lambda x, at: x.new_zeros(x.shape[0], 2).copy_(x.mean((2, 3))[:, :2]),
-    "grid": lambda x, at: F.grid_sample(x, x[:, :2, :4].permute(0, 2, 3, 1), align_corners=False),
-    "patches": lambda x, at: F.fold(F.unfold(x, 3, padding=1), (8, 8), 3, padding=1),
-    "unpooled": lambda x, at: F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2),
-    "spectra": lambda x, at: torch.stft(x.flatten(1), 16, 4, window=at.new_ones(16, dtype=x.dtype), return_complex=True).abs(),
-    "windows": lambda x, at: x.as_strided((8, 4, 8, 3, 4), (256, 64, 8, 2, 1)) * 2,
-    "bands": lambda x, at: banded_attention(x.transpose(1, 2).reshape(BATCH, 8, 4, 8)),
-    "distances": lambda x, at: torch.cdist(x, x[:, :, :3]),
+    "topk and amax": lambda x, at: x.topk(3, -1).values + x.amax(-1, keepdim=True),
+    "index of columns": lambda x, at: x[:, [1, 0, 1]] + x.index_select(1, torch.tensor([0, 2, 3])),
+    "copy into new_zeros": lambda x, at: x.new_zeros(x.shape[0], 2).copy_(x.mean((2, 3))[:, :2]),
+    "grid_sample": lambda x, at: F.grid_sample(x, x[:, :2, :4].permute(0, 2, 3, 1), align_corners=False),
+    "unfold and fold": lambda x, at: F.fold(F.unfold(x, 3, padding=1), (8, 8), 3, padding=1),
+    "max_unpool": lambda x, at: F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2),
+    "stft": lambda x, at: torch.stft(x.flatten(1), 16, 4, window=at.new_ones(16, dtype=x.dtype), return_complex=True).abs(),
+    "as_strided windows": lambda x, at: x.as_strided((8, 4, 8, 3, 4), (256, 64, 8, 2, 1)) * 2,
+    "banded attention": lambda x, at: banded_attention(x.transpose(1, 2).reshape(BATCH, 8, 4, 8)),
+    "cdist": lambda x, at: torch.cdist(x, x[:, :, :3]),
 }
 
 
-@pytest.mark.parametrize("name", mark_undecomposed_linear(FUNCTIONS, ("spectra", "windows", "bands")))
+@pytest.mark.parametrize("name", mark_undecomposed_linear(FUNCTIONS, ("stft", "as_strided windows", "banded attention")))
 def test_functions_of_sharded_batch_do_not_communicate(name: str) -> None:
     torch.manual_seed(0)
     plain, at = picture().requires_grad_(), gather_indices()
@@ -262,7 +262,7 @@ SMALL = ["mlp", "encoder", "encoder, norm first", "experts", "weight norm", "emb
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_small_sharded_parameters_are_gathered(name: str) -> None:
+def test_modules_with_small_sharded_parameters_gather_only_parameters(name: str) -> None:
     """Check small parameters: weight and bias are gathered in one collective, which is not slower than moving activations."""
     torch.manual_seed(0)
     make, batch = MODULES[name]

@@ -171,7 +171,7 @@ def test_set_requires_all_reduce_false_accumulates_reduce_scattered_gradients() 
 
 
 # --- meshes ------------------------------------------------------------------------------------------------------------
-def test_fully_shard_with_named_data_parallel_dims() -> None:
+def test_fully_shard_with_dp_mesh_dims_shards_and_replicates_named_dims() -> None:
     mesh = dt.init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replica", "part", "tp"))
     model = parallelize_module(net(), mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     dims = DataParallelMeshDims(shard="part", replicate="replica")
@@ -187,7 +187,7 @@ def test_fully_shard_with_named_data_parallel_dims() -> None:
 
 
 @pytest.mark.parametrize("reshard", [None, False, True, 2])
-def test_fully_shard_with_replicate_dims_only_averages_gradients(reshard: bool | int | None) -> None:
+def test_fully_shard_with_only_a_replicate_dim_averages_gradients(reshard: bool | int | None) -> None:
     mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = parallelize_module(net(), mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     dims = DataParallelMeshDims(replicate="dp")
@@ -239,7 +239,7 @@ def test_shard_placement_fn_chooses_the_sharded_dim() -> None:
 
 @pytest.mark.parametrize("make", [nn.LSTM, nn.GRU])
 @pytest.mark.parametrize("wrapped", [True, False])
-def test_recurrent_modules_under_fully_shard_and_replicate(make: Any, wrapped: bool) -> None:
+def test_recurrent_modules_under_data_parallelism_equal_plain_model(make: Any, wrapped: bool) -> None:
     torch.manual_seed(0)
     alone, mesh = make(3, 4, num_layers=2).double(), make_dp_mesh()
     model = fully_shard(copy.deepcopy(alone), mesh=mesh) if wrapped else replicate(copy.deepcopy(alone), mesh)
@@ -359,7 +359,7 @@ def test_invalid_zero_optimizer_arguments_raise() -> None:
         ZeroRedundancyOptimizer([], torch.optim.Adam, mesh=make_dp_mesh())
 
 
-def test_failed_forward_leaves_the_model_usable() -> None:
+def test_step_after_a_failed_forward_has_correct_gradients() -> None:
     mesh, model = make_dp_mesh(), net()
     broken = model[2].register_forward_pre_hook(lambda module, args: 1 / 0)
     for unit in (model[0], model):
@@ -374,7 +374,7 @@ def test_failed_forward_leaves_the_model_usable() -> None:
         torch.testing.assert_close(ours, theirs)
 
 
-def test_failed_backward_leaves_no_gradients() -> None:
+def test_step_after_a_failed_backward_has_correct_gradients() -> None:
     mesh, model = make_dp_mesh(), net()
     for unit in (model[0], model[2], model):
         fully_shard(unit, mesh=mesh)
@@ -389,7 +389,7 @@ def test_failed_backward_leaves_no_gradients() -> None:
 
 
 @pytest.mark.parametrize("make", [fully_shard, replicate])
-def test_state_dict_load_and_dtype_change_of_an_unsharded_module(make: Any) -> None:
+def test_state_dict_load_and_dtype_change_reshard_an_unsharded_module(make: Any) -> None:
     mesh, other = make_dp_mesh(), fully_shard(net(), mesh=make_dp_mesh())
     model = make(net(), mesh=mesh)
     out = model(rows(X, mesh))
@@ -408,7 +408,7 @@ def test_state_dict_load_and_dtype_change_of_an_unsharded_module(make: Any) -> N
     assert not torch.equal(full_value(out), full_value(other(rows(X, mesh))))
 
 
-def test_state_dict_assigned_before_the_first_forward_stays() -> None:
+def test_state_dict_assigned_before_the_first_forward_is_used_after_reshard() -> None:
     model, state = fully_shard(net(), mesh=make_dp_mesh()), fully_shard(net(), mesh=make_dp_mesh()).state_dict()
     model.load_state_dict(state, assign=True)
     assert all(torch.equal(p._local.shards[0], state[n]._local.shards[0]) for n, p in model.state_dict().items())
@@ -433,13 +433,13 @@ def test_removed_parameter_raises_in_forward() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    "invalid",
     [{"reshard_after_forward": 3}, {"shard_placement_fn": lambda p: Shard(1)}, {"shard_placement_fn": lambda p: Replicate()}],
 )
-def test_failed_fully_shard_leaves_the_module_unchanged(wrong: dict[str, Any]) -> None:
+def test_failed_fully_shard_leaves_the_module_unchanged(invalid: dict[str, Any]) -> None:
     mesh, model = make_dp_mesh(), net()
     with pytest.raises((ValueError, DTensorError)):
-        fully_shard(model, mesh=mesh, **wrong)
+        fully_shard(model, mesh=mesh, **invalid)
     assert not any(isinstance(p, DTensor) for p in model.parameters())
     (fully_shard(model, mesh=mesh)(rows(X, mesh)) ** 2).sum().backward()
     for ours, theirs in zip(grads(model), alone_grads(X, 2), strict=True):

@@ -56,7 +56,7 @@ def test_demo_under_torchrun_has_the_losses_of_one_process() -> None:
 
 
 @pytest.mark.slow
-def test_dispatch_benchmark_measures_plain_torch_pytorch_dtensor_and_dtensor() -> None:
+def test_dispatch_benchmark_measures_torch_pytorch_dtensor_and_this_library() -> None:
     script = str(ROOT / "benchmarks" / "dispatch.py")
     measured = json.loads(printed_by(sys.executable, script, "--quick", "--json", "--only", "add", "mm"))
     assert [row["name"] for row in measured["rows"]] == ["add", "mm"]

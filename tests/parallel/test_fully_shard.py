@@ -105,7 +105,7 @@ def test_adam_steps_of_fully_sharded_model_equal_plain_model(size: int, reshard:
     train(make_dp_mesh(size), ("dp",), reshard_after_forward=reshard)
 
 
-def test_hsdp_replicates_over_the_first_mesh_dim() -> None:
+def test_hsdp_replicates_over_the_first_mesh_dim_and_equals_plain_model() -> None:
     mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("ddp", "fsdp"))
     model, _ = train(mesh, ("ddp", "fsdp"))
     assert model.head.weight.placements == (Replicate(), Shard(0))
@@ -120,7 +120,7 @@ def _train_and_sum_parameters(shape: tuple[int, ...], names: tuple[str, ...]) ->
 
 @pytest.mark.gloo
 @pytest.mark.parametrize(("shape", "names"), [((3,), ("dp",)), ((2, 2), ("ddp", "fsdp"))])
-def test_fully_sharded_training_on_process_groups(shape: tuple[int, ...], names: tuple[str, ...]) -> None:
+def test_fully_sharded_training_equals_plain_model_on_process_groups(shape: tuple[int, ...], names: tuple[str, ...]) -> None:
     here = _train_and_sum_parameters(shape, names)
     for there in run_gloo(_train_and_sum_parameters, torch.Size(shape).numel(), shape, names):
         assert there == pytest.approx(here, rel=1e-10)
@@ -171,14 +171,14 @@ def _check_local_tensors_of_parameters(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["to_local", "local_map"])
-def test_to_local_and_local_map_of_parameters_in_forward(how: str) -> None:
+def test_gradients_through_to_local_and_local_map_of_parameters_equal_plain(how: str) -> None:
     _check_local_tensors_of_parameters(how)
 
 
 @pytest.mark.gloo
 # full_tensor needs processes: in one process it gives one plain tensor for all ranks
 @pytest.mark.parametrize("how", ["to_local", "local_map", "full_tensor"])
-def test_gradients_through_to_local_and_full_tensor_of_parameters_on_process_groups(how: str) -> None:
+def test_gradients_through_local_reads_equal_plain_model_on_process_groups(how: str) -> None:
     run_gloo(_check_local_tensors_of_parameters, 4, how)
 
 
@@ -232,12 +232,12 @@ def _check_writes_through_data() -> None:
         torch.testing.assert_close(full_value(model(x)), alone(x))
 
 
-def test_gathered_parameters_follow_writes_through_data() -> None:
+def test_forward_uses_writes_through_data_of_parameters() -> None:
     _check_writes_through_data()
 
 
 @pytest.mark.gloo
-def test_gathered_parameters_follow_writes_through_data_on_process_groups() -> None:
+def test_forward_uses_writes_through_data_of_parameters_on_process_groups() -> None:
     run_gloo(_check_writes_through_data, 2)
 
 
@@ -272,7 +272,7 @@ def _train_tensor_parallel(dim: int) -> dict[str, Any]:
     return {name: p.placements for name, p in model[0].named_parameters()}
 
 
-def test_fully_shard_over_tensor_parallel_module() -> None:
+def test_fully_shard_of_tensor_parallel_module_equals_plain_model() -> None:
     assert _train_tensor_parallel(0) == {
         "up.weight": (Shard(0, level=1), Shard(0, level=0)),
         "up.bias": (Shard(0, level=1), Shard(0, level=0)),
@@ -286,7 +286,7 @@ def test_fully_shard_over_tensor_parallel_module() -> None:
 
 
 @pytest.mark.gloo
-def test_fully_shard_over_tensor_parallel_module_on_process_groups() -> None:
+def test_fully_shard_of_tensor_parallel_module_on_process_groups() -> None:
     assert run_gloo(_train_tensor_parallel, 4, 0) == [_train_tensor_parallel(0)] * 4
 
 
@@ -301,7 +301,7 @@ def test_unit_issues_one_all_gather_per_pass_and_one_reduce_scatter() -> None:
         assert comm.get_comm_counts() == {"all_gather": 5 + 3, "reduce_scatter": 4}
 
 
-def test_parameters_kept_after_forward_are_gathered_once() -> None:
+def test_unit_without_reshard_after_forward_is_gathered_once() -> None:
     mesh = make_dp_mesh()
     model = shard(net(), mesh, reshard_after_forward=False)
     with CommDebugMode() as comm:
@@ -309,7 +309,7 @@ def test_parameters_kept_after_forward_are_gathered_once() -> None:
     assert comm.get_comm_counts() == {"all_gather": 4, "reduce_scatter": 4}
 
 
-def test_unit_with_finished_backward_is_not_gathered_again() -> None:
+def test_two_units_issue_three_all_gathers_and_two_reduce_scatters() -> None:
     mesh = make_dp_mesh()
     torch.manual_seed(0)
     # the outermost unit has only the parameters of the last layer
@@ -322,7 +322,7 @@ def test_unit_with_finished_backward_is_not_gathered_again() -> None:
         assert comm.get_comm_counts() == {"all_gather": 2 + 1, "reduce_scatter": 2}
 
 
-def test_next_unit_is_prefetched_while_one_computes() -> None:
+def test_second_forward_prefetches_the_next_unit() -> None:
     mesh = make_dp_mesh()
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
@@ -341,7 +341,7 @@ def test_next_unit_is_prefetched_while_one_computes() -> None:
     assert counts[4:7] == [start + 2, start + 3, start + 3]
 
 
-def test_only_local_shards_are_stored_between_passes() -> None:
+def test_only_local_shards_are_stored_after_backward() -> None:
     mesh = make_dp_mesh()
     model = shard(net(), mesh)
     loss_of(model(make_per_rank_batch(batches(2)[0], mesh))).backward()
@@ -352,7 +352,7 @@ def test_only_local_shards_are_stored_between_passes() -> None:
     assert model.embedding.weight.to_local().shards[0].shape == (4, 5)
 
 
-def test_only_the_running_unit_is_unsharded() -> None:
+def test_only_the_running_unit_is_unsharded_in_forward() -> None:
     mesh = make_dp_mesh()
     model = shard(net(), mesh)
     gathered: list[list[bool]] = []
@@ -366,7 +366,7 @@ def test_only_the_running_unit_is_unsharded() -> None:
 
 # --- accumulation, freezing, sharing ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize("sync", [True, False])
-def test_gradients_accumulate_over_two_passes(sync: bool) -> None:
+def test_gradients_accumulate_over_two_passes_with_and_without_sync(sync: bool) -> None:
     mesh, model, alone = make_dp_mesh(), shard(net(), make_dp_mesh()), net()
     first, second = batches(2, 2)
     model.set_requires_gradient_sync(sync)
@@ -381,7 +381,7 @@ def test_gradients_accumulate_over_two_passes(sync: bool) -> None:
     assert_same_gradients(model, alone)
 
 
-def test_gradients_of_two_forward_passes_before_one_backward() -> None:
+def test_one_backward_of_two_forward_passes_equals_plain_model() -> None:
     mesh, model, alone = make_dp_mesh(), shard(net(), make_dp_mesh()), net()
     first, second = batches(2, 2)
     (loss_of(model(make_per_rank_batch(first, mesh))) + loss_of(model(make_per_rank_batch(second, mesh)))).backward()
@@ -437,7 +437,7 @@ def test_gradient_of_parameter_used_by_one_rank_is_divided_by_all_ranks() -> Non
     assert _train_with_parameter_of_one_rank(make_dp_mesh()).tolist() == torch.full((2, 2, 3), 0.5).tolist()
 
 
-def test_tied_weights_in_one_unit_and_in_two_units() -> None:
+def test_tied_weights_in_one_unit_or_two_units_equal_plain_model() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -560,7 +560,7 @@ def test_gradients_of_complex_parameters_keep_their_dtype_in_mixed_precision(mak
     assert model.weight.grad.dtype is torch.float32
 
 
-def test_unit_with_float32_and_float64_parameters() -> None:
+def test_unit_with_float32_and_float64_parameters_uses_one_all_gather() -> None:
     mesh = make_dp_mesh()
     model = nn.Sequential(nn.Linear(3, 3, dtype=torch.float64), nn.Linear(3, 2, dtype=torch.float32))
     alone = copy.deepcopy(model)
@@ -580,7 +580,7 @@ def test_cpu_offload_on_the_host_changes_no_values() -> None:
 
 
 @pytest.mark.parametrize("make", [shard, _replicated])
-def test_offloaded_gradients_are_waited_for_after_the_next_copies_start(make: Any, monkeypatch: Any) -> None:
+def test_offloaded_gradient_copies_overlap_and_end_before_their_first_use(make: Any, monkeypatch: Any) -> None:
     """Check offloaded gradients with a fake copy that completes only when it is waited for."""
     done: list[tuple[str, int]] = []
 
@@ -607,7 +607,7 @@ def test_offloaded_gradients_are_waited_for_after_the_next_copies_start(make: An
 
 # --- checkpointing, methods, hooks, copies --------------------------------------------------------------------------------
 @pytest.mark.parametrize("outside", [True, False], ids=["units recomputed", "parts of units recomputed"])
-def test_activation_checkpointing_of_units_and_inside_units(outside: bool) -> None:
+def test_checkpointing_around_or_inside_units_equals_plain_model(outside: bool) -> None:
     if outside:
         _train_checkpointed(False)
         return
@@ -646,19 +646,19 @@ def _train_checkpointed(reentrant: bool) -> None:
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_activation_checkpointing_by_checkpoint_function(reentrant: bool) -> None:
+def test_reentrant_and_other_checkpoints_of_units_equal_plain_model(reentrant: bool) -> None:
     _train_checkpointed(reentrant)
 
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_activation_checkpointing_on_process_groups(reentrant: bool) -> None:
+def test_checkpointed_units_equal_plain_model_on_process_groups(reentrant: bool) -> None:
     run_gloo(_train_checkpointed, 2, reentrant)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("output_dtype", [torch.float32, torch.float64])
-def test_activation_checkpointing_around_a_unit_that_casts_its_output(reentrant: bool, output_dtype: torch.dtype) -> None:
+def test_recomputed_output_of_a_unit_has_output_dtype_of_the_policy(reentrant: bool, output_dtype: torch.dtype) -> None:
     """Check that recomputed activations have the dtypes of the first forward."""
     mesh, body, head = make_dp_mesh(), nn.Linear(4, 4), nn.Linear(4, 3)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype)
@@ -700,7 +700,7 @@ class CheckpointedPart(nn.Module):
 @pytest.mark.parametrize("make", [_fully_sharded, _replicated])
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("order", [(0, 1), (1, 0), (0, None), (0,)], ids=str)
-def test_activation_checkpointing_inside_units_with_interleaved_passes(
+def test_checkpointing_inside_units_with_interleaved_passes_equals_plain_model(
     make: Any, reentrant: bool, order: tuple[int | None, ...]
 ) -> None:
     """Check two forward passes before their backwards, or a pass without gradients (None) before backward."""
@@ -723,7 +723,7 @@ def test_activation_checkpointing_inside_units_with_interleaved_passes(
 
 
 @pytest.mark.parametrize("make", [_fully_sharded, _replicated])
-def test_nested_reentrant_checkpoints(make: Any) -> None:
+def test_nested_reentrant_checkpoints_equal_plain_model(make: Any) -> None:
     """Check nested reentrant checkpoints in a unit, also as the outermost unit, whose input has no gradient."""
 
     class Outer(nn.Module):
@@ -747,12 +747,12 @@ def test_nested_reentrant_checkpoints(make: Any) -> None:
 
 
 def _check_nested_checkpoints() -> None:
-    test_nested_reentrant_checkpoints(_fully_sharded)
-    test_activation_checkpointing_inside_units_with_interleaved_passes(_fully_sharded, True, (1, 0))
+    test_nested_reentrant_checkpoints_equal_plain_model(_fully_sharded)
+    test_checkpointing_inside_units_with_interleaved_passes_equals_plain_model(_fully_sharded, True, (1, 0))
 
 
 @pytest.mark.gloo
-def test_nested_reentrant_checkpoints_on_process_groups() -> None:
+def test_nested_reentrant_checkpoints_equal_plain_model_on_process_groups() -> None:
     run_gloo(_check_nested_checkpoints, 2)
 
 
@@ -797,7 +797,7 @@ def test_deepcopy_after_forward_trains_independently() -> None:
     assert_same_gradients(model, alone)
 
 
-def test_explicit_unshard_and_reshard() -> None:
+def test_unshard_gathers_parameters_and_reshard_restores_the_shards() -> None:
     mesh = make_dp_mesh()
     model = fully_shard(nn.Linear(3, 4), mesh=mesh)
     sharded, expected = model.weight, full_value(model.weight)
@@ -828,7 +828,7 @@ def test_register_fsdp_forward_method_unshards_for_another_method() -> None:
     assert torch.equal(other.encode(torch.ones(1, 3)).shards[0][0], 2 * expected)
 
 
-def test_parameter_hooks_see_the_reduced_gradient() -> None:
+def test_parameter_hooks_get_and_change_the_reduced_gradient() -> None:
     model = fully_shard(nn.Linear(3, 2, bias=False), mesh=make_dp_mesh())
     seen: list[Any] = []
     model.weight.register_hook(lambda grad: grad * 2)
@@ -838,7 +838,7 @@ def test_parameter_hooks_see_the_reduced_gradient() -> None:
     assert full_value(grad).tolist() == [[1.0] * 3] * 2
 
 
-def test_full_backward_hook_of_unit_sees_the_output_gradient() -> None:
+def test_full_backward_hook_of_unit_gets_the_output_gradient() -> None:
     mesh, model = make_dp_mesh(), fully_shard(nn.Linear(3, 2, bias=False), mesh=make_dp_mesh())
     seen: list[Any] = []
     model.register_full_backward_hook(lambda _, grad_input, grad_output: seen.append(grad_output))
@@ -863,7 +863,7 @@ def test_averaged_deepcopy_of_model_trains_independently() -> None:
     assert average.head.weight.grad is not model.head.weight.grad
 
 
-def test_state_dict_has_the_sharded_parameters() -> None:
+def test_state_dict_has_sharded_parameters_and_loads_into_another_model() -> None:
     mesh = make_dp_mesh()
     model, other = shard(net(), mesh), shard(Net().double(), mesh)
     state = model.state_dict()
@@ -946,7 +946,7 @@ def test_rank_stores_its_share_of_the_parameters() -> None:
     "make", [lambda m, mesh: [fully_shard(x, mesh=mesh) for x in (*m, m)], lambda m, mesh: replicate(m, mesh)]
 )
 @pytest.mark.parametrize("used", [False, True], ids=["before the first pass", "after one"])
-def test_dtype_change_after_fully_shard_and_replicate(make: Callable[[Any, Any], Any], used: bool) -> None:
+def test_double_after_fully_shard_or_replicate_gives_float64_gradients(make: Callable[[Any, Any], Any], used: bool) -> None:
     mesh = dt.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 5))
@@ -964,7 +964,7 @@ def test_dtype_change_after_fully_shard_and_replicate(make: Callable[[Any, Any],
         torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
 
 
-def test_gathered_parameters_follow_every_kind_of_parameter_change() -> None:
+def test_forward_uses_each_kind_of_parameter_change() -> None:
     mesh = make_dp_mesh(2)
     layer = fully_shard(nn.Linear(4, 4, bias=False).double(), mesh=mesh)
     batch = dt.per_rank([torch.eye(4, dtype=torch.float64)] * 2)

@@ -142,7 +142,7 @@ def test_vmap_of_modules_and_of_gradients_equals_plain_torch(way: Any, given: An
         assert_gradients_equal(model, alone, given())
 
 
-def test_uneven_per_rank_batches_have_tangents_and_vjp_raises() -> None:
+def test_jvp_of_uneven_per_rank_batches_equals_plain_torch_and_vjp_raises() -> None:
     model, alone = make_models(units)
     pieces = list(X.split([2, 1]))
     _, tangent = torch.func.jvp(model, (dt.per_rank(pieces),), (dt.per_rank([piece.cos() for piece in pieces]),))
@@ -152,7 +152,7 @@ def test_uneven_per_rank_batches_have_tangents_and_vjp_raises() -> None:
         torch.func.vjp(model, dt.per_rank(pieces))
 
 
-def test_gradient_of_plain_input_of_style_on_submesh() -> None:
+def test_plain_input_gradient_of_styled_module_on_submesh_equals_plain_torch() -> None:
     """Check that the gradient is not summed over the copies of the submesh."""
     model, alone = make_models(lambda m: parallelize_module(m, mesh_2d()["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()}))
     ours, theirs = X.clone().requires_grad_(), X.clone().requires_grad_()
@@ -161,7 +161,7 @@ def test_gradient_of_plain_input_of_style_on_submesh() -> None:
     torch.testing.assert_close(ours.grad, theirs.grad)
 
 
-def test_vjp_keeps_the_autograd_graph_of_each_rank() -> None:
+def test_vjp_of_per_rank_tensor_has_gradients_to_the_tensors_of_each_rank() -> None:
     """Check that ``vjp``, which sees one tensor, keeps the autograd graph of each rank's tensor."""
     weights = [torch.full((3, 5), k + 1.0, dtype=torch.float64, requires_grad=True) for k in range(2)]
     given = dt.per_rank([w * 2 for w in weights])
@@ -187,7 +187,7 @@ def test_forward_mode_derivatives_equal_plain_torch(way: Any, given: Any) -> Non
 
 @WAYS
 @INPUTS
-def test_functional_call_uses_the_given_values(way: Any, given: Any) -> None:
+def test_functional_call_uses_the_given_values_and_restores_the_module(way: Any, given: Any) -> None:
     model, alone = make_models(way)
     before = list(model.parameters())
     found = [
@@ -199,7 +199,7 @@ def test_functional_call_uses_the_given_values(way: Any, given: Any) -> None:
     torch.testing.assert_close(full_value(model(given())), alone(X))
 
 
-def test_functional_call_differentiates_tensor_parallel_parameters() -> None:
+def test_functional_call_gradients_of_tensor_parallel_parameters_equal_plain() -> None:
     model, alone = make_models(styles)
     for m in (model, alone):
         torch.func.functional_call(m, {name: p * 2 for name, p in m.named_parameters()}, (X,)).square().sum().backward()
@@ -227,7 +227,7 @@ def test_functional_call_with_differentiable_values_raises(way: Any, given: Any,
         assert_gradients_equal(model, alone, given())
 
 
-def test_second_derivatives_by_plain_tensor_of_all_ranks() -> None:
+def test_second_derivatives_by_a_plain_tensor_sum_over_ranks() -> None:
     """Check second derivatives by a plain tensor that all ranks use."""
     weight = dt.per_rank([torch.full((3,), 2.0, dtype=torch.float64)] * 2)
     x = torch.arange(3.0, dtype=torch.float64).requires_grad_()

@@ -89,7 +89,7 @@ def test_gated_mlp_with_fused_projection_equals_plain_model(ranks: int, local: b
 
 @pytest.mark.gloo
 @pytest.mark.slow
-def test_gated_mlp_with_fused_projection_on_process_groups() -> None:
+def test_gated_mlp_with_fused_projection_equals_plain_on_process_groups() -> None:
     run_gloo(check_gated, 3, 3, True, True)
     run_gloo(check_gated, 2, 2, False, True)
 
@@ -99,16 +99,19 @@ PartsProgram = Callable[[Tensor], list[Tensor]]
 PARTS_PROGRAMS: dict[str, tuple[PartsProgram, int]] = {  # and the largest number of collectives of both passes
     "chunk": (lambda y: [part.sin() for part in y.chunk(3, -1)], 0),
     "split": (lambda y: [part.sin() for part in y.split(8, 2)], 0),
-    "split in two": (lambda y: [part[..., :8].sin() for part in y.split([16, 8], -1)], 0),
-    "one of them": (lambda y: [y.chunk(3, -1)[1].view(5, 4, 4, 2).transpose(1, 2).sin()], 0),
+    "split and slice": (lambda y: [part[..., :8].sin() for part in y.split([16, 8], -1)], 0),
+    "one part": (lambda y: [y.chunk(3, -1)[1].view(5, 4, 4, 2).transpose(1, 2).sin()], 0),
     "slices": (lambda y: [y[..., :8].sin(), y[:, :, 8:16].cos(), y[..., -8:].exp()], 0),
     "slice of two": (lambda y: [y[..., 8:].chunk(2, -1)[1].sin(), y[..., :8].cos()], 0),
-    "a dim of parts": (lambda y: [y.unflatten(-1, (3, 8)).select(2, 1).sin()], 0),
+    "unflatten and select": (lambda y: [y.unflatten(-1, (3, 8)).select(2, 1).sin()], 0),
     "odd parts": (lambda y: [part.sin() for part in y.split([10, 14], -1)], 1),
-    "all": (lambda y: [y.sin(), y.sum((0, 1)), y[1:, ..., 3]], 3),
-    "steps": (lambda y: [y[..., ::2].cos(), y[..., None, 8:16].tan(), y[1:3, :, 8:16].sin(), y[0]], 4),
-    "rows": (lambda y: [y[2], y[1:3, 1, 8:].sin(), y[torch.tensor([4, 0, 4])].chunk(3, -1)[1], y[torch.tensor(3), 1:, :8]], 0),
-    "rows of rows": (
+    "without parts": (lambda y: [y.sin(), y.sum((0, 1)), y[1:, ..., 3]], 3),
+    "slices with steps": (lambda y: [y[..., ::2].cos(), y[..., None, 8:16].tan(), y[1:3, :, 8:16].sin(), y[0]], 4),
+    "row index": (
+        lambda y: [y[2], y[1:3, 1, 8:].sin(), y[torch.tensor([4, 0, 4])].chunk(3, -1)[1], y[torch.tensor(3), 1:, :8]],
+        0,
+    ),
+    "index of two dims": (
         lambda y: [y[:, torch.tensor([[1, 3], [0, 1]])].cos(), y[torch.tensor([1, 2]), torch.tensor([3, 0])].tan()],
         4,
     ),
@@ -136,7 +139,7 @@ def test_uses_of_fused_projection_parts_equal_plain_torch(name: str) -> None:
     assert moved.get_total_counts() <= most
 
 
-def test_parts_of_fused_projection_are_views() -> None:
+def test_writes_to_parts_of_a_fused_projection_change_its_base() -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
     stack = dt.distribute_tensor(torch.arange(24.0).view(3, 2, 4), mesh, [Shard(2)])
     y = stack.view(3, 8)
@@ -152,7 +155,7 @@ def test_parts_of_fused_projection_are_views() -> None:
 
 
 @pytest.mark.slow
-def test_fused_parts_of_conv1d_and_embedding() -> None:
+def test_fused_parts_of_conv1d_and_embedding_do_not_communicate() -> None:
     conv = pytest.importorskip("transformers").pytorch_utils.Conv1D(24, 6)
     mesh, x, tokens = dt.init_device_mesh("cpu", (2,)), torch.randn(5, 4, 6), torch.randint(7, (3, 4))
     table = nn.Embedding(7, 12)
@@ -237,7 +240,7 @@ def test_fused_projection_on_meta_device_loads_from_safetensors(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("on", keep_every_nth_fast(["cpu", "meta"]))
-def test_full_state_dicts_of_fused_projections(on: str) -> None:
+def test_full_state_dicts_of_fused_projections_have_plain_shapes(on: str) -> None:
     """Check torch's functions for full state dicts."""
     plain, options = Gated(), StateDictOptions(full_state_dict=True)
     with torch.device(on):

@@ -51,7 +51,7 @@ def check_names(table: str) -> None:
 
 
 @pytest.mark.parametrize("table", ["embedding_rowwise", "embedding_colwise"])
-def test_plan_with_names_of_modules_and_parameters(table: str) -> None:
+def test_plan_with_style_names_equals_plain_model(table: str) -> None:
     check_names(table)
 
 
@@ -71,7 +71,7 @@ def test_deepcopy_of_planned_model_uses_its_own_parameters() -> None:
 
 
 @pytest.mark.gloo
-def test_plan_with_names_on_process_groups() -> None:
+def test_plan_with_style_names_equals_plain_model_on_process_groups() -> None:
     run_gloo(check_names, 2, "embedding_rowwise")
 
 
@@ -135,7 +135,7 @@ def check_tied(plans: list[dict[str, str]]) -> None:
 
 
 @pytest.mark.parametrize("plans", TIED)
-def test_module_that_shares_a_styled_parameter_runs_without_a_style(plans: list[dict[str, str]]) -> None:
+def test_tied_modules_with_a_style_on_one_of_them_equal_plain_model(plans: list[dict[str, str]]) -> None:
     check_tied(plans)
 
 
@@ -145,7 +145,7 @@ def _check_all_tied() -> None:
 
 
 @pytest.mark.gloo
-def test_tied_modules_under_plans_on_process_groups() -> None:
+def test_tied_modules_under_plans_equal_plain_model_on_process_groups() -> None:
     run_gloo(_check_all_tied, 2)
 
 
@@ -207,5 +207,5 @@ def test_experts_with_sharded_matrices_equal_plain_model(width: int, bias: bool)
 
 @pytest.mark.slow
 @pytest.mark.gloo
-def test_experts_with_sharded_matrices_on_process_groups() -> None:
+def test_experts_with_sharded_matrices_equal_plain_model_on_process_groups() -> None:
     run_gloo(check_experts, 3, 12, False)

@@ -66,11 +66,11 @@ def test_units_with_several_meshes_train_like_plain_model(other: str, reshard: b
 
 
 @pytest.mark.gloo
-def test_units_with_several_meshes_on_process_groups() -> None:
+def test_units_with_several_meshes_train_like_plain_model_on_process_groups() -> None:
     assert run_gloo(_train_with_several_meshes, 4, "inner", None) == [_train_with_several_meshes("inner", None)] * 4
 
 
-def test_fully_shard_of_experts_sharded_over_another_mesh_dim() -> None:
+def test_fully_shard_adds_its_mesh_dim_to_experts_sharded_over_another_dim() -> None:
     mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
     dp = mesh.flatten("dp")
     model = Experts().double()
@@ -152,17 +152,17 @@ def _batch_on_one_dim(size: int, sequence: bool) -> None:
 
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("size", [3, 4])
-def test_batch_on_the_data_parallel_mesh_with_tensor_parallelism(size: int, sequence: bool) -> None:
+def test_batch_on_dp_mesh_with_tensor_parallelism_equals_plain_model(size: int, sequence: bool) -> None:
     _batch_on_one_dim(size, sequence)
 
 
 @pytest.mark.gloo
-def test_batch_on_the_data_parallel_mesh_on_process_groups() -> None:
+def test_batch_on_dp_mesh_equals_plain_model_on_process_groups() -> None:
     run_gloo(_batch_on_one_dim, 4, 4, False)
 
 
 def _train_on_two_unflattened_meshes(copies: bool) -> None:
-    """Check a world that is unflattened twice: for batches and tensor parallelism, and for parameters."""
+    """Check a mesh that is unflattened twice: for batches and tensor parallelism, and for parameters."""
     world = dt.init_device_mesh("cpu", (8 if copies else 4,), mesh_dim_names=("world",))
     data = world._unflatten(0, (1, 4 if copies else 2, 1, 2), ("pp", "batch", "cp", "tp"))
     dense = world._unflatten(0, (1, 2 if copies else 1, 2, 2), ("pp", "copies", "fsdp", "tp"))
@@ -184,10 +184,10 @@ def _train_on_two_unflattened_meshes(copies: bool) -> None:
 
 
 @pytest.mark.parametrize("copies", [False, True])
-def test_units_on_meshes_unflattened_in_two_ways(copies: bool) -> None:
+def test_units_on_meshes_unflattened_in_two_ways_train_like_plain_model(copies: bool) -> None:
     _train_on_two_unflattened_meshes(copies)
 
 
 @pytest.mark.gloo
-def test_units_on_meshes_unflattened_in_two_ways_on_process_groups() -> None:
+def test_two_unflattened_meshes_train_like_plain_model_on_process_groups() -> None:
     run_gloo(_train_on_two_unflattened_meshes, 4, False)

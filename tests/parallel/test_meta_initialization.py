@@ -76,7 +76,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_materialized_values_equal_plain_model(way: str) -> None:
+def test_materialize_gives_the_initial_values_of_the_plain_model(way: str) -> None:
     module, alone = build_on_meta(), build()
     WAYS[way](module)
     torch.manual_seed(0)
@@ -142,7 +142,7 @@ def test_materialized_model_trains_like_plain_model() -> None:
 
 
 @pytest.mark.gloo
-def test_materialized_model_trains_on_process_groups() -> None:
+def test_materialized_model_trains_equally_on_process_groups() -> None:
     here = train_materialized()
     for there in run_gloo(train_materialized, 4):
         assert there == pytest.approx(here, rel=1e-5)
@@ -157,7 +157,7 @@ def test_materialized_model_stores_only_shards() -> None:
     assert max(map(sum, held)) <= cut_by_dp_only / 2 + (total - cut_by_dp_only) / 4 + 64
 
 
-def test_tensors_that_nothing_initializes_raise_before_any_change() -> None:
+def test_materialize_raises_for_tensors_without_an_initializer() -> None:
     model = build_on_meta(lambda: GPT(CONFIG))
     with pytest.raises(DTensorError, match=r"nothing initializes cos, sin: .* materialize\(module, init=f\)"):
         materialize(model)
@@ -248,7 +248,7 @@ def test_real_tensors_keep_values_if_a_parent_initializes_its_submodules() -> No
     assert torch.equal(table, torch.ones(7))
 
 
-def test_materialize_draws_the_random_numbers_of_the_constructor() -> None:
+def test_materialize_of_nested_modules_gives_the_values_of_the_constructor() -> None:
     def make() -> nn.Module:
         return nn.Sequential(
             nn.AdaptiveLogSoftmaxWithLoss(6, 9, [2, 5], div_value=1.5),
@@ -263,7 +263,7 @@ def test_materialize_draws_the_random_numbers_of_the_constructor() -> None:
         assert torch.equal(module.state_dict()[name], value), name
 
 
-def test_gradients_follow_a_redistribution_after_materialize() -> None:
+def test_gradient_has_the_placements_of_a_parameter_redistributed_through_data() -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
     with torch.device("meta"):
         linear = nn.Linear(4, 4)

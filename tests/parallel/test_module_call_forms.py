@@ -92,7 +92,7 @@ class Nested(nn.Module):
 
 
 @parts
-def test_nested_inputs_and_outputs_with_unused_ones(make: Make) -> None:
+def test_nested_inputs_and_outputs_equal_plain_model(make: Make) -> None:
     model, alone = models(Nested, make)
     for given in batch(2):
         made = model(own(given), more={"x": [own(given)]}, scale=0.5)
@@ -113,7 +113,7 @@ class Recording(nn.Module):
 
 
 @parts
-def test_outputs_in_a_dataclass(make: Make) -> None:
+def test_outputs_in_a_dataclass_equal_plain_model(make: Make) -> None:
     model, alone = models(Recording, make)
     for given in batch(2):
         made = model(own(given))
@@ -133,7 +133,7 @@ class Chain(nn.Module):
 
 
 @parts
-def test_backward_of_two_forward_passes_one_after_the_other(make: Make) -> None:
+def test_two_forward_passes_before_their_backwards_equal_plain_model(make: Make) -> None:
     model, alone = models(Chain, make)
     first, second = batch(2)
     outs = [model(own(given)).square().mean() for given in (first, second)]
@@ -145,7 +145,7 @@ def test_backward_of_two_forward_passes_one_after_the_other(make: Make) -> None:
 
 
 @parts
-def test_gradients_of_inputs_through_data_parallel_units(make: Make) -> None:
+def test_input_gradients_of_data_parallel_units_equal_plain_model(make: Make) -> None:
     model, alone = models(Chain, make)
     (given,) = batch()
     inputs = [x.clone().requires_grad_() for x in given]
@@ -158,7 +158,7 @@ def test_gradients_of_inputs_through_data_parallel_units(make: Make) -> None:
 
 # --- the order of calls --------------------------------------------------------------------------------------------------
 @parts
-def test_evaluation_between_training_steps(make: Make) -> None:
+def test_evaluation_between_training_steps_equals_plain_model(make: Make) -> None:
     model, alone = models(Chain, make)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, alone)]
     for given in batch(3):
@@ -175,7 +175,7 @@ def test_evaluation_between_training_steps(make: Make) -> None:
 
 
 @parts
-def test_units_run_in_another_order_in_each_step(make: Make) -> None:
+def test_units_in_another_order_in_each_step_equal_plain_model(make: Make) -> None:
     class Either(Chain):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) if self.training else self.c(x) + self.c(self.b(self.a(x)))
@@ -188,7 +188,7 @@ def test_units_run_in_another_order_in_each_step(make: Make) -> None:
         assert_same_parameters_and_gradients(model, alone)
 
 
-def test_inner_unit_runs_alone_before_the_outer_one() -> None:
+def test_call_of_an_inner_unit_before_the_outer_unit_equals_plain_model() -> None:
     model, alone = models(Chain, sharded)
     for given in batch(2):
         model.a(own(given)).square().mean().backward()
@@ -199,7 +199,7 @@ def test_inner_unit_runs_alone_before_the_outer_one() -> None:
 
 
 @parts
-def test_parameters_initialized_and_loaded_after_wrapping(make: Make) -> None:
+def test_init_and_load_state_dict_after_wrapping_equal_plain_model(make: Make) -> None:
     model, alone = models(Chain, make)
     for each in (model, alone):
         each.apply(lambda module: nn.init.constant_(module.weight, 0.25) if isinstance(module, nn.Linear) else None)
@@ -213,7 +213,7 @@ def test_parameters_initialized_and_loaded_after_wrapping(make: Make) -> None:
 
 
 @parts
-def test_units_with_empty_parameters(make: Make) -> None:
+def test_units_with_empty_parameters_equal_plain_model(make: Make) -> None:
     class Empty(Chain):
         def __init__(self) -> None:
             super().__init__()
@@ -229,7 +229,7 @@ def test_units_with_empty_parameters(make: Make) -> None:
 
 
 @parts
-def test_requires_grad_changes_between_steps(make: Make) -> None:
+def test_requires_grad_changes_between_steps_equal_plain_model(make: Make) -> None:
     model, alone = models(Chain, make)
     for step, given in enumerate(batch(4)):
         for each in (model, alone):
@@ -295,8 +295,8 @@ def test_hsdp_all_reduce_overlaps_with_backward_on_process_groups() -> None:
 
 # --- a batch on the data-parallel dim or on the full mesh ---------------------------------------------------------------
 @pytest.mark.parametrize("make", [fully_shard, replicate])
-@pytest.mark.parametrize("whole", [False, True], ids=["dp", "dp and tp"])
-def test_plain_module_after_styled_one_takes_batch_on_either_mesh(make: Any, whole: bool) -> None:
+@pytest.mark.parametrize("whole", [False, True], ids=["batch on dp", "batch on dp and tp"])
+def test_batch_on_dp_mesh_or_full_mesh_of_partly_styled_module_equals_plain(make: Any, whole: bool) -> None:
     mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
     alone = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()

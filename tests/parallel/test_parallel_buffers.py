@@ -101,7 +101,7 @@ def _check_all() -> None:
 
 
 @pytest.mark.gloo
-def test_buffers_of_units_on_process_groups() -> None:
+def test_buffers_of_units_equal_those_of_the_first_rank_on_process_groups() -> None:
     run_gloo(_check_all, 2)
 
 
@@ -119,7 +119,7 @@ class ReadsOtherBuffers(nn.Module):
 
 
 @pytest.mark.parametrize("root", [True, False])
-def test_buffers_shared_or_read_by_several_units(root: bool) -> None:
+def test_buffers_shared_or_read_by_several_units_equal_plain_model(root: bool) -> None:
     torch.manual_seed(0)
     mesh, alone = dt.init_device_mesh("cpu", (2,)), ReadsOtherBuffers()
     model = copy.deepcopy(alone)
@@ -169,5 +169,5 @@ def _check_broadcast() -> None:
 
 
 @pytest.mark.gloo
-def test_broadcast_of_replicated_buffers_on_process_groups() -> None:
+def test_dist_broadcast_takes_only_replicated_buffers_on_process_groups() -> None:
     run_gloo(_check_broadcast, 2)

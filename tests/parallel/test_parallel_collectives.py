@@ -88,7 +88,7 @@ def run_and_count(model: nn.Module, x: Any) -> tuple[Counter[str], Counter[str],
     return forward, kinds - forward, sum(event.bytes for event in comm.events), x.grad
 
 
-@pytest.mark.parametrize("local", [True, False], ids=["pieces between modules", "distributed between modules"])
+@pytest.mark.parametrize("local", [True, False], ids=["local between modules", "distributed between modules"])
 @pytest.mark.parametrize("name", CUTS)
 def test_colwise_then_rowwise_issues_one_all_reduce_per_pass(name: str, local: bool) -> None:
     kind, columns, rows = CUTS[name]
@@ -118,8 +118,8 @@ def test_sharded_sequence_is_gathered_once_for_all_colwise_layers(name: str) -> 
     assert nbytes == 4 * ((RANKS - 1) * BATCH * LENGTH * WIDTH * 4 // RANKS)
 
 
-@pytest.mark.parametrize("save", [False, True], ids=["kept", "computed again"])
-def test_stacked_blocks_with_and_without_activation_checkpointing(save: bool) -> None:
+@pytest.mark.parametrize("save", [False, True], ids=["saved activations", "recomputed activations"])
+def test_four_blocks_issue_four_all_reduces_per_pass_also_if_checkpointed(save: bool) -> None:
     """Check that activation checkpointing recomputes no reduction, because it stops before the output."""
     mesh = dt.init_device_mesh("cpu", (RANKS,))
     model = BlockStack(Attention(), Gated(), Attention(), Gated(), save=save)
@@ -157,7 +157,7 @@ def model_plan(sequence: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "tensor and sequence"])
-def test_collectives_of_a_two_layer_gpt(sequence: bool) -> None:
+def test_two_layer_gpt_issues_the_collectives_of_megatron(sequence: bool) -> None:
     """Check two reductions of the residual stream per layer and direction, one for the embedding and one for the gradient of the
     head's input. With sequence parallelism each is a reduce-scatter and an all-gather. The rest are three numbers per token for
     the loss of sharded logits, and the gradients of the norm weights.
@@ -196,8 +196,8 @@ class Pair(nn.Module):
         return y + self.second(x)
 
 
-@pytest.mark.parametrize("cut", [Replicate(), Shard(1)], ids=["pieces", "gathered"])
-def test_input_write_between_two_colwise_layers_is_seen_by_the_second(cut: Any) -> None:
+@pytest.mark.parametrize("cut", [Replicate(), Shard(1)], ids=["replicated input", "sharded input"])
+def test_input_write_between_two_colwise_layers_is_used_by_the_second(cut: Any) -> None:
     def between(x: torch.Tensor) -> None:
         x.mul_(3)
 

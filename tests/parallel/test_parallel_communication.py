@@ -100,13 +100,13 @@ def test_reshard_after_forward_to_a_smaller_group_equals_full_reshard(shape: Any
 
 
 @pytest.mark.gloo
-def test_reshard_after_forward_to_a_smaller_group_on_process_groups() -> None:
+def test_reshard_to_a_smaller_group_equals_full_reshard_on_process_groups() -> None:
     case = ((4,), ("dp",), ("dp",), 2)
     for there in run_gloo(_train_with_reshard_group, 4, *case):
         assert there == pytest.approx(_train_with_reshard_group(*case), rel=1e-12)
 
 
-def test_reshard_group_keeps_a_part_and_gathers_fewer_bytes() -> None:
+def test_reshard_group_stores_a_shard_and_gathers_fewer_bytes_in_backward() -> None:
     mesh = make_dp_mesh(4)
     model = make_sharded(mesh, reshard_after_forward=2)
     loss = (model(rows(mesh)) ** 2).sum()
@@ -128,7 +128,7 @@ def test_reshard_group_keeps_a_part_and_gathers_fewer_bytes() -> None:
     assert group.unsharded.resharded_part is None
 
 
-def test_reshard_after_forward_numbers_for_all_none_and_invalid() -> None:
+def test_reshard_after_forward_takes_divisors_of_the_number_of_ranks() -> None:
     mesh = make_dp_mesh(4)
     assert unit_of(fully_shard(nn.Linear(2, 2), mesh=mesh, reshard_after_forward=1)).keep_after_forward is True
     whole = unit_of(fully_shard(nn.Linear(2, 2), mesh=mesh, reshard_after_forward=4))
@@ -204,19 +204,19 @@ def _train_with_hook(shape: tuple[int, ...], sums_only: bool) -> list[float]:
 
 @pytest.mark.parametrize("sums_only", [False, True])
 @pytest.mark.parametrize("shape", [(2,), (3,), (2, 2)])
-def test_all_reduce_hook_sees_and_changes_reduced_gradients(shape: tuple[int, ...], sums_only: bool) -> None:
+def test_all_reduce_hook_gets_and_changes_reduced_gradients(shape: tuple[int, ...], sums_only: bool) -> None:
     _train_with_hook(shape, sums_only)
 
 
 @pytest.mark.gloo
-def test_all_reduce_hook_on_process_groups() -> None:
+def test_all_reduce_hook_changes_reduced_gradients_on_process_groups() -> None:
     for shape in ((3,), (2, 2)):
         here = _train_with_hook(shape, True)
         for there in run_gloo(_train_with_hook, torch.Size(shape).numel(), shape, True):
             assert there == pytest.approx(here, rel=1e-12)
 
 
-def test_force_sum_reduction_issues_only_sums() -> None:
+def test_force_sum_reduction_issues_sums_in_place_of_averages() -> None:
     mesh = make_dp_mesh(3)
     plain, summing = make_sharded(mesh), make_sharded(mesh)
     for layer in summing[::2]:
@@ -244,7 +244,7 @@ def test_force_sum_reduction_issues_only_sums() -> None:
 
 
 @pytest.mark.parametrize("way", ["fully_shard", "replicate", "zero"])
-def test_later_steps_bind_no_collectives(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_training_step_creates_no_collectives_or_buffers(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mesh = make_dp_mesh(3)
     model: Any = make_sharded(mesh) if way == "fully_shard" else replicate(net(), mesh)
     optimizer: Any = (
@@ -329,13 +329,13 @@ def _train_with_custom_collectives(size: int, sums_only: bool) -> list[float]:
 @pytest.mark.own_collectives
 @pytest.mark.parametrize("sums_only", [False, True])
 @pytest.mark.parametrize("size", [2, 3])
-def test_custom_all_gather_and_reduce_scatter(size: int, sums_only: bool) -> None:
+def test_custom_all_gather_and_reduce_scatter_are_called_by_their_unit(size: int, sums_only: bool) -> None:
     _train_with_custom_collectives(size, sums_only)
 
 
 @pytest.mark.own_collectives
 @pytest.mark.gloo
-def test_custom_all_gather_and_reduce_scatter_on_process_groups() -> None:
+def test_custom_collectives_are_called_by_their_unit_on_process_groups() -> None:
     for there in run_gloo(_train_with_custom_collectives, 3, 3, True):
         assert there == pytest.approx(_train_with_custom_collectives(3, True), rel=1e-12)
 
@@ -377,7 +377,7 @@ def _train_with_settings(size: int) -> list[float]:
     return sums(grads)
 
 
-def test_communication_settings_without_effect_keep_values() -> None:
+def test_settings_without_effect_keep_gradients_and_invalid_ones_raise() -> None:
     _train_with_settings(3)
     model = make_sharded(make_dp_mesh())
     with pytest.raises(UnsupportedOperationError, match="symmetric memory"):
@@ -393,14 +393,14 @@ def test_communication_settings_without_effect_keep_values() -> None:
 
 
 @pytest.mark.gloo
-def test_communication_settings_without_effect_keep_values_on_process_groups() -> None:
+def test_settings_without_effect_keep_gradients_on_process_groups() -> None:
     for there in run_gloo(_train_with_settings, 3, 3):
         assert there == pytest.approx(_train_with_settings(3), rel=1e-12)
 
 
 # --- errors, copies and unused parameters -------------------------------------------------------------------------------
 @pytest.mark.parametrize("place", ["forward", "backward"])
-def test_reset_iter_state_after_failed_pass(place: str) -> None:
+def test_step_after_failed_pass_and_reset_iter_state_equals_plain_model(place: str) -> None:
     mesh = make_dp_mesh()
     model = make_sharded(mesh, reshard_after_forward=True)
     model.set_requires_gradient_sync(False)
@@ -496,11 +496,11 @@ def _train_with_different_units(steps: int) -> list[float]:
 
 
 @pytest.mark.gloo
-def test_ranks_with_different_used_units_on_process_groups() -> None:
+def test_ranks_that_use_different_units_equal_plain_model_on_process_groups() -> None:
     run_gloo(_train_with_different_units, 3, 2, timeout_s=60.0)
 
 
-def test_deferred_reduce_scatter_gives_equal_gradients() -> None:
+def test_reduce_scatter_unused_params_gives_gradients_of_plain_model() -> None:
     mesh = make_dp_mesh()
     model = make_sharded(mesh, reshard_after_forward=True)
     model.set_reduce_scatter_unused_params(True)
@@ -541,14 +541,14 @@ def _backward_of_halves(model: nn.Module, x: Tensor, way: str) -> None:
         ((loss**2).sum() + (middle**3).sum()).backward()
 
 
-@pytest.mark.parametrize("way", ["at a leaf", "two losses", "whole"])
+@pytest.mark.parametrize("way", ["at a leaf", "two losses", "one backward"])
 @pytest.mark.parametrize("kind", ["plain", "defers", "accumulates", "replicates"])
 def test_backward_in_two_passes_equals_plain_torch(kind: str, way: str) -> None:
     _compare_halves(kind, way)
 
 
 @pytest.mark.gloo
-def test_backward_in_two_passes_on_process_groups() -> None:
+def test_backward_in_two_passes_equals_plain_torch_on_process_groups() -> None:
     run_gloo(_compare_all_halves, 2)
 
 
@@ -612,7 +612,7 @@ def _average_in_process(state: None, bucket: Any) -> torch.futures.Future[Any]:
     return done
 
 
-def test_comm_hook_of_replicate_reduces_buckets() -> None:
+def test_comm_hook_of_replicate_is_called_with_each_gradient_bucket() -> None:
     _train_with_comm_hooks(3)
     mesh = make_dp_mesh()
     model = replicate(net(), mesh)
@@ -625,12 +625,12 @@ def test_comm_hook_of_replicate_reduces_buckets() -> None:
 
 
 @pytest.mark.gloo
-def test_comm_hooks_of_torch_on_process_groups() -> None:
+def test_comm_hooks_of_torch_average_gradients_on_process_groups() -> None:
     for there in run_gloo(_train_with_comm_hooks, 2, 2):
         assert there == pytest.approx(_train_with_comm_hooks(2), rel=1e-12)
 
 
-def test_replicated_modules_have_gradient_settings() -> None:
+def test_gradient_settings_of_replicated_modules_take_effect() -> None:
     mesh = make_dp_mesh()
     model = replicate(net(), mesh, find_unused_parameters=True, static_graph=True)
     assert isinstance(model, FSDPModule)
@@ -648,7 +648,7 @@ def test_replicated_modules_have_gradient_settings() -> None:
             refused(CustomAllGather())
 
 
-def test_replicate_over_named_mesh_dims() -> None:
+def test_replicate_with_dp_mesh_dims_replicates_over_the_named_dim() -> None:
     mesh = dt.init_device_mesh("cpu", (2, 3), mesh_dim_names=("dp", "tp"))
     model = replicate(net(), mesh, dp_mesh_dims=DataParallelMeshDims(replicate="dp"), offload_policy=CPUOffloadPolicy())
     assert model[0].weight.device_mesh == mesh["dp"]

@@ -42,7 +42,7 @@ def gradients(model: nn.Module) -> list[Any]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_penalty_as_full_tensor_gives_plain_gradients(way: str) -> None:
+def test_full_tensor_of_penalty_plus_loss_has_gradients_of_plain_model(way: str) -> None:
     model, x, t = model_and_batch()
     wanted, mesh = expected(model, x, t), dt.init_device_mesh("cpu", (4,))
     WAYS[way](model, mesh)
@@ -69,11 +69,11 @@ def _check_penalties() -> None:
 
 
 @pytest.mark.gloo
-def test_parameter_penalties_on_process_groups() -> None:
+def test_gradients_of_penalty_plus_loss_equal_plain_model_on_process_groups() -> None:
     run_gloo(_check_penalties, 2)
 
 
-def test_gradient_of_plain_operand_is_plain() -> None:
+def test_gradient_of_a_plain_operand_is_a_plain_tensor() -> None:
     mesh = dt.init_device_mesh("cpu", (4,))
     w, x = torch.randn(5, requires_grad=True), dt.distribute_tensor(torch.randn(8, 3), mesh, [Shard(0)]).requires_grad_()
     (w.sum() * x).sum().backward()

@@ -70,7 +70,7 @@ def test_gradients_that_differ_between_tp_ranks_raise_with_the_parameter(over: C
 
 @pytest.mark.parametrize("over", [fully_shard, replicate])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_parameters_of_full_activations_train_like_plain_model(over: Callable[..., nn.Module], dtype: torch.dtype) -> None:
+def test_parameters_outside_the_tp_plan_have_gradients_of_plain_model(over: Callable[..., nn.Module], dtype: torch.dtype) -> None:
     alone, model = parallel({**HEADS, "": ADDED, "of_heads": ADDED}, over, dtype)  # ``norm`` is left out
     for _ in range(2):
         step(alone, dtype)
@@ -94,7 +94,7 @@ def test_frozen_parameters_outside_the_plan_are_not_checked() -> None:
     torch.testing.assert_close(whole(model.norm.weight.grad), alone.norm.weight.grad)  # type: ignore[union-attr]  # of Heads
 
 
-def test_norm_of_sharded_sequence_needs_sequence_parallel() -> None:
+def test_norm_of_sharded_sequence_without_sequence_parallel_style_raises() -> None:
     mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     alone = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 4), nn.Linear(4, 6)).double()
     cut = {"1": ColwiseParallel(input_layouts=dt.Shard(1)), "2": RowwiseParallel(output_layouts=dt.Shard(1))}
@@ -111,7 +111,7 @@ def test_norm_of_sharded_sequence_needs_sequence_parallel() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer")
-def test_fake_tensor_gradients_are_not_compared() -> None:
+def test_backward_with_fake_tensors_skips_the_comparison_of_tp_ranks() -> None:
     mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     with FakeTensorMode():
         model = fully_shard(parallelize_module(Heads(), mesh["tp"], HEADS), mesh=mesh["dp"])

@@ -48,9 +48,9 @@ def gradients(model: Any) -> list[Any]:
 
 CLEARS: dict[str, Callable[[Any, Any], Any]] = {
     "module": lambda model, optimizer: model.zero_grad(),
-    "module, kept": lambda model, optimizer: model.zero_grad(set_to_none=False),
+    "module, set_to_none=False": lambda model, optimizer: model.zero_grad(set_to_none=False),
     "optimizer": lambda model, optimizer: optimizer.zero_grad(),
-    "optimizer, kept": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+    "optimizer, set_to_none=False": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
 }
 
 
@@ -95,7 +95,7 @@ def test_deepcopy_has_no_pending_gradients() -> None:
 
 @pytest.mark.parametrize("to_none", [False, True])
 @pytest.mark.parametrize("all_of_it", [False, True])
-def test_zero_grad_of_one_module_of_a_unit(to_none: bool, all_of_it: bool) -> None:
+def test_zero_grad_of_one_module_keeps_pending_gradients_of_others(to_none: bool, all_of_it: bool) -> None:
     model = TwoProducts()
     fully_shard([model.first, model.second], mesh=MESH_1D)
     fully_shard(model, mesh=MESH_1D)
@@ -112,7 +112,7 @@ def test_zero_grad_of_one_module_of_a_unit(to_none: bool, all_of_it: bool) -> No
 
 @pytest.mark.parametrize("clear", [None, False, True])
 @pytest.mark.parametrize("dim", [0, 1])
-def test_pending_gradients_of_replicas(clear: bool | None, dim: int) -> None:
+def test_hsdp_pending_gradients_are_added_or_cleared_by_zero_grad(clear: bool | None, dim: int) -> None:
     model, policy = TwoProducts(4, 6), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     fully_shard([model.first, model.second], mesh=MESH_2D, shard_placement_fn=lambda _: Shard(dim), mp_policy=policy)
     fully_shard(model, mesh=MESH_2D)
@@ -218,5 +218,5 @@ def _synchronize_different_gradients() -> list[Any]:
 
 
 @pytest.mark.gloo
-def test_pending_gradients_that_differ_between_ranks() -> None:
+def test_synchronize_gradients_averages_over_ranks_without_a_gradient() -> None:
     assert run_gloo(_synchronize_different_gradients, 2) == [[[6, 3], [6, 3]]] * 2

@@ -114,7 +114,7 @@ def _record_all_reduce_rounds(parts: int, width: int) -> list[str]:
 
 
 @pytest.mark.gloo
-def test_second_round_of_all_reduce_overlaps_with_backward() -> None:
+def test_second_round_of_bucket_all_reduce_overlaps_with_backward() -> None:
     for seen in [
         *run_gloo(_record_all_reduce_rounds, 3, 3, 320),
         *run_gloo(_record_all_reduce_rounds, 3, 3, 384),
@@ -129,7 +129,7 @@ def test_replicate_and_zero_steps_equal_plain_model(size: int, zero: bool) -> No
 
 
 @pytest.mark.gloo
-def test_replicate_and_zero_on_process_groups() -> None:
+def test_replicate_and_zero_steps_equal_plain_model_on_process_groups() -> None:
     for zero in (False, True):
         here = train_both(3, zero)
         for there in run_gloo(train_both, 3, 3, zero):
@@ -189,7 +189,7 @@ def test_gradient_as_bucket_view_gives_equal_gradients(ranks: int, options: dict
 
 
 @pytest.mark.gloo
-def test_gradient_as_bucket_view_on_process_groups() -> None:
+def test_gradient_as_bucket_view_gives_equal_gradients_on_process_groups() -> None:
     run_gloo(_compare_bucket_views, 2, 2)
     run_gloo(_compare_bucket_views, 3, 3)
 
@@ -242,7 +242,7 @@ def test_gradients_accumulate_under_no_sync() -> None:
     assert_same_parameters_and_gradients(model, alone)
 
 
-def test_gradients_accumulate_with_sync_over_two_graphs() -> None:
+def test_gradients_of_two_forward_passes_and_another_step_accumulate() -> None:
     mesh, model, alone = make_dp_mesh(), net(), net()
     replicate(model, mesh, bucket_cap_mb=0.0001)
     first, second = data(2, 2)
@@ -281,12 +281,12 @@ def _train_choice(mesh: Any = None) -> list[Any]:
     return [full_value(model.last.weight.grad).tolist()]
 
 
-def test_parameters_that_some_or_no_ranks_use() -> None:
+def test_parameters_used_by_some_ranks_are_averaged_and_unused_have_no_grad() -> None:
     _train_choice()
 
 
 @pytest.mark.gloo
-def test_parameters_that_some_or_no_ranks_use_on_process_groups() -> None:
+def test_parameters_used_by_some_ranks_are_averaged_on_process_groups() -> None:
     assert run_gloo(_train_choice, 3) == [_train_choice()] * 3
 
 
@@ -307,7 +307,7 @@ def test_buffers_are_broadcast_from_the_first_rank() -> None:
     torch.testing.assert_close(model(make_per_rank_batch(batch, mesh)).shards[1], first.eval()(batch[1]))
 
 
-def test_mixed_precision_of_replicated_module() -> None:
+def test_replicate_with_mixed_precision_has_bfloat16_output_and_float32_grad() -> None:
     model = replicate(
         nn.Linear(3, 2), make_dp_mesh(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     )
@@ -317,7 +317,7 @@ def test_mixed_precision_of_replicated_module() -> None:
     assert model.weight.grad.dtype == model.weight.dtype == torch.float32
 
 
-def test_replicate_over_tensor_parallel_module() -> None:
+def test_replicate_of_tensor_parallel_module_equals_plain_model() -> None:
     mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3)).double()
     alone = copy.deepcopy(model)
@@ -345,7 +345,7 @@ def test_zero_updates_equal_plain_optimizer(make: Any) -> None:
     assert_same_parameters(model, alone)
 
 
-def test_zero_step_gathers_once_and_stores_a_part_of_the_state() -> None:
+def test_zero_step_issues_one_all_gather_and_stores_a_shard_of_the_state() -> None:
     mesh = make_dp_mesh(2)
     model = replicate(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4)), mesh)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.1)

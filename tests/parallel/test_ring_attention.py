@@ -68,36 +68,36 @@ class events_of:  # noqa: N801  used like a function
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("length", "ranks"), [(8, 4), (7, 3), (9, 4), (5, 4), (3, 4)])
-def test_ring_attention_of_every_shard_size(length: int, ranks: int, causal: bool) -> None:
+def test_ring_attention_of_every_shard_size_equals_plain_torch(length: int, ranks: int, causal: bool) -> None:
     check(length, (ranks,), [Shard(2)], is_causal=causal)
 
 
-def test_ring_attention_with_heads_and_sequence_on_two_mesh_dims() -> None:
+def test_ring_attention_with_other_dims_sharded_too_equals_plain_torch() -> None:
     check(7, (2, 2), [Shard(1), Shard(2)], is_causal=True)
     check(7, (2, 2), [Shard(2), Shard(0)], is_causal=False)
 
 
-def test_ring_attention_over_two_mesh_dims() -> None:
+def test_ring_attention_over_two_mesh_dims_equals_plain_torch() -> None:
     check(11, (2, 3), [Shard(2), Shard(2)], is_causal=True)
 
 
-def test_ring_attention_with_fewer_key_heads() -> None:
+def test_ring_attention_with_fewer_key_heads_equals_plain_torch() -> None:
     check(7, (2, 2), [Shard(1), Shard(2)], key_heads=2, is_causal=True, enable_gqa=True)
 
 
-def test_ring_attention_with_masks_of_every_shape() -> None:
+def test_ring_attention_with_masks_of_every_shape_equals_plain_torch() -> None:
     full = torch.randn(BATCH, HEADS, 7, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     for mask in (full, full[:1], full[:1, :1, :1], full[:, :1, :, :1], full[0, 0] > 0):
         check(7, (3,), [Shard(2)], mask=mask)
 
 
-def test_ring_attention_with_fully_masked_rows() -> None:
+def test_ring_attention_with_fully_masked_rows_equals_plain_torch() -> None:
     mask = torch.zeros(7, 7, dtype=torch.float64)
     mask[2] = mask[:, 3] = -torch.inf
     check(7, (3,), [Shard(2)], mask=mask)
 
 
-def test_ring_attention_accumulates_bfloat16_in_float32() -> None:
+def test_ring_attention_bfloat16_error_is_at_most_twice_that_of_torch() -> None:
     mesh = dt.init_device_mesh("cpu", (4,))
     given = operands(64, dtype=torch.bfloat16)
     exact = run_attention([x.double() for x in given], None, None, is_causal=True)
@@ -130,7 +130,7 @@ def _check_on_processes() -> None:
 
 
 @pytest.mark.gloo
-def test_ring_attention_on_process_groups() -> None:
+def test_ring_attention_equals_plain_torch_on_process_groups() -> None:
     run_gloo(_check_on_processes, 4)
 
 

@@ -40,7 +40,7 @@ def join_batches_of_ranks(sampler: DistributedBatchSampler) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_sampler_state_continues_on_another_number_of_ranks(seed: int) -> None:
+def test_sampler_state_resumes_the_same_batches_on_another_number_of_ranks(seed: int) -> None:
     dice = random.Random(seed)
     length, size = dice.randint(1, 40), dice.randint(4, 13)
     options: dict[str, Any] = {"shuffle": dice.random() < 0.7, "seed": dice.randint(0, 3)}
@@ -84,7 +84,7 @@ def test_sample_order_equals_torch_distributed_sampler() -> None:
         assert list(chain(*ours)) == list(theirs)
 
 
-def test_batch_sharded_over_several_mesh_dims_in_any_order() -> None:
+def test_sampler_over_two_mesh_dims_gives_each_rank_its_shard_of_the_batch() -> None:
     mesh = mesh_of(2, 2, 2, names=("copy", "cut", "tp"))
     rows = torch.arange(24).reshape(12, 2)
     for dims, placements in ((("copy", "cut"), (Shard(0), Shard(0), Replicate())), (("cut", "copy"), None)):
@@ -121,7 +121,7 @@ def _read_on_processes(batch_size: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.gloo
-def test_process_groups_read_parts_of_the_batches_of_one_process() -> None:
+def test_sampler_on_process_groups_gives_the_batches_of_one_process() -> None:
     mesh = mesh_of(2, 2)
     sampler = DistributedBatchSampler(range(10), mesh, 3)
     sampler.seek(1)

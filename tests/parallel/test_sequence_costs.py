@@ -80,12 +80,16 @@ def words() -> Tensor:
 MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], int]] = {
     "mlp": (lambda: nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH)), sequence, 0),
     "gated": (lambda: nn.Sequential(nn.RMSNorm(WIDTH), nn.Linear(WIDTH, 16), nn.GLU(), nn.Dropout(0.2)), sequence, 0),
-    "loss of words in a row": (lambda: WordsLoss(lambda x, y: F.cross_entropy(x.view(-1, 12), y.view(-1))), words, 12),
-    "weighted": (lambda: WordsLoss(cross_entropy_with_ignored_words), words, 12),
-    "smoothed": (lambda: WordsLoss(lambda x, y: F.cross_entropy(x.mT, y, label_smoothing=0.1)), words, 48),
-    "of each": (lambda: WordsLoss(lambda x, y: F.cross_entropy(x.view(-1, 12), y.view(-1), reduction="none").sum()), words, 12),
+    "cross_entropy": (lambda: WordsLoss(lambda x, y: F.cross_entropy(x.view(-1, 12), y.view(-1))), words, 12),
+    "cross_entropy, some words ignored": (lambda: WordsLoss(cross_entropy_with_ignored_words), words, 12),
+    "cross_entropy, label_smoothing": (lambda: WordsLoss(lambda x, y: F.cross_entropy(x.mT, y, label_smoothing=0.1)), words, 48),
+    "cross_entropy, not reduced": (
+        lambda: WordsLoss(lambda x, y: F.cross_entropy(x.view(-1, 12), y.view(-1), reduction="none").sum()),
+        words,
+        12,
+    ),
     **{f"attention, {how}": (lambda how=how: Attention(how), sequence, 2 * KEYS) for how in ("chunk", "unbind", "einsum")},
-    "attention, with its shares": (SelfAttention, sequence, 2 * KEYS),
+    "attention with weights": (SelfAttention, sequence, 2 * KEYS),
     "encoder": (lambda: nn.TransformerEncoderLayer(WIDTH, 2, 16, batch_first=True), sequence, 2 * KEYS),
 }
 
@@ -134,7 +138,7 @@ def test_gradient_of_gathered_value_is_reduce_scattered() -> None:
     torch.testing.assert_close(x.grad.full_tensor(), plain.grad)
 
 
-def test_views_of_one_part_share_one_gathered_copy() -> None:
+def test_transposes_of_one_slice_share_a_gathered_copy_until_it_is_written() -> None:
     both = dt.distribute_tensor(torch.randn(2, 8, 4), MESH, [Shard(1)]).requires_grad_().exp()
     q = dt.distribute_tensor(torch.randn(8, 4), MESH, [Shard(0)])
     with CommDebugMode() as comm:
@@ -150,7 +154,7 @@ def test_views_of_one_part_share_one_gathered_copy() -> None:
         torch.testing.assert_close((q @ first).full_tensor(), q.full_tensor() @ both.full_tensor()[0].t())
 
 
-def test_second_derivatives_through_a_gathered_value() -> None:
+def test_second_derivatives_through_a_gathered_value_equal_plain_torch() -> None:
     plain, query = torch.randn(2, 8, 4, requires_grad=True, dtype=torch.float64), torch.randn(8, 4, dtype=torch.float64)
     x, q = dt.distribute_tensor(plain.detach(), MESH, [Shard(1)]).requires_grad_(), dt.distribute_tensor(query, MESH, [Shard(0)])
 
@@ -186,13 +190,13 @@ def test_gradients_of_fused_projection_use_one_exchange() -> None:
 
 # --- windows over positions -------------------------------------------------------------------------------------------------
 CONVOLUTIONS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {  # positions that a rank receives in forward
-    "same": (lambda x: F.conv1d(x, FILTER, padding=1), 2),
-    "as it was padded": (lambda x: F.conv1d(F.pad(x, (2, 0)), FILTER), 2),
+    "same padding": (lambda x: F.conv1d(x, FILTER, padding=1), 2),
+    "padded before": (lambda x: F.conv1d(F.pad(x, (2, 0)), FILTER), 2),
     "causal": (lambda x: F.conv1d(x, FILTER, padding=2)[..., :-2], 2),
-    "each channel": (lambda x: F.conv1d(x, FILTER[:, :1], padding=1, groups=32), 2),
-    "wide steps": (lambda x: F.conv1d(x, FILTER, stride=2, padding=1), 2),
-    "far apart": (lambda x: F.conv1d(x, FILTER, padding=3, dilation=3), 6),
-    "pieces": (lambda x: F.conv1d(x, FILTER[..., :2], stride=2), 0),
+    "depthwise": (lambda x: F.conv1d(x, FILTER[:, :1], padding=1, groups=32), 2),
+    "stride 2": (lambda x: F.conv1d(x, FILTER, stride=2, padding=1), 2),
+    "dilation 3": (lambda x: F.conv1d(x, FILTER, padding=3, dilation=3), 6),
+    "disjoint windows": (lambda x: F.conv1d(x, FILTER[..., :2], stride=2), 0),
 }
 FILTER = torch.randn(32, 32, 3, generator=torch.Generator().manual_seed(0))
 

@@ -103,7 +103,7 @@ def test_llama_under_the_documented_plan_equals_plain_model(size: int, local: bo
 
 
 @pytest.mark.gloo
-def test_llama_under_the_documented_plan_on_process_groups() -> None:
+def test_llama_under_the_documented_plan_equals_plain_on_process_groups() -> None:
     losses = run_gloo(_check_llama_on_rank, 4, 4, True)
     assert losses == pytest.approx([check_llama(4, True)] * 4, rel=1e-12)
 
@@ -161,7 +161,7 @@ def test_parallelize_module_uses_the_mesh_context() -> None:
     assert isinstance(model[0].weight, DTensor)
 
 
-def test_user_defined_parallel_style() -> None:
+def test_apply_method_of_user_defined_parallel_style_is_called() -> None:
     class ReplicateAll(ParallelStyle):
         def _apply(self, module: nn.Module, device_mesh: dt.DeviceMesh) -> nn.Module:
             return dt.distribute_module(module, device_mesh)
@@ -238,14 +238,14 @@ class ScaledLinear(nn.Linear):
 @pytest.mark.parametrize(
     "make", [lambda: nn.Linear(5, 7).double(), Transposed, lambda: ScaledLinear(5, 7)], ids=["Linear", "Conv1D", "Scaled"]
 )
-def test_colwise_and_rowwise_linear_layers_of_uneven_size(make: Callable[[], nn.Module], style: Any) -> None:
+def test_colwise_and_rowwise_linear_of_uneven_size_equal_plain_module(make: Callable[[], nn.Module], style: Any) -> None:
     given = {"input_layouts": Replicate()} if style is RowwiseParallel else {}
     output = compare_with_plain(make(), torch.randn(2, 3, 5, dtype=torch.float64), style(use_local_output=False, **given))
     assert output.placements == ((Shard(2),) if style is ColwiseParallel else (Replicate(),))
 
 
 @pytest.mark.parametrize("style", [ColwiseParallel, RowwiseParallel])
-def test_colwise_and_rowwise_embeddings_of_uneven_size(style: Any) -> None:
+def test_colwise_and_rowwise_embedding_of_uneven_size_equal_plain_module(style: Any) -> None:
     made = style(input_layouts=Replicate(), use_local_output=False)
     compare_with_plain(nn.Embedding(7, 5).double(), torch.tensor([[0, 6, 3], [3, 2, 5]]), made)
 
@@ -261,7 +261,7 @@ def test_plain_input_of_rowwise_layer_is_a_local_shard() -> None:
     torch.testing.assert_close(output.shards[1], alone(x))
 
 
-def test_output_layouts_of_styles() -> None:
+def test_outputs_of_styles_have_the_output_layouts() -> None:
     x = torch.randn(4, 5, dtype=torch.float64)
     for layout in (Shard(0), Replicate()):
         assert compare_with_plain(
@@ -302,7 +302,7 @@ def test_colwise_module_takes_keyword_and_additional_arguments() -> None:
     assert torch.equal(module(x, 2.0).full_tensor(), module(x=x, gate=2.0).full_tensor())
 
 
-def test_styled_layers_keep_other_dims_of_a_larger_mesh() -> None:
+def test_styled_layers_on_a_submesh_keep_the_batch_shards_of_the_full_mesh() -> None:
     mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = nn.Sequential(nn.Linear(4, 6, bias=False), nn.Linear(6, 4, bias=False)).double()
     alone = copy.deepcopy(model)
@@ -333,7 +333,7 @@ class ReturnsArguments(nn.Module):
         return x, y, z
 
 
-def test_prepare_module_input_by_position_and_keyword_and_none() -> None:
+def test_prepare_module_input_takes_positions_keywords_and_none() -> None:
     style = PrepareModuleInput(
         input_layouts=(Replicate(), None),
         desired_input_layouts=(Shard(-1), None),
@@ -350,7 +350,7 @@ def test_prepare_module_input_by_position_and_keyword_and_none() -> None:
     assert module(torch.ones(3, 5), "text", z=None)[1:] == ("text", None)
 
 
-def test_prepare_module_input_with_local_output() -> None:
+def test_prepare_module_input_with_use_local_output_gives_local_tensors() -> None:
     style = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(0), use_local_output=True)
     x, _, _ = parallelize_module(ReturnsArguments(), tp_mesh(), style)(torch.arange(3))
     assert [shard.tolist() for shard in x.shards] == [[0, 1], [2]]
@@ -514,7 +514,7 @@ def _check_all_parametrized() -> None:
 
 
 @pytest.mark.gloo
-def test_parametrized_weights_under_styles_on_process_groups() -> None:
+def test_parametrized_weights_train_like_plain_module_on_process_groups() -> None:
     run_gloo(_check_all_parametrized, 2)
 
 
@@ -533,7 +533,7 @@ def test_parametrization_parameters_are_sharded_like_their_weight() -> None:
 
 
 @pytest.mark.parametrize("shape", [(3, 6), (2, 3, 6)])
-def test_in_place_writes_to_outputs_of_styled_layers(shape: tuple[int, ...]) -> None:
+def test_in_place_writes_to_outputs_of_styled_layers_equal_plain_module(shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(6, 5), nn.ReLU(inplace=True), nn.Linear(5, 4))
     styled = parallelize_module(
@@ -677,7 +677,7 @@ def test_overridden_methods_of_derived_input_and_output_styles_are_called() -> N
     torch.testing.assert_close(module(a, b=b).full_tensor(), (a + b) * 2 * 3)
 
 
-def test_overridden_output_method_with_parts_raises() -> None:
+def test_style_with_overridden_output_method_and_parts_raises() -> None:
     with pytest.raises(dt.errors.StyleError, match="_prepare_output_fn, which does not get the number of parts"):
         _DerivedStyles().columns(parts=2)
     assert ColwiseParallel().desired_input_layouts == (Replicate(),)

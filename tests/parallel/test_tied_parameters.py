@@ -135,18 +135,18 @@ def _train_tied() -> list[float]:
 
 
 @pytest.mark.gloo
-def test_tied_weight_stays_shared_on_process_groups() -> None:
+def test_tied_weight_trains_like_plain_model_on_process_groups() -> None:
     run_gloo(_train_tied, 2)
 
 
-def test_tied_weight_with_zero_optimizer() -> None:
+def test_tied_weight_with_zero_optimizer_trains_like_plain_model() -> None:
     model, alone, mesh = build(), build(), make_dp_mesh()
     replicate(model, mesh)
     assert_trains_like_plain(model, alone, mesh, lambda p, lr: ZeroRedundancyOptimizer(p, torch.optim.AdamW, lr=lr))
 
 
 @pytest.mark.parametrize("inner", ["", "tok", "out", "list"])
-def test_weight_shared_by_three_modules(inner: str) -> None:
+def test_weight_shared_by_three_modules_trains_like_plain_model(inner: str) -> None:
     model, alone, mesh = build(TiedThrice), build(TiedThrice), make_dp_mesh()
     if inner:
         fully_shard([model.inner.tok, model.inner.out] if inner == "list" else getattr(model.inner, inner), mesh=mesh)
@@ -158,7 +158,7 @@ def test_weight_shared_by_three_modules(inner: str) -> None:
 
 
 @pytest.mark.parametrize("units", [["a.0", "a", "b"], ["a"], [["a", "b"]]], ids=str)
-def test_module_shared_by_two_units(units: list[Any]) -> None:
+def test_module_shared_by_two_blocks_trains_like_plain_model(units: list[Any]) -> None:
     """Check a shared module with its own unit, in one of the units, and in one unit with both blocks."""
     model, alone, mesh = build(SharedModule), build(SharedModule), make_dp_mesh()
     for name in units:
@@ -168,7 +168,7 @@ def test_module_shared_by_two_units(units: list[Any]) -> None:
     assert_trains_like_plain(model, alone, mesh)
 
 
-def test_weight_tied_between_two_fully_shard_calls() -> None:
+def test_weight_tied_between_two_fully_shard_calls_trains_like_plain_model() -> None:
     model, alone, mesh = build(), build(), make_dp_mesh()
     model.out.weight = nn.Parameter(model.out.weight.detach().clone())
     fully_shard(model.tok, mesh=mesh)
@@ -177,7 +177,7 @@ def test_weight_tied_between_two_fully_shard_calls() -> None:
     assert_trains_like_plain(model, alone, mesh)
 
 
-def test_tied_weight_under_tensor_parallelism() -> None:
+def test_tied_weight_under_tensor_parallelism_trains_like_plain_model() -> None:
     mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model, alone = build(), build()
     plan = {"tok": RowwiseParallel(input_layouts=Replicate()), "out": ColwiseParallel(output_layouts=Replicate())}
@@ -188,7 +188,7 @@ def test_tied_weight_under_tensor_parallelism() -> None:
     assert_trains_like_plain(model, alone, mesh)
 
 
-def test_tied_weight_from_the_meta_device() -> None:
+def test_tied_weight_from_the_meta_device_trains_like_plain_model() -> None:
     mesh, alone = make_dp_mesh(), build()
     with torch.device("meta"):
         model = Tied().double()
@@ -292,7 +292,7 @@ def test_step_of_optimizer_made_before_materialize_raises() -> None:
         early.step()
 
 
-def test_optimizer_raises_after_a_later_replacement_of_parameters() -> None:
+def test_optimizer_step_raises_after_some_parameters_are_replaced() -> None:
     mesh, first, second = make_dp_mesh(), fully_shard(nn.Linear(2, 2), mesh=make_dp_mesh()), nn.Linear(3, 3)
     optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
     optimizer.step()
@@ -311,7 +311,7 @@ def test_optimizer_ignores_replaced_frozen_parameters() -> None:
     optimizer.step()
 
 
-def test_tie_with_a_plain_module_raises_at_the_step() -> None:
+def test_optimizer_step_with_weight_tied_to_a_plain_module_raises() -> None:
     model, mesh = build(), make_dp_mesh()
     fully_shard(model.tok, mesh=mesh)
     with pytest.raises(DTensorError, match="a module that is not distributed shares a weight"):
@@ -319,7 +319,7 @@ def test_tie_with_a_plain_module_raises_at_the_step() -> None:
 
 
 @pytest.mark.parametrize("way", [fully_shard, replicate])
-@pytest.mark.parametrize("loaded", ["to_empty", "assigned", "assigned above"])
+@pytest.mark.parametrize("loaded", ["to_empty", "assigned", "assigned in a parent module"])
 def test_loading_and_to_empty_keep_ties(way: Any, loaded: str) -> None:
     """Check ties after loading and ``to_empty``, before the first forward."""
     mesh = dt.init_device_mesh("cpu", (2,))

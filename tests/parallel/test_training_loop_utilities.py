@@ -222,7 +222,7 @@ def test_activation_checkpointing_equals_plain_torch(make: Any) -> None:
 
 
 @EVERY_LAYOUT
-def test_frozen_parameters_equal_plain_torch(make: Any) -> None:
+def test_training_step_with_frozen_parameters_equals_plain_torch(make: Any) -> None:
     model, alone, given = make()
     for m, x in ((model, given(X)), (alone, X)):
         m[0].requires_grad_(False)
@@ -234,7 +234,7 @@ def test_frozen_parameters_equal_plain_torch(make: Any) -> None:
     assert_same_parameters_and_gradients(model, alone)
 
 
-def test_module_backward_hooks_see_plain_gradients() -> None:
+def test_full_backward_hooks_get_and_change_gradients_of_plain_torch() -> None:
     model, alone, given = mixed()
     seen: list[list[Any]] = []
     for m, x in ((model, given(X).requires_grad_()), (alone, X.clone().requires_grad_())):
@@ -296,17 +296,17 @@ HOOK_CASES = pytest.mark.parametrize(("make", "parts"), [(tensor_parallelize, 1)
 
 
 @HOOK_CASES
-def test_full_backward_hooks_see_and_change_plain_gradients(make: Any, parts: int) -> None:
+def test_full_backward_hooks_of_parallel_modules_equal_plain_torch(make: Any, parts: int) -> None:
     _compare_hooks(make, parts)
 
 
 @pytest.mark.gloo
 @HOOK_CASES
-def test_full_backward_hooks_on_process_groups(make: Any, parts: int) -> None:
+def test_full_backward_hooks_equal_plain_torch_on_process_groups(make: Any, parts: int) -> None:
     run_gloo(_compare_hooks, 2, make, parts)
 
 
-def test_full_backward_hooks_without_differentiable_inputs() -> None:
+def test_full_backward_hook_without_differentiable_input_warns_and_runs() -> None:
     model, seen = fully_shard(nn.Linear(2, 3), mesh=dt.init_device_mesh("cpu", (2,))), []
     model.register_full_backward_hook(lambda _, into, out: seen.append((into, out[0])))
     with pytest.warns(UserWarning, match="no inputs require gradients"):
@@ -347,7 +347,7 @@ def test_dtype_change_between_steps_equals_plain_torch(make: Any, swap: bool, wi
     assert_same_parameters_and_gradients(model, alone, rtol=1e-5, atol=1e-4)
 
 
-def test_outer_fully_shard_after_a_swapped_inner_unit() -> None:
+def test_fully_shard_after_dtype_swap_of_an_inner_unit_equals_plain_torch() -> None:
     mesh, model = dt.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), net()
     alone = copy.deepcopy(model).float()
     fully_shard(model[0], mesh=mesh)
@@ -391,7 +391,7 @@ def test_optimizer_step_in_backward_hook_equals_plain_torch() -> None:
     assert_same_parameters_and_gradients(model, alone)
 
 
-def test_conversion_swaps_parameters_after_data_access() -> None:
+def test_to_dtype_with_swap_converts_parameters_with_data_aliases() -> None:
     model = fully_shard(nn.Linear(3, 5), mesh=dt.init_device_mesh("cpu", (2,)))
     weight, data = model.weight, model.weight.data
     before = data.full_tensor().double()

@@ -63,14 +63,14 @@ def loss_of(model: Any, x: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", WEIGHT_USES)
-def test_backward_of_a_stored_value_raises_after_reshard(name: str) -> None:
+def test_backward_of_a_result_stored_in_an_attribute_raises_after_reshard(name: str) -> None:
     loss = loss_of(make_sharded(WEIGHT_USES[name]), dt.per_rank(batches()))
     with pytest.raises(RuntimeError, match="needed for gradient computation has been modified"):
         loss.backward()
 
 
 @pytest.mark.parametrize("name", WEIGHT_USES)
-def test_backward_of_a_stored_value_without_reshard(name: str) -> None:
+def test_backward_of_a_stored_result_without_reshard_equals_plain_model(name: str) -> None:
     model, plain = make_sharded(WEIGHT_USES[name], keeps=True), Model(WEIGHT_USES[name])
     loss_of(model, dt.per_rank(batches())).backward()
     for x in batches():
@@ -79,7 +79,7 @@ def test_backward_of_a_stored_value_without_reshard(name: str) -> None:
         torch.testing.assert_close(parameter.grad.full_tensor(), wanted.grad)
 
 
-def test_backward_of_a_stored_value_raises_after_parameter_update() -> None:
+def test_backward_of_a_stored_result_raises_after_parameter_update() -> None:
     model, x = make_sharded(WEIGHT_USES["mul"], keeps=True), dt.per_rank(batches())
     model(x)
     before = model.inner.aside
@@ -90,7 +90,7 @@ def test_backward_of_a_stored_value_raises_after_parameter_update() -> None:
         before.sum().backward()
 
 
-def test_backward_of_several_passes_with_retained_graphs() -> None:
+def test_backward_of_three_passes_with_retained_graphs_accumulates() -> None:
     model: Any = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.RMSNorm(4)), mesh=MESH, reshard_after_forward=True)
     x = dt.per_rank([torch.ones(1, 4), torch.ones(1, 4)])
     losses = [model(x).square().sum() for _ in range(3)]
@@ -101,7 +101,7 @@ def test_backward_of_several_passes_with_retained_graphs() -> None:
     torch.testing.assert_close(model[0].weight.grad.full_tensor(), once * 4)
 
 
-def test_passes_without_backward_do_not_accumulate_memory() -> None:
+def test_passes_without_backward_do_not_accumulate_saved_tensors() -> None:
     model: Any = fully_shard(nn.Linear(4, 4), mesh=MESH)
     for _ in range(5):
         model(dt.per_rank([torch.ones(1, 4), torch.ones(1, 4)]))
@@ -122,7 +122,7 @@ class ReturnsWeight(nn.Module):
 
 @pytest.mark.parametrize("backward", [True, False])
 @pytest.mark.parametrize("give", [lambda w: w, lambda w: w.t(), lambda w: {"row": w[1], "all": [w * 2]}, lambda w: w.detach()])
-def test_weights_that_a_unit_returns_stay_valid(give: Callable[[Any], Any], backward: bool) -> None:
+def test_weights_that_a_unit_returns_have_their_values_after_reshard(give: Callable[[Any], Any], backward: bool) -> None:
     model: Any = nn.Sequential(ReturnsWeight(give))
     plain = copy.deepcopy(model)
     fully_shard(model[0], mesh=MESH)

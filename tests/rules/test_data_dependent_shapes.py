@@ -132,12 +132,12 @@ INDEX_PROGRAMS = [
 ]
 
 
-@pytest.fixture(params=["free to travel", pytest.param("as priced", marks=pytest.mark.slow)])
+@pytest.fixture(params=["free kernels", pytest.param("priced kernels", marks=pytest.mark.slow)])
 def prices(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Clear the plans, and make kernels free in one case: for tensors this small the cost model would not choose an exchange of
     rows."""
     clear_plans()
-    if request.param != "as priced":
+    if request.param != "priced kernels":
         monkeypatch.setattr(strategy_cost, "kernel_seconds", lambda *_: -1e-4)
     yield
     clear_plans()
@@ -154,7 +154,7 @@ MANY = settings(max_examples=12, deadline=None, suppress_health_check=list(Healt
 @pytest.mark.parametrize("fn", MASK_PROGRAMS, ids=lambda fn: fn.__name__)
 @given(st.data(), st.integers(0, 1000))
 @MANY
-def test_results_selected_by_sharded_masks_equal_plain_torch(
+def test_masks_and_nonzero_of_sharded_tensors_equal_plain_torch(
     prices: None, fn: Callable[..., Any], data: st.DataObject, seed: int
 ) -> None:
     mesh = data.draw(meshes())
@@ -196,7 +196,7 @@ SWAPPED_NESTED, NESTED = [Shard(0, level=1), Shard(0, level=0)], [S0, S0]
     ],
     ids=str,
 )
-def test_indexing_when_tensor_and_indices_have_different_shardings(prices: None, rows: list[Any], named: list[Any]) -> None:
+def test_indexing_with_differently_sharded_indices_equals_plain_torch(prices: None, rows: list[Any], named: list[Any]) -> None:
     x, i, v = make_floats(7, 3), make_integers(9, low=0, high=7), make_floats(9, 3, seed=1)
     for fn in INDEX_PROGRAMS:
         check(fn, x, i, v, mesh=dt.init_device_mesh("cpu", (2, 2) if rows[1:] else (4,)), placements=[rows, named, named])
@@ -294,7 +294,7 @@ def experts_by_slots(x: Tensor, chosen: Tensor, w: Tensor, experts: Any) -> Tens
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_mixture_of_experts_layer_computes_experts_on_the_rank_of_each_token(
+def test_mixture_of_experts_equals_plain_torch_within_byte_and_flop_limits(
     layer: Any, bytes_per_token: int, flops: float
 ) -> None:
     torch.manual_seed(0)
@@ -363,7 +363,7 @@ def test_sharded_index_out_of_range_raises_on_all_ranks(prices: None, fn: Callab
     assert outcome.same_error
 
 
-def test_indices_from_where_are_right_after_in_place_writes() -> None:
+def test_indexing_after_in_place_write_to_where_indices_equals_plain_torch() -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
 
     def turned(x: Tensor) -> Any:
@@ -375,7 +375,7 @@ def test_indices_from_where_are_right_after_in_place_writes() -> None:
     check(turned, make_floats(7, 3, low=-1.0), mesh=mesh, placements=[[S0]])
 
 
-def test_indices_of_one_tensor_index_another_with_different_sharding() -> None:
+def test_where_indices_of_one_tensor_index_another_as_in_plain_torch() -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
 
     def both(x: Tensor, y: Tensor) -> Any:
@@ -386,7 +386,7 @@ def test_indices_of_one_tensor_index_another_with_different_sharding() -> None:
         check(both, make_floats(7, 3), make_floats(7, 3, seed=1), mesh=mesh, placements=[[S0], where])
 
 
-def test_index_tensors_sharded_along_two_dims(prices: None) -> None:
+def test_indexing_with_2d_indices_sharded_on_a_2d_mesh_equals_plain_torch(prices: None) -> None:
     mesh = dt.init_device_mesh("cpu", (2, 2))
     x, i, v = make_floats(7, 3), make_integers(4, 5, low=0, high=7), make_floats(4, 5, 3, seed=1)
     for rows in ([S0, R], [R, S0], [S0, S1], [S0, S0]):

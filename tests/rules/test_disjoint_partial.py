@@ -76,7 +76,7 @@ LEAKY = 17  # the place of leaky_relu
 
 @pytest.mark.parametrize("number", mark_undecomposed_linear(range(len(ELEMENTWISE)), {LEAKY}))
 @pytest.mark.parametrize("shape", MESHES, ids=str)
-def test_elementwise_operators_on_disjoint_partial_do_not_communicate(shape: tuple[int, ...], number: int) -> None:
+def test_elementwise_operators_keep_disjoint_partial_without_communication(shape: tuple[int, ...], number: int) -> None:
     one, many = grouped_products(MESHES[shape])
     with CheckForeignRowsAreZero(), CommDebugMode() as comm:
         got = ELEMENTWISE[number](many)
@@ -94,7 +94,7 @@ def test_infinite_factor_times_disjoint_partial_equals_plain_torch() -> None:
     assert_equals(got, one * beside)
 
 
-def test_gated_expert_forward_on_disjoint_partial_does_not_communicate() -> None:
+def test_gated_expert_on_disjoint_partial_reduces_only_the_input_gradient() -> None:
     for shape, mesh in MESHES.items():
         whole = [R] * len(shape)
         x, ends = dt.distribute_tensor(random_tensor(7, 8), mesh, whole).requires_grad_(), dt.distribute_tensor(ENDS, mesh, whole)
@@ -122,7 +122,7 @@ def test_gated_expert_forward_on_disjoint_partial_does_not_communicate() -> None
             assert_equals(own.grad, other.grad)
 
 
-def test_product_of_disjoint_partials_with_different_row_owners() -> None:
+def test_product_of_disjoint_partials_with_different_owners_equals_plain_torch() -> None:
     one, many = grouped_products(MESHES[2,])
     other, others = grouped_products(MESHES[2,], torch.tensor([4, 6, 7], dtype=torch.int32), seed=5)
     assert_equals(many * others, one * other)
@@ -170,7 +170,7 @@ def test_in_place_operators_on_disjoint_partial_do_not_communicate(shape: tuple[
     assert_equals(own, bias + one)
 
 
-def test_gradients_through_in_place_writes_to_disjoint_partial() -> None:
+def test_gradients_of_in_place_writes_to_disjoint_partial_equal_plain_torch() -> None:
     mesh = MESHES[2,]
     leaves = [random_tensor(7, 8), random_tensor(3, 8, 12), random_tensor(7, 12, seed=4)]
     ours = [dt.distribute_tensor(t, mesh, [p]).requires_grad_() for t, p in zip(leaves, (R, Shard(0), R), strict=True)]
@@ -192,7 +192,7 @@ def test_write_to_group_offsets_clears_row_ownership() -> None:
     assert_equals(torch.exp(many), torch.exp(one))
 
 
-def test_grouped_matmuls_with_differently_sharded_groups() -> None:
+def test_two_grouped_matmuls_with_different_group_shards_equal_plain_torch() -> None:
     mesh, w = MESHES[2,], random_tensor(3, 12, 8, seed=4)
     x, ends = random_tensor(7, 8), dt.distribute_tensor(ENDS, mesh, [R])
     a, b = dt.distribute_tensor(x, mesh, [R]), dt.distribute_tensor(random_tensor(3, 8, 12, seed=1), mesh, [Shard(0)])
@@ -214,13 +214,13 @@ def test_deepcopy_and_saved_file_drop_row_ownership() -> None:
         assert_equals(torch.exp(other), torch.exp(one))
 
 
-def test_rows_after_the_last_group_are_zero() -> None:
+def test_grouped_matmul_rows_after_the_last_group_are_zero() -> None:
     ends = torch.tensor([2, 3, 5], dtype=torch.int32)
     _, many = grouped_products(MESHES[3,], ends)
     assert torch.equal(torch.exp(many).full_tensor()[5:], torch.ones(2, 12))
 
 
-def test_captured_program_does_not_assume_row_ownership() -> None:
+def test_replayed_program_is_right_for_inputs_without_row_ownership() -> None:
     captured = dt.capture(lambda h, g: torch.exp(h) * g)
     for seed in (0, 3):
         one, many = grouped_products(MESHES[2,], seed=seed)

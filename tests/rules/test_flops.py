@@ -114,7 +114,7 @@ def lookup_of(packet: Any) -> Any:
     return lookup(getattr(packet, packet.overloads()[0]))
 
 
-def test_flops_of_products_that_torch_does_not_count() -> None:
+def test_flops_of_linear_matmul_einsum_and_cpu_attention_equal_the_formula() -> None:
     x, weight, grad = f(3, 5, 6), f(7, 6), f(3, 5, 7)
     assert work_of_call(call_of(aten.linear.default, x, weight, f(7))).flops == 2 * 15 * 6 * 7
     assert work_of_call(call_of(aten.matmul.default, f(4, 1, 5, 6), f(3, 6, 7))).flops == 2 * 12 * 5 * 6 * 7
@@ -193,7 +193,7 @@ def test_attention_flops_are_divided_by_at_most_the_number_of_heads() -> None:
     assert found["h"] == 1 / 8
 
 
-def test_work_for_a_mesh_dim_is_divided_by_other_mesh_dims_that_shard_operands() -> None:
+def test_flops_are_divided_by_sizes_of_other_mesh_dims_that_shard_operands() -> None:
     mesh = dt.init_device_mesh("meta", (4, 8))
     x, weight = f(64, 16), f(16, 16)
     unsharded = call_of(aten.mm.default, x, weight, mesh=mesh)
@@ -213,7 +213,7 @@ def test_only_bytes_of_tensors_with_the_sharded_factor_are_divided() -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES.values(), ids=lambda device: device.name)
-def test_operation_time_is_the_larger_of_arithmetic_and_memory_time(device: Device) -> None:
+def test_estimated_seconds_are_launch_plus_larger_of_flop_and_memory_time(device: Device) -> None:
     assert device.seconds(0, 0, torch.float32) == device.launch
     assert device.seconds(1e15, 1, torch.float32) == 1e15 / device.flops["float32"] + device.launch
     assert device.seconds(1, 1e12, torch.float32) == 1e12 / device.memory + device.launch

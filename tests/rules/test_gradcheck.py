@@ -58,14 +58,14 @@ def test_gradcheck_and_gradgradcheck_pass_for_dtensor_functions(
     assert gradgradcheck(function, inputs, fast_mode=True)
 
 
-def test_gradgradcheck_forward_over_reverse_and_batched_gradcheck() -> None:
+def test_forward_over_reverse_gradgradcheck_and_batched_gradcheck_pass() -> None:
     function, inputs = FUNCTIONS[0]
     assert gradgradcheck(function, inputs, check_fwd_over_rev=True)
     assert gradcheck(function, inputs, check_batched_grad=True)
 
 
 @pytest.mark.parametrize("zeros", [(), (1,), (0, 2), (0, 1, 3)], ids=str)
-def test_second_derivatives_of_prod_with_zero_factors(zeros: tuple[int, ...]) -> None:
+def test_first_and_second_derivatives_of_prod_with_zeros_equal_plain_torch(zeros: tuple[int, ...]) -> None:
     value = torch.tensor([2.0, 3, 5, 7], dtype=torch.float64)
     value[list(zeros)] = 0
     found = []
@@ -92,7 +92,7 @@ def test_gradcheck_finds_wrong_gradient() -> None:
         gradcheck(Wrong.apply, (leaf(3, 2, where=[Shard(0), Replicate()]),))
 
 
-def test_writes_to_data_keep_the_version_and_are_visible_in_views() -> None:
+def test_writes_through_data_keep_the_version_counter_and_change_views() -> None:
     x = dt.distribute_tensor(torch.arange(6.0).reshape(3, 2), PAIR, [Shard(0)])
     row = x[2]
     assert (row + 1).full_tensor().tolist() == [5, 6]
@@ -121,7 +121,7 @@ def test_backward_uses_the_value_written_through_data_after_forward() -> None:
 
 
 @pytest.mark.parametrize("where", [[Replicate()], [Shard(0)], [Partial()]])
-def test_backward_with_plain_gradient_of_redistributed_tensor(where: Any) -> None:
+def test_backward_of_redistributed_tensor_accepts_a_plain_gradient(where: Any) -> None:
     """Check ``y.backward(plain)``, where ``y`` is the result of a redistribution."""
     ones = torch.ones(3)
     x = dt.distribute_tensor(torch.arange(3.0), PAIR, [Shard(0)]).requires_grad_()
@@ -146,7 +146,7 @@ def test_forward_mode_tangents_pass_redistribute_to_local_and_from_local() -> No
 
 
 @pytest.mark.parametrize("where", [[Replicate(), Replicate()], [Shard(0), Replicate()], [Partial("avg"), Partial()]])
-def test_gradcheck_of_from_local_of_one_plain_tensor_on_all_ranks(where: Any) -> None:
+def test_gradcheck_of_from_local_of_a_plain_tensor_passes(where: Any) -> None:
     plain = torch.randn(3, dtype=torch.float64, requires_grad=True)
 
     def function(x: torch.Tensor) -> torch.Tensor:

@@ -142,7 +142,7 @@ def _find_cost_mismatches(plan: CallPlan, kernel: Kernel, issued: list[events.Ev
         yield f"{plan.call}: {declared} bytes declared, issued {told}"
 
 
-def test_kernel_that_reads_numbers_of_its_first_call_raises() -> None:
+def test_kernel_that_reads_a_number_argument_from_at_call_raises() -> None:
     """Check that ``at.call`` refuses to give numbers: calls with other numbers run the same plan."""
 
     @torch.library.custom_op("kernelcosts::scaled", mutates_args=())

@@ -63,7 +63,7 @@ def test_matmul_backward_results_inferred_by_rule_equal_those_of_operator(shapes
         assert _inference_equals_operator(aten.linear_backward.default, weight, output_mask=[*mask, True])
 
 
-def test_matmul_of_mismatched_sizes_raises_after_shape_inference() -> None:
+def test_shape_inference_of_mismatched_matmul_raises_after_a_valid_call() -> None:
     operator, rule = operator_schema_of(aten.matmul.default), lookup(aten.matmul.default)
     for k in (4, 3):
         x, y = Layout.replicated(MESH, (2, 4), None, torch.float32), Layout.replicated(MESH, (k, 5), None, torch.float32)

@@ -59,24 +59,24 @@ def bind_to_text(text: str, call: Call, **options: Any) -> str:
 
 REDUCTIONS: dict[str, tuple[Any, Any, Any, str]] = {
     "one dim": ((5, 6, 7), {"dim": [1]}, (5, 7), "a.0 dim.0 b.0 -> a.0 b.0"),
-    "counted from the end": ((5, 6, 7), {"dim": [-1]}, (5, 6), "a.0 a.1 dim.0 -> a.0 a.1"),
-    "several, others between": ((5, 6, 7), {"dim": [0, 2]}, (6,), "dim.0 b.0 dim.1 -> b.0"),
-    "in any order": ((5, 6, 7), {"dim": [2, 0]}, (6,), "dim.1 b.0 dim.0 -> b.0"),
-    "dims kept": ((5, 6, 7), {"dim": [0, 2], "keepdim": True}, (1, 6, 1), "dim.0 b.0 dim.1 -> 1 b.0 1"),
-    "all": ((5, 6), {"dim": None}, (), "dim.0 dim.1 -> ."),
-    "an empty list is all": ((5, 6), {"dim": []}, (), "dim.0 dim.1 -> ."),
-    "a number": ((), {"dim": [0]}, (), ". -> ."),
+    "negative dim": ((5, 6, 7), {"dim": [-1]}, (5, 6), "a.0 a.1 dim.0 -> a.0 a.1"),
+    "dims around another dim": ((5, 6, 7), {"dim": [0, 2]}, (6,), "dim.0 b.0 dim.1 -> b.0"),
+    "dims in descending order": ((5, 6, 7), {"dim": [2, 0]}, (6,), "dim.1 b.0 dim.0 -> b.0"),
+    "keepdim": ((5, 6, 7), {"dim": [0, 2], "keepdim": True}, (1, 6, 1), "dim.0 b.0 dim.1 -> 1 b.0 1"),
+    "dim=None": ((5, 6), {"dim": None}, (), "dim.0 dim.1 -> ."),
+    "dim=[]": ((5, 6), {"dim": []}, (), "dim.0 dim.1 -> ."),
+    "0-d tensor": ((), {"dim": [0]}, (), ". -> ."),
 }
 
 
-@pytest.mark.parametrize("what", REDUCTIONS)
-def test_selected_dims_are_removed_from_the_result(what: str) -> None:
-    shape, arguments, result, expected = REDUCTIONS[what]
+@pytest.mark.parametrize("case", REDUCTIONS)
+def test_reduced_dims_of_the_call_are_removed_or_have_size_1_in_the_result(case: str) -> None:
+    shape, arguments, result, expected = REDUCTIONS[case]
     call = call_of(aten.sum.dim_IntList, [result], self=size(*shape), **arguments)
     assert bind_to_text("a* @dim b* -> each: a* b*", call) == expected
 
 
-def test_empty_dim_list_selects_no_dim_with_exclamation_mark() -> None:
+def test_exclamation_mark_makes_an_empty_dim_list_select_no_dim() -> None:
     call = call_of(aten.any.dims, [(5, 6)], self=size(5, 6), dim=[])
     assert bind_to_text("a* @dim! b* -> a* b*", call) == "a.0 a.1 -> a.0 a.1"
     some = call_of(aten.any.dims, [(5, 1)], self=size(5, 6), dim=[1], keepdim=True)
@@ -85,7 +85,7 @@ def test_empty_dim_list_selects_no_dim_with_exclamation_mark() -> None:
     assert bind_to_text("a* @dim! b* -> a* b*", all_of) == "dim.0 dim.1 -> ."
 
 
-def test_selected_dims_in_brackets_bind_as_whole() -> None:
+def test_selected_dims_in_brackets_must_be_unsharded() -> None:
     call = call_of(aten.flip.default, [(5, 6)], self=size(5, 6), dims=[1])
     assert bind_to_text("a* [@dims!] b* -> a* [@dims!] b*", call) == "a.0 dims.0 -> a.0 dims.0 whole dims.0"
 
@@ -99,7 +99,7 @@ def test_first_pattern_that_fits_the_call_is_chosen(shape: tuple[int, ...], expe
 
 
 PATTERNS = {
-    "along a dim": (
+    "operator along a dim": (
         "each: a* [@dim] b* -> each: a* [@dim] b*",
         call_of(aten.sort.default, [(5, 6), (5, 6)], self=size(5, 6), dim=-1),
         "a.0 dim.0 -> a.0 dim.0, a.0 dim.0 whole dim.0",
@@ -109,39 +109,39 @@ PATTERNS = {
         call_of(aten.unsqueeze.default, [(5, 1, 6)], self=size(5, 6), dim=1),
         "a.0 b.0 -> a.0 1 b.0",
     ),
-    "another dim in the place of a picked one": (
+    "index dim replaces the selected dim": (
         "self: a* [@dim] b*, index: i -> a* i b*",
         call_of(aten.index_select.default, [(5, 3, 7)], self=size(5, 6, 7), dim=1, index=size(3)),
         "a.0 dim.0 b.0, i -> a.0 i b.0 whole dim.0",
     ),
-    "lists": (
+    "list of tensors": (
         "tensors: a* b* -> a* @dim b*",
         call_of(aten.stack.default, [(5, 2, 6)], tensors=[size(5, 6), size(5, 6)], dim=1),
         "a.0 b.0, a.0 b.0 -> a.0 1 b.0",
     ),
-    "groups broadcast": (
+    "broadcast operands": (
         "each: s* -> each: s*",
         call_of(aten.mul.Tensor, [(5, 6)], self=size(5, 6), other=size(1, 6)),
         "s.0 s.1, 1 s.1 -> s.0 s.1",
     ),
-    "operands by name, some left out": (
+    "operands by name, without the bias": (
         "input: n (g i), bias: (g o), weight: (g o) i -> n (g o)",
         call_of(aten.linear.default, [(5, 6)], input=size(5, 4), weight=size(6, 2)),
         "n gi, go i -> n go",
     ),
-    "dims that are no factors": (
+    "empty brackets are dims without a factor": (
         "each: b* [] [] -> each: b* [] []",
         call_of(aten.avg_pool2d.default, [(5, 3, 3)], self=size(5, 7, 7), kernel_size=[2, 2]),
         "b.0 1 1 -> b.0 1 1",
     ),
-    "too few dims": ("m k -> m", call_of(aten.neg.default, [(5,)], self=size(5)), "none"),
-    "a dim out of range": ("a* @dim b* -> a* b*", call_of(aten.sum.dim_IntList, [()], self=size(5), dim=[3]), "none"),
+    "tensor with too few dims": ("m k -> m", call_of(aten.neg.default, [(5,)], self=size(5)), "none"),
+    "dim out of range": ("a* @dim b* -> a* b*", call_of(aten.sum.dim_IntList, [()], self=size(5), dim=[3]), "none"),
 }
 
 
-@pytest.mark.parametrize("what", PATTERNS)
-def test_pattern_binds_to_call(what: str) -> None:
-    text, call, expected = PATTERNS[what]
+@pytest.mark.parametrize("case", PATTERNS)
+def test_pattern_gives_the_factors_of_a_call_or_none_if_it_does_not_fit(case: str) -> None:
+    text, call, expected = PATTERNS[case]
     sizes = {"g": lambda call: 2} if "(g" in text else None
     assert bind_to_text(text, call, sizes=sizes) == expected
 
@@ -190,7 +190,7 @@ def test_linear_one_of_and_forgets_give_their_partial_strategies() -> None:
     assert rows_of(linear("mat1"), monotone)(call) == (*linear("mat1")(call), *monotone)
 
 
-def test_by_chooses_by_the_value_of_an_argument() -> None:
+def test_by_selects_a_reduction_by_the_value_of_an_argument() -> None:
     call = call_of(aten.mse_loss.default, [()], self=size(5), target=size(5), reduction=1)
     assert by("reduction", {1: "avg", 2: "sum"})(call) == "avg"
     assert by("reduction", {2: "sum"})(call) is None

@@ -1,4 +1,5 @@
-"""Traits of operators: facts beside their rules, by overload, operator and in-place variant. The engine names no operator."""
+"""Traits of operators: facts declared next to their rules, by overload, operator and in-place variant. The engine names no
+operator."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def test_traits_of_an_overload_extend_those_of_its_operator() -> None:
     assert traits_of(aten.view.dtype).needs_strides
 
 
-def test_in_place_variant_has_the_refusals_of_its_operator() -> None:
+def test_in_place_variant_has_the_argument_checks_of_its_operator() -> None:
     assert traits_of(aten.index_fill_.int_Scalar).checks == traits_of(aten.index_fill.int_Scalar).checks != ()
 
 
@@ -67,50 +68,56 @@ def test_in_place_cumsum_of_bools_raises_as_in_torch(placement: dtensor.Placemen
 X, ROW = torch.arange(30.0).view(5, 6) / 8, torch.arange(6.0)
 REFUSED: dict[str, Callable[[Any, Any], Any]] = {
     "renorm of order 0": lambda x, w: x.renorm(0, 0, 1.0),
-    "renorm of no order": lambda x, w: x.renorm(float("nan"), 0, 1.0),
-    "renorm to less than nothing": lambda x, w: x.renorm(2, 0, -1.0),
-    "renorm of a dim too many": lambda x, w: x.renorm(2, 2, 1.0),
-    "layer norm of doubles": lambda x, w: torch.layer_norm(x, (6,), w.double()),
-    "layer norm of half weights": lambda x, w: torch.layer_norm(x, (6,), w.bfloat16()),
-    "layer norm of two dtypes": lambda x, w: torch.layer_norm(x.bfloat16(), (6,), w, w.bfloat16()),
-    "more rows added than the product has": lambda x, w: torch.addmm(x[:2], x[:1], x[0].diag()),
-    "rows added to a vector's one": lambda x, w: torch.addmv(w, x[:1], w),
-    "closeness to another size": lambda x, w: torch.allclose(x, x[:2]),
-    "closeness of nothing to something": lambda x, w: torch.allclose(w, w[:0]),
-    "closeness of two dtypes": lambda x, w: torch.allclose(x, x.double()),
-    "closeness below nothing": lambda x, w: torch.allclose(x[:1], x[:1], -1.0),
+    "renorm of order NaN": lambda x, w: x.renorm(float("nan"), 0, 1.0),
+    "renorm with negative maxnorm": lambda x, w: x.renorm(2, 0, -1.0),
+    "renorm of dim out of range": lambda x, w: x.renorm(2, 2, 1.0),
+    "layer norm with float64 weight": lambda x, w: torch.layer_norm(x, (6,), w.double()),
+    "layer norm with bfloat16 weight": lambda x, w: torch.layer_norm(x, (6,), w.bfloat16()),
+    "layer norm with weight and bias of two dtypes": lambda x, w: torch.layer_norm(x.bfloat16(), (6,), w, w.bfloat16()),
+    "addmm with input of more rows than the product": lambda x, w: torch.addmm(x[:2], x[:1], x[0].diag()),
+    "addmv with input longer than the product": lambda x, w: torch.addmv(w, x[:1], w),
+    "allclose with another size": lambda x, w: torch.allclose(x, x[:2]),
+    "allclose with an empty tensor": lambda x, w: torch.allclose(w, w[:0]),
+    "allclose of two dtypes": lambda x, w: torch.allclose(x, x.double()),
+    "allclose with negative rtol": lambda x, w: torch.allclose(x[:1], x[:1], -1.0),
     "floor division of bools": lambda x, w: (x > 1) // (x > 1),
     "log softmax of bools": lambda x, w: (x > 1).log_softmax(0),
-    "fractions of bools": lambda x, w: (x > 1).frac(),
-    "clamped complex numbers": lambda x, w: torch.clamp(x + 1j, x + 1j),
-    "leaky relu of small numbers": lambda x, w: torch.nn.functional.leaky_relu(x.to(torch.uint8)),
-    "filled with a complex number": lambda x, w: x.masked_fill(x > 1, w[1] + 1j),
-    "segments of too much": lambda x, w: torch.segment_reduce(x, "sum", lengths=w[:4].long()),
-    "segments below nothing, unsafe": lambda x, w: torch.segment_reduce(x, "sum", lengths=w[:3].long() * 2 - 1, unsafe=True),
-    "a gradient of softmax of one column": lambda x, w: aten._softmax_backward_data(x[:, :1], x, 1, x.dtype),
-    "a gradient of a position that is longer": lambda x, w: aten.select_backward(x[:, 0], list(x.shape), 0, 1),
-    "a gradient of a slice that is shorter": lambda x, w: aten.slice_backward(x[:2], list(x.shape), 0, 1, 4, 1),
-    "a gradient of a diagonal that is shorter": lambda x, w: aten.diagonal_backward(x[:4, 0], list(x.shape), 0, 0, 1),
-    "segments below nothing": lambda x, w: torch.segment_reduce(x, "sum", lengths=w[:4].long() * 4 - 5),
+    "frac of bools": lambda x, w: (x > 1).frac(),
+    "clamp of complex numbers": lambda x, w: torch.clamp(x + 1j, x + 1j),
+    "leaky_relu of uint8": lambda x, w: torch.nn.functional.leaky_relu(x.to(torch.uint8)),
+    "masked_fill with a complex number": lambda x, w: x.masked_fill(x > 1, w[1] + 1j),
+    "segment_reduce with too large lengths": lambda x, w: torch.segment_reduce(x, "sum", lengths=w[:4].long()),
+    "unsafe segment_reduce with a negative length": lambda x, w: torch.segment_reduce(
+        x, "sum", lengths=w[:3].long() * 2 - 1, unsafe=True
+    ),
+    "softmax backward with gradient of one column": lambda x, w: aten._softmax_backward_data(x[:, :1], x, 1, x.dtype),
+    "select_backward with gradient of another size": lambda x, w: aten.select_backward(x[:, 0], list(x.shape), 0, 1),
+    "slice_backward with gradient of fewer rows": lambda x, w: aten.slice_backward(x[:2], list(x.shape), 0, 1, 4, 1),
+    "diagonal_backward with gradient of fewer elements": lambda x, w: aten.diagonal_backward(x[:4, 0], list(x.shape), 0, 0, 1),
+    "segment_reduce with a negative length": lambda x, w: torch.segment_reduce(x, "sum", lengths=w[:4].long() * 4 - 5),
 }
 
 
 @pytest.mark.parametrize("where", [dtensor.Replicate(), dtensor.Shard(0), dtensor.Shard(-1)], ids=str)
 @pytest.mark.parametrize("name", REFUSED)
-def test_calls_that_torch_kernels_refuse_raise_under_every_placement(name: str, where: dtensor.Placement) -> None:
+def test_calls_that_torch_kernels_reject_raise_under_every_placement(name: str, where: dtensor.Placement) -> None:
     mesh = dtensor.init_device_mesh("cpu", (3,))
     outcome = compare(REFUSED[name], [X, ROW], mesh, [[where], [dtensor.Replicate()]], gradients=False)
     assert outcome.same_error, outcome.problems
 
 
 ACCEPTED: dict[str, Callable[[Any, Any], Any]] = {  # accepted by torch's kernels, but not by its meta functions
-    "powers of bools in place": lambda x, w: (x > 1).pow_(True),
-    "a gradient that expands to a position": lambda x, w: aten.select_backward(x[:, :1].sum(0), list(x.shape), 0, 1),
-    "a gradient that expands to a column": lambda x, w: aten.select_backward(x[:1].sum(1), list(x.shape), 1, 1),
-    "a gradient that expands to a slice": lambda x, w: aten.slice_backward(x[:, :1], list(x.shape), 1, 1, 4, 1),
-    "a row that expands to a slice": lambda x, w: aten.slice_backward(x[0], list(x.shape), 0, 1, 4, 1),
-    "a gradient that expands to a diagonal": lambda x, w: aten.diagonal_backward(x[0, :1], list(x.shape), 0, 0, 1),
-    "filled with a complex number that is real": lambda x, w: x.masked_fill(x > 1, w[1] + 0j),
+    "in-place pow of bools": lambda x, w: (x > 1).pow_(True),
+    "select_backward of a row with gradient that broadcasts": lambda x, w: aten.select_backward(
+        x[:, :1].sum(0), list(x.shape), 0, 1
+    ),
+    "select_backward of a column with gradient that broadcasts": lambda x, w: aten.select_backward(
+        x[:1].sum(1), list(x.shape), 1, 1
+    ),
+    "slice_backward with a column that broadcasts": lambda x, w: aten.slice_backward(x[:, :1], list(x.shape), 1, 1, 4, 1),
+    "slice_backward with a row that broadcasts": lambda x, w: aten.slice_backward(x[0], list(x.shape), 0, 1, 4, 1),
+    "diagonal_backward with gradient that broadcasts": lambda x, w: aten.diagonal_backward(x[0, :1], list(x.shape), 0, 0, 1),
+    "masked_fill with a complex number without imaginary part": lambda x, w: x.masked_fill(x > 1, w[1] + 0j),
 }
 
 
@@ -122,7 +129,7 @@ def test_log_softmax_backward_with_too_small_gradient_raises() -> None:
 
 @pytest.mark.parametrize("where", [dtensor.Replicate(), dtensor.Shard(0), dtensor.Shard(-1), dtensor.Partial()], ids=str)
 @pytest.mark.parametrize("name", ACCEPTED)
-def test_calls_that_torch_kernels_accept_run_under_every_placement(name: str, where: dtensor.Placement) -> None:
+def test_calls_that_torch_kernels_but_not_meta_functions_accept_equal_torch(name: str, where: dtensor.Placement) -> None:
     mesh = dtensor.init_device_mesh("cpu", (3,))
     check(ACCEPTED[name], X, ROW, mesh=mesh, placements=[[where], [dtensor.Replicate()]], gradients=False)
 

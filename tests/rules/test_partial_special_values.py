@@ -146,7 +146,7 @@ NUMBER_CALLS: dict[str, Callable[[Any, float], Any]] = {
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
 @pytest.mark.parametrize("name", NUMBER_CALLS)
-def test_cached_plan_is_not_reused_for_special_numbers(name: str, dtype: torch.dtype) -> None:
+def test_calls_with_special_numbers_after_a_cached_plan_equal_plain_torch(name: str, dtype: torch.dtype) -> None:
     call = NUMBER_CALLS[name]
     if name == "mul complex" and dtype is torch.float16:
         dtype = torch.float64
@@ -159,7 +159,7 @@ def test_cached_plan_is_not_reused_for_special_numbers(name: str, dtype: torch.d
             assert found is None, (op, number, found)
 
 
-def test_result_of_partial_times_number_is_partial_only_for_usual_numbers() -> None:
+def test_partial_times_or_divided_by_number_stays_partial_if_factor_is_finite() -> None:
     x = DTensor.from_local(per_rank(ADDENDS), get_or_make_mesh((3,)), [Partial()])
     for number, placement in ((2.0, Partial()), (INF, Replicate()), (0.5, Partial()), (0.0, Partial()), (1e39, Replicate())):
         assert (x * number).placements == (placement,)
@@ -170,7 +170,7 @@ def test_result_of_partial_times_number_is_partial_only_for_usual_numbers() -> N
     assert (x * mask).placements == (Partial(),)
 
 
-def test_partial_divided_by_zero_counts_and_times_infinite_weights() -> None:
+def test_partial_over_zero_counts_or_times_infinite_weights_is_inf_or_nan() -> None:
     """Divide a partial tensor by counts of which some are zero."""
     x = DTensor.from_local(per_rank(ADDENDS), get_or_make_mesh((3,)), [Partial()])
     counts = dt.distribute_tensor(torch.tensor([0.0, 0.0, 0.0, 1.0]), get_or_make_mesh((3,)), [Replicate()])

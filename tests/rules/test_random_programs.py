@@ -98,7 +98,7 @@ def test_random_view_programs_write_through_all_kinds_of_views() -> None:
         assert any(part in line for line in lines), part
 
 
-def test_minimize_reduces_a_failing_program(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_minimize_failure_removes_unneeded_lines_and_placements(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = lambda x, y: x * 1.5 if type(x) is torch.Tensor else x  # noqa: E731  a bug to find
     monkeypatch.setattr(torch.Tensor, "hypot", wrong)
     program = Program(("a", "e"), ("v0 = a + 1", "v1 = torch.relu(a)", "v2 = v1.hypot(v1)", "v3 = e * 2"))

@@ -80,20 +80,20 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "a bare class": ((Shard, Shard), r"is not a placement; use Shard\(dim\)"),
     "a placement in quotes": ((["S(0)"], ["S(0)"]), r"is not a placement; use Shard\(dim\)"),
     "a list for a tensor": (([Shard(0)], [[Shard(0)]]), "not a placement"),
-    "no pair": ([Shard(0)], r"a strategy is a pair, \(\[Shard\(0\)\], \[Shard\(0\), None\]\)"),
-    "three sides": (([Shard(0)], [Shard(0)], [Shard(0)]), "a strategy is a pair"),
+    "outputs without inputs": ([Shard(0)], r"a strategy is a pair, \(\[Shard\(0\)\], \[Shard\(0\), None\]\)"),
+    "three lists of placements": (([Shard(0)], [Shard(0)], [Shard(0)]), "a strategy is a pair"),
     "a number": (3, "a strategy is a pair"),
-    "sizes": (([Shard(0, sizes=(1, 3))], [Shard(0, sizes=(1, 3))]), r"not the shard sizes: write Shard\(0\)"),
-    "a level": (([Shard(0, level=1)], [Shard(0, level=1)]), r"not the shard sizes: write Shard\(0\)"),
-    "a shard from nowhere": (([Shard(0)], [R]), r"every rank computes the full output: write Replicate\(\)"),
-    "a sum from nowhere": (([Partial()], [R]), r"every rank computes the full output: write Replicate\(\)"),
-    "sizes that do not divide": (([Shard(0)], [Shard(1)]), "sizes 3 and 4 together"),
+    "shard sizes": (([Shard(0, sizes=(1, 3))], [Shard(0, sizes=(1, 3))]), r"not the shard sizes: write Shard\(0\)"),
+    "shard level": (([Shard(0, level=1)], [Shard(0, level=1)]), r"not the shard sizes: write Shard\(0\)"),
+    "sharded output of replicated input": (([Shard(0)], [R]), r"every rank computes the full output: write Replicate\(\)"),
+    "partial output of replicated input": (([Partial()], [R]), r"every rank computes the full output: write Replicate\(\)"),
+    "factor of two sizes": (([Shard(0)], [Shard(1)]), "sizes 3 and 4 together"),
 }
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_invalid_strategy_raises_with_operator_and_strategy_number(what: str) -> None:
-    row, message = REFUSED[what]
+@pytest.mark.parametrize("case", REFUSED)
+def test_invalid_strategy_raises_with_operator_and_strategy_number(case: str) -> None:
+    row, message = REFUSED[case]
     dt.register_sharding(twice())(lambda x: [([Shard(0)], [Shard(0)]), row])
     with pytest.raises(RuleError, match=message) as raised:
         twice()(put(X, Shard(0)))
@@ -166,7 +166,7 @@ def test_trailing_non_tensor_arguments_may_be_omitted() -> None:
             assert_equals(op(put(X, Shard(0)), 2), X**2)
 
 
-def test_number_in_place_of_a_tensor_takes_none() -> None:
+def test_strategy_has_none_for_a_number_in_place_of_a_tensor() -> None:
     """Check ``fmod.Scalar``: its number is an operand of the rule, because ``fmod.Tensor`` has a tensor there."""
     dt.register_sharding(torch.ops.aten.fmod.Scalar)(lambda x, k: [([Shard(0)], [Shard(0), None])])
     with dt.explicit():
@@ -336,7 +336,7 @@ def test_function_may_read_the_value_of_a_number() -> None:
 
 @pytest.mark.parametrize("order", [1, -1])
 @pytest.mark.parametrize("shape", [(2,), (3,), (2, 2)])
-def test_strategies_that_divide_one_dim_differently_are_not_mixed(shape: tuple[int, ...], order: int) -> None:
+def test_strategies_that_shard_one_dim_in_different_blocks_are_not_combined(shape: tuple[int, ...], order: int) -> None:
     """Check one strategy that shards the result in n blocks of two elements, and one that shards it in 2 n elements."""
     op = define("second(Tensor x, Tensor z) -> Tensor", lambda x, z: z * 2)
     dt.register_sharding(op)(lambda x, z: [(Shard(0), [Shard(0), Shard(0)]), (Shard(0), [R, Shard(0)])][::order])
@@ -347,7 +347,7 @@ def test_strategies_that_divide_one_dim_differently_are_not_mixed(shape: tuple[i
         assert_equals(op(put(x, *of_x, mesh=mesh), put(z, *of_z, mesh=mesh)), z * 2)
 
 
-def test_shards_do_not_split_a_pair_of_elements() -> None:
+def test_operands_of_sizes_n_and_2n_in_one_strategy_equal_plain_torch() -> None:
     """Check an operator with two elements of ``z`` for each one of ``x``: a shard of ``z`` must not split a pair."""
     op = define("pairs(Tensor x, Tensor z) -> Tensor", lambda x, z: x.repeat_interleave(2) * z)
     asked = lambda x, z: [(Shard(0), [Shard(0), Shard(0)])]  # noqa: E731
@@ -413,7 +413,7 @@ def test_kernel_function_runs_on_local_tensors() -> None:
     assert_equals(op(put(X, Shard(0))), X.amax())
 
 
-def test_notation_with_sums_partials_local_args_and_when() -> None:
+def test_sums_partials_local_args_and_when_options_of_notation_take_effect() -> None:
     op = define("scaled_sum(Tensor x, Tensor w, int dim) -> Tensor", lambda x, w, dim: (x * w).sum(dim))
     dt.register_sharding(op, "each: a* @dim b* -> a* b*", sums="@dim", partials=dt.rules.linear("x", "w"))
     x, w = put(X, Shard(1)), put(X + 1, Shard(1))
@@ -463,28 +463,34 @@ def test_notation_that_omits_a_tensor_raises(notation: str, message: str) -> Non
 
 
 INVALID_KEYWORDS: dict[str, tuple[dict[str, Any], str]] = {
-    "a letter of sums": ({"sums": "q"}, r"sums= names q, which 'b\* d, b\* d -> b\*' does not have"),
-    "a letter of a mapping of sums": ({"sums": {"d": "sum", "q": "R"}}, "sums= names q, "),
-    "a letter of kernels": ({"kernels": {"q": None}}, "kernels= names q, "),
-    "a letter of sizes": ({"sizes": {"q": "x"}}, "sizes= names q, which 'b"),
-    "an argument of sizes": ({"sizes": {"d": "factor"}}, "sizes= names factor, which the operator does not have"),
-    "a letter of nonempty": ({"nonempty": "b q"}, "nonempty= names q, "),
-    "a plain argument": ({"plain": ("z",)}, "plain= names z, which the operator does not have: tables::weighted"),
-    "an argument of a word": ({"partials": dt.rules.linear("z")}, "partials= names z, which the operator does not have"),
-    "an argument of one of several words": ({"partials": (dt.rules.monotone, dt.rules.one_of("z"))}, "partials= names z, "),
-    "a reduction": ({"sums": "d", "reduce": "total"}, "'total' is no reduction; use one of sum, avg"),
-    "a reduction of a letter": ({"sums": {"d": "total"}}, "'total' is no reduction"),
-    "a partial row without an arrow": ({"partials": "sum"}, 'partials= has .sum.: partial strategy .sum. has no "->"'),
-    "a partial row of an unknown reduction": ({"partials": "total,R -> sum"}, "partials= has .*got 'total'"),
-    "a partial row of too few operands": ({"partials": "sum -> sum"}, "but the operator takes 3 tensors and gives 1"),
-    "a partial row of too many results": ({"partials": "sum,R -> sum,sum"}, "but the operator takes 3 tensors and gives 1"),
-    "an unknown keyword": ({"sumz": "d"}, "unexpected keyword argument 'sumz'; with a notation it takes kernel, kernels, local"),
+    "unknown factor in sums": ({"sums": "q"}, r"sums= names q, which 'b\* d, b\* d -> b\*' does not have"),
+    "unknown factor in a mapping of sums": ({"sums": {"d": "sum", "q": "R"}}, "sums= names q, "),
+    "unknown factor in kernels": ({"kernels": {"q": None}}, "kernels= names q, "),
+    "unknown factor in sizes": ({"sizes": {"q": "x"}}, "sizes= names q, which 'b"),
+    "unknown argument in sizes": ({"sizes": {"d": "factor"}}, "sizes= names factor, which the operator does not have"),
+    "unknown factor in nonempty": ({"nonempty": "b q"}, "nonempty= names q, "),
+    "unknown argument in plain": ({"plain": ("z",)}, "plain= names z, which the operator does not have: tables::weighted"),
+    "unknown argument of a partial rule": (
+        {"partials": dt.rules.linear("z")},
+        "partials= names z, which the operator does not have",
+    ),
+    "unknown argument of one of several partial rules": (
+        {"partials": (dt.rules.monotone, dt.rules.one_of("z"))},
+        "partials= names z, ",
+    ),
+    "unknown reduction": ({"sums": "d", "reduce": "total"}, "'total' is no reduction; use one of sum, avg"),
+    "unknown reduction of a factor": ({"sums": {"d": "total"}}, "'total' is no reduction"),
+    "partial strategy without an arrow": ({"partials": "sum"}, 'partials= has .sum.: partial strategy .sum. has no "->"'),
+    "partial strategy of an unknown reduction": ({"partials": "total,R -> sum"}, "partials= has .*got 'total'"),
+    "partial strategy of too few operands": ({"partials": "sum -> sum"}, "but the operator takes 3 tensors and gives 1"),
+    "partial strategy of too many results": ({"partials": "sum,R -> sum,sum"}, "but the operator takes 3 tensors and gives 1"),
+    "unknown keyword": ({"sumz": "d"}, "unexpected keyword argument 'sumz'; with a notation it takes kernel, kernels, local"),
 }
 
 
-@pytest.mark.parametrize("what", INVALID_KEYWORDS)
-def test_invalid_keywords_of_register_sharding_raise(what: str) -> None:
-    words, message = INVALID_KEYWORDS[what]
+@pytest.mark.parametrize("case", INVALID_KEYWORDS)
+def test_invalid_keywords_of_register_sharding_raise(case: str) -> None:
+    words, message = INVALID_KEYWORDS[case]
     with pytest.raises(RuleError, match=f"register_sharding for tables.weighted.default: .*{message}"):
         dt.register_sharding(weighted(), "b* d, b* d -> b*", **words)
     assert "tables::weighted" not in rules()
@@ -502,7 +508,7 @@ def test_unknown_keywords_and_keywords_without_notation_raise() -> None:
         dt.register_sharding(twice(), when=lambda choice: True)
 
 
-def test_rule_without_strategies_for_its_samples_is_not_verified() -> None:
+def test_verify_rule_fails_for_samples_without_any_strategy() -> None:
     dt.register_sharding(twice(), "m n -> m n", samples=[Sample((torch.randn(5),), gradients=False)])
     report = verify_rule(twice(), meshes=[(2,)], limit=10)
     assert report.cases

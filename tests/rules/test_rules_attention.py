@@ -80,7 +80,7 @@ PAIRS = ([S0, S1], [S1, S1], [S2, S1], [S0, S2], [S2, S2], [SUM, S2])
 
 
 @pytest.mark.parametrize(("name", "fn", "tensors"), FUNCTIONS, ids=[case[0] for case in FUNCTIONS])
-def test_attention_values_and_gradients_under_all_placements(name: str, fn: Any, tensors: Any) -> None:
+def test_attention_values_and_gradients_equal_plain_torch(name: str, fn: Any, tensors: Any) -> None:
     for placements in PLACED:
         for shape in ((2,), (3,)):
             check(fn, *tensors, mesh=MESHES[shape], placements=[placements] * 3)
@@ -95,17 +95,19 @@ def test_attention_values_and_gradients_under_all_placements(name: str, fn: Any,
     [[t[0] for t in qkv()], [x(2, 4, 5, 3), x(2, 4, 7, 3, seed=1), x(2, 4, 7, 6, seed=2)]],
     ids=["three dims", "value size"],
 )
-def test_attention_shapes_that_the_fused_operator_refuses_decompose(tensors: Any) -> None:
+def test_attention_of_3d_operands_or_other_value_size_equals_plain_torch(tensors: Any) -> None:
     for placements in ([S0], [S1], [SUM]):
         check(sdpa, *tensors, mesh=MESHES[2,], placements=[placements] * 3)
     check(sdpa, *tensors, mesh=MESHES[2, 2], placements=[[S0, S1]] * 3)
 
 
 @pytest.mark.parametrize(("name", "fn", "tensors"), FUNCTIONS, ids=[case[0] for case in FUNCTIONS])
-def test_attention_blocks_without_a_fused_kernel(name: str, fn: Any, tensors: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_without_a_fused_kernel_equals_plain_torch(
+    name: str, fn: Any, tensors: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Check the implementation that accelerators use, under all placements."""
     monkeypatch.setattr(blocks, "has_fused_kernel", lambda query: False)
-    test_attention_values_and_gradients_under_all_placements(name, fn, tensors)
+    test_attention_values_and_gradients_equal_plain_torch(name, fn, tensors)
 
 
 def test_reference_attention_keeps_nan_rows_and_gives_zero_for_masked_rows() -> None:
@@ -122,7 +124,7 @@ def test_reference_attention_keeps_nan_rows_and_gives_zero_for_masked_rows() -> 
 
 @pytest.mark.parametrize("shape", [(5, 7), (1, 7), (2, 1, 5, 7), (1, 4, 1, 7), (2, 1, 1, 7)], ids=str)
 @pytest.mark.parametrize("kind", ["bool", "float"])
-def test_attention_masks_of_every_broadcast_shape(shape: tuple[int, ...], kind: str) -> None:
+def test_attention_with_masks_of_every_broadcast_shape_equals_plain_torch(shape: tuple[int, ...], kind: str) -> None:
     hidden = x(*shape, seed=5) > 0.3
     mask = hidden.logical_not() if kind == "bool" else torch.zeros(shape, dtype=torch.float64).masked_fill(hidden, -torch.inf)
     fn = scaled if kind == "bool" else lambda q, k, v, m: scaled(q, k, v, m.detach())
@@ -131,13 +133,13 @@ def test_attention_masks_of_every_broadcast_shape(shape: tuple[int, ...], kind: 
         check(fn, *qkv(), mask, mesh=MESHES[3,], placements=[[own[0]], [own[1]], [own[1]], [own[2]]])
 
 
-def test_attention_with_queries_that_see_no_key_on_some_ranks() -> None:
+def test_attention_with_fully_masked_queries_on_some_ranks_equals_plain_torch() -> None:
     mask = torch.ones(5, 7, dtype=torch.bool).tril()
     mask[1] = False
     check(scaled, *qkv(), mask, mesh=MESHES[3,], placements=[[R], [S2], [S2], [S1]])
 
 
-def test_attention_with_mask_that_requires_grad() -> None:
+def test_attention_with_mask_that_requires_grad_equals_plain_torch() -> None:
     check(scaled, *qkv(), x(5, 7), mesh=MESHES[2,], placements=[[S0], [S0], [S0], [R]])
 
 
@@ -161,14 +163,14 @@ def test_fused_sdp_choice_does_not_allocate_the_global_shape() -> None:
     assert torch._fused_sdp_choice(across, across, across) == torch._fused_sdp_choice(*(t.mT.contiguous().mT for t in qkv()))
 
 
-def test_attention_with_empty_shards() -> None:
+def test_attention_with_empty_shards_equals_plain_torch() -> None:
     for placement in (S0, S1, S2):
         check(sdpa, *qkv(batch=2, heads=2, queries=2, keys=2), mesh=MESHES[3,], placements=[[placement]] * 3)
 
 
 @pytest.mark.parametrize("mask_type", [None, 0, 1])
 @pytest.mark.parametrize("need_weights", [True, False])
-def test_fused_multi_head_attention_decomposes(mask_type: int | None, need_weights: bool) -> None:
+def test_multi_head_attention_module_in_eval_mode_equals_plain_torch(mask_type: int | None, need_weights: bool) -> None:
     module = torch.nn.MultiheadAttention(8, 4, batch_first=True, dtype=torch.float64).eval()
     own, masks = x(2, 5, 8), {None: {}, 0: {"attn_mask": x(5, 5) > 0.7}, 1: {"key_padding_mask": x(2, 5) > 0.7}}
     mesh, mask = MESHES[2, 2], masks[mask_type]
@@ -185,7 +187,7 @@ def test_fused_multi_head_attention_decomposes(mask_type: int | None, need_weigh
 
 
 @pytest.mark.parametrize("places", [([R], [R], [R]), ([S1], [R], [R]), ([R], [S0], [S0]), ([R], [R], [Partial()])], ids=str)
-def test_attention_of_query_expanded_over_the_batch(places: Any) -> None:
+def test_attention_of_query_expanded_over_the_batch_equals_plain_torch(places: Any) -> None:
     """Check an expanded query, as in attention pooling: its strides of 0 give no memory order."""
 
     def program(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -216,17 +218,17 @@ def test_cuda_attention_operators_keep_batch_and_heads_sharded(kind: str, cut: A
 
 
 MASKS: dict[str, torch.Tensor] = {
-    "of numbers": x(5, 5, seed=8),
-    "of rows": x(5, 1, seed=8),
-    "of keys": x(1, 5, seed=8),
-    "of each batch": x(2, 1, 5, 5, seed=8),
-    "that leaves rows nothing": torch.eye(5) < 1,
+    "float mask": x(5, 5, seed=8),
+    "mask of one column": x(5, 1, seed=8),
+    "mask of one row": x(1, 5, seed=8),
+    "mask per sample": x(2, 1, 5, 5, seed=8),
+    "mask with a query without keys": torch.eye(5) < 1,
 }
 
 
 @pytest.mark.parametrize("placements", [[S2] * 3, [S2, R, R], [R, S2, S2], [R] * 3, [S1] * 3], ids=str)
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-def test_attention_with_both_mask_and_is_causal(mask: torch.Tensor, placements: list[Any]) -> None:
+def test_attention_with_both_mask_and_is_causal_equals_plain_torch(mask: torch.Tensor, placements: list[Any]) -> None:
     for of_mask in [R] if 1 in mask.shape[-2:] or mask.ndim == 4 else [R, S0, S1]:
         check(
             lambda q, k, v, mask: sdpa(q, k, v, mask, is_causal=True),

@@ -31,7 +31,7 @@ CASES = {
     "cat along the other dim": RuleCase(lambda x, y: torch.cat([x, y, x], 1), (X, make_floats(5, 2, seed=1))),
     "cat of integers": RuleCase(lambda x, y: torch.cat([x, y], -2), (Z, make_integers(1, 6, seed=1))),
     "cat promotes": RuleCase(lambda x, y: torch.cat([x, y]), (X, Z)),
-    "cat with nothing": RuleCase(lambda x, y: torch.cat([x, y, x]), (X, make_floats(0)), ("sum",)),
+    "cat with an empty tensor": RuleCase(lambda x, y: torch.cat([x, y, x]), (X, make_floats(0)), ("sum",)),
     "split and cat": RuleCase(lambda x: torch.cat([part * 2 for part in x.split([1, 3, 1])]), (X,)),
     "stack": RuleCase(lambda x, y: torch.stack([x, y], 1), (X, make_floats(5, 6, seed=1))),
     "hstack and vstack": RuleCase(lambda x, y: (torch.hstack([x, y]), torch.vstack([x, y]), torch.dstack([x, y])), (X, X * 2)),
@@ -44,7 +44,7 @@ CASES = {
     "rot90": RuleCase(lambda x: (x.rot90(), x.rot90(2), x.rot90(-1)), (X,)),
     "pad": RuleCase(lambda x: (F.pad(x, (1, 2)), F.pad(x, (0, 0, 3, 1), value=2.5)), (X,)),
     "pad and crop": RuleCase(lambda x: F.pad(x, (-2, 1, 2, -4)), (X,)),
-    "pad with one": RuleCase(lambda x: F.pad(x, (1, 1), value=1.0), (X,), ("sum", "product", "avg")),
+    "pad with value 1": RuleCase(lambda x: F.pad(x, (1, 1), value=1.0), (X,), ("sum", "product", "avg")),
     "triangles": RuleCase(lambda x: (x.tril(1), x.triu(-2), x.t().tril()), (X,)),
     "triangles in place": RuleCase(lambda x: x.tril_(-1), (X,), written=True),
     "diag": RuleCase(lambda x: (x.diag(1), x[0].diag(-1)), (X,)),
@@ -64,17 +64,17 @@ def test_cat_repeat_roll_values_and_gradients_equal_plain_torch(name: str, mesh_
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
 LOCAL_CASES: list[tuple[str, Callable[..., Any], list[Any], list[Any]]] = [
-    ("other shards stay", lambda x: torch.cat([x, x], 1), [S0], [S0]),
-    ("splits join where they are", lambda x: torch.cat(x.split([1, 3, 1])), [S0], [S0]),
-    ("chunks join where they are", lambda x: torch.cat(x.chunk(3)), [Shard(0, sizes=(4, 1))], [Shard(0, sizes=(4, 1))]),
-    ("partial sums join", lambda x: torch.cat([x, x]), [P], [P]),
-    ("means join with constants", lambda x: torch.cat([x, torch.ones_like(x)]), [Partial("avg")], [Partial("avg")]),
+    ("cat along the unsharded dim", lambda x: torch.cat([x, x], 1), [S0], [S0]),
+    ("cat of splits", lambda x: torch.cat(x.split([1, 3, 1])), [S0], [S0]),
+    ("cat of chunks", lambda x: torch.cat(x.chunk(3)), [Shard(0, sizes=(4, 1))], [Shard(0, sizes=(4, 1))]),
+    ("cat of partial sums", lambda x: torch.cat([x, x]), [P], [P]),
+    ("cat of partial averages and ones", lambda x: torch.cat([x, torch.ones_like(x)]), [Partial("avg")], [Partial("avg")]),
     ("stack", lambda x: torch.stack([x, x]), [S0], [S1]),
-    ("the ends are padded by the ranks at the ends", lambda x: F.pad(x, (0, 0, 2, 1)), [S0], [Shard(0, sizes=(5, 3))]),
-    ("repeated beside the shards", lambda x: x.repeat(3, 1, 2), [S0], [S1]),
+    ("pad of the sharded dim", lambda x: F.pad(x, (0, 0, 2, 1)), [S0], [Shard(0, sizes=(5, 3))]),
+    ("repeat of unsharded dims", lambda x: x.repeat(3, 1, 2), [S0], [S1]),
     ("triangle", lambda x: x.tril(), [S1], [S1]),
     ("trace", lambda x: x.trace(), [S0], [P]),
-    ("padding with zeros keeps sums", lambda x: F.pad(x, (1, 1)), [P], [P]),
+    ("zero padding of partial sums", lambda x: F.pad(x, (1, 1)), [P], [P]),
 ]
 
 
@@ -93,7 +93,7 @@ def test_cat_along_sharded_dim_sends_only_rows_that_change_rank() -> None:
     assert get_received_bytes(outcome) <= 2 * 3 * 6 * 8  # of 5 rows each, 2 and 3 move
 
 
-def test_appending_tokens_to_sharded_cache_keeps_moderately_uneven_shards() -> None:
+def test_cat_of_tokens_to_sharded_cache_adds_them_to_the_last_shard() -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
     cache = dt.distribute_tensor(X.clone(), mesh, [S0])
     token = dt.distribute_tensor(make_floats(1, 6), mesh, [R])
@@ -103,7 +103,7 @@ def test_appending_tokens_to_sharded_cache_keeps_moderately_uneven_shards() -> N
     assert cache.placements == (Shard(0, sizes=(3, 5)),)
 
 
-def test_pad_of_partial_uses_another_plan_for_nonzero_value() -> None:
+def test_pad_of_partial_stays_partial_for_zero_and_is_right_for_nonzero_value() -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
     x = dt.distribute_tensor(X.clone(), mesh, [P])
     assert F.pad(x, (1, 1), value=0.0).placements == (P,)
@@ -112,7 +112,7 @@ def test_pad_of_partial_uses_another_plan_for_nonzero_value() -> None:
 
 @pytest.mark.parametrize("mesh_shape", [(2, 2), (2, 3)])
 @pytest.mark.parametrize("factor", [2, 3])
-def test_pixel_shuffle_of_dims_sharded_along_two_mesh_dims(mesh_shape: tuple[int, ...], factor: int) -> None:
+def test_pixel_shuffle_sharded_on_two_mesh_dims_equals_plain_torch(mesh_shape: tuple[int, ...], factor: int) -> None:
     mesh, x = dt.init_device_mesh("cpu", mesh_shape), make_floats(1, factor**2, 2, 3)
     for where in ([Shard(1), Shard(2)], [Shard(1), S1], [Shard(2), Shard(1)]):
         check(lambda x: F.pixel_shuffle(x, factor), x, mesh=mesh, placements=[where])

@@ -141,7 +141,7 @@ def test_inverse_of_singular_matrix_on_one_rank_raises_on_all_ranks() -> None:
         torch.linalg.inv(dt.distribute_tensor(a, MESHES[2,], [S0]))
 
 
-def test_linear_backward_placements_and_values() -> None:
+def test_linear_backward_of_matching_shards_gives_sharded_or_partial_gradients() -> None:
     rows, grad, weight = x(2, 5, 6), x(2, 5, 7, seed=1), x(7, 6, seed=2)
     expected = (grad @ weight, torch.einsum("bsn,bsk->nk", grad, rows), grad.sum((0, 1)))
     for placements, results in (
@@ -156,7 +156,7 @@ def test_linear_backward_placements_and_values() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8], ids=str)
-def test_addbmm_of_integers_with_fractional_alpha_and_empty_shards(dtype: torch.dtype) -> None:
+def test_addbmm_of_integers_with_fractional_alpha_equals_plain_torch(dtype: torch.dtype) -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
     for fn, bias in ((torch.addbmm, (5, 6)), (torch.baddbmm, (1, 5, 6))):
         given = torch.ones(bias, dtype=dtype), torch.ones(1, 5, 3, dtype=dtype), torch.ones(1, 3, 6, dtype=dtype)
@@ -187,7 +187,7 @@ def test_addmm_adds_a_plain_scalar_tensor_once(name: str) -> None:
             check(getattr(torch, name), number, a, b, mesh=dt.init_device_mesh("cpu", (2,)), placements=[None, left, right])
 
 
-def test_float8_matmul_is_not_reduced_in_float8():
+def test_float8_matmul_with_sharded_inner_dim_equals_plain_torch():
     mesh = dt.init_device_mesh("cpu", (4,))
     torch.manual_seed(0)
     x, y = torch.randn(8, 64).to(torch.float8_e4m3fn), torch.randn(64, 16).to(torch.float8_e4m3fn)

@@ -110,7 +110,7 @@ def test_conv2d_of_channels_last_operands_has_the_strides_of_plain_torch(channel
 
 @pytest.mark.parametrize("where", [S0, S1, Shard(3), Shard(3, sizes=(1, 3, 1))], ids=str)
 @pytest.mark.parametrize("asked", [(), (0,), (1,)], ids=str)
-def test_conv2d_gradients_that_were_not_requested_are_dropped(where: Any, asked: tuple[int, ...]) -> None:
+def test_conv2d_gradients_that_are_not_requested_are_none(where: Any, asked: tuple[int, ...]) -> None:
     """Check float32 grouped convolutions: some kernels return the weight's gradient even if it is not requested."""
 
     def trained(*given: Any) -> list[Any]:

@@ -13,21 +13,21 @@ from dtensor import Replicate, Shard
 from dtensor.debug import CommDebugMode
 
 OFFSETS = {
-    "rows": lambda bags: None,  # a matrix of indices: all bags have the same size
-    "bounds": lambda bags: torch.cat([torch.zeros(1), torch.arange(1, bags) // 2 * 9]).long(),  # offsets, with empty bags
-    "bounds and end": lambda bags: torch.cat([torch.zeros(2), torch.arange(2, bags) + 3, torch.tensor([6 * bags])]).long(),
+    "matrix of indices": lambda bags: None,  # a matrix of indices: all bags have the same size
+    "offsets": lambda bags: torch.cat([torch.zeros(1), torch.arange(1, bags) // 2 * 9]).long(),  # offsets, with empty bags
+    "offsets with end": lambda bags: torch.cat([torch.zeros(2), torch.arange(2, bags) + 3, torch.tensor([6 * bags])]).long(),
 }
 TABLES = {
-    "whole": ((4,), [Replicate()]),
-    "by columns": ((2, 2), [Replicate(), Shard(1)]),
-    "by rows": ((2, 2), [Replicate(), Shard(0)]),
+    "replicated table": ((4,), [Replicate()]),
+    "table sharded by columns": ((2, 2), [Replicate(), Shard(1)]),
+    "table sharded by rows": ((2, 2), [Replicate(), Shard(0)]),
 }
 SETTINGS: dict[str, dict[str, Any]] = {
     "sum": {"mode": "sum"},
-    "mean, without one": {"mode": "mean", "padding_idx": 2},
-    "max, without one": {"mode": "max", "padding_idx": 2},
-    "by frequency": {"mode": "mean", "scale_grad_by_freq": True},
-    "weighted": {"mode": "sum", "per_sample_weights": True, "padding_idx": 2},
+    "mean with padding_idx": {"mode": "mean", "padding_idx": 2},
+    "max with padding_idx": {"mode": "max", "padding_idx": 2},
+    "scale_grad_by_freq": {"mode": "mean", "scale_grad_by_freq": True},
+    "per_sample_weights": {"mode": "sum", "per_sample_weights": True, "padding_idx": 2},
 }
 
 
@@ -43,7 +43,7 @@ def test_embedding_bag_of_sharded_indices_gives_sharded_bags(bags: int, lists: s
     options, offsets = dict(SETTINGS[settings]), OFFSETS[lists](bags)
     indices = torch.randint(0, 16, (bags, 6)) if offsets is None else torch.randint(0, 16, (bags * 6,))
     weighted = options.pop("per_sample_weights", False)
-    last = lists == "bounds and end"
+    last = lists == "offsets with end"
     one = [torch.randn(16, 5), torch.randn(indices.shape)]
     given = [dt.distribute_tensor(one[0], mesh, of_table), dt.distribute_tensor(one[1], mesh, cut)]
 
@@ -69,7 +69,7 @@ def test_embedding_bag_of_sharded_indices_gives_sharded_bags(bags: int, lists: s
             torch.testing.assert_close(got.grad.full_tensor(), plain.grad)
 
 
-def test_embedding_bag_gathers_only_indices() -> None:
+def test_embedding_bag_communicates_only_indices_and_the_weight_gradient() -> None:
     mesh = dt.init_device_mesh("cpu", (4,))
     table = torch.randn(1024, 16)
     weight = dt.distribute_tensor(table, mesh, [Replicate()]).requires_grad_()

@@ -57,6 +57,6 @@ def test_fft_along_sharded_dims_equals_plain_torch(name: str, fn: Any, own: torc
     check(fn, own, mesh=MESHES[2, 2], placements=[[S0, S1]])
 
 
-def test_fft_with_a_rank_without_rows() -> None:
+def test_fft_with_an_empty_shard_equals_plain_torch() -> None:
     check(torch.fft.rfft, x(2, 6), mesh=MESHES[3,], placements=[[S0]])
     check(torch.fft.irfft, x(2, 6, dtype=torch.complex128), mesh=MESHES[3,], placements=[[Shard(0, sizes=(0, 2, 0))]])

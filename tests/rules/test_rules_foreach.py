@@ -150,7 +150,7 @@ def test_optimizer_steps_keep_placements_without_communication(name: str, mode: 
 
 
 @pytest.mark.parametrize("mode", ["foreach", "fused", "one by one"])
-def test_adamw_steps_with_distributed_step_counts(mode: str) -> None:
+def test_adamw_with_step_counts_that_are_dtensors_equals_plain_torch(mode: str) -> None:
     plain, distributed = train_three_steps("AdamW", mode, False), train_three_steps("AdamW", mode, True, steps_as_dtensors=True)
     for own, like in zip(distributed, plain, strict=True):
         torch.testing.assert_close(own.full_tensor(), like, rtol=1e-4, atol=1e-5)
@@ -171,7 +171,7 @@ def test_fused_adamw_with_states_in_other_layouts_keeps_their_layouts() -> None:
         torch.testing.assert_close(own.full_tensor(), like)
 
 
-def test_fused_sgd_with_non_contiguous_local_gradient() -> None:
+def test_fused_sgd_with_non_contiguous_local_gradient_equals_plain_torch() -> None:
     """Check a gradient with non-contiguous local tensors: fused kernels of torch ignore strides, so it must be copied first."""
     mesh = dt.init_device_mesh("cpu", (2,))
     p, g, b = make_floats(5, 8).float(), make_floats(5, 8, seed=1).float(), make_floats(5, 8, seed=2).float()
@@ -216,7 +216,7 @@ def test_foreach_write_of_tensor_that_fits_only_a_shard_raises(name: str, where:
     assert outcome.same_error, outcome.problems
 
 
-def test_foreach_element_that_is_written_and_read_by_the_next() -> None:
+def test_foreach_element_reads_the_write_of_the_element_before_it() -> None:
     """Check that an operation on one list element sees the result of the one before, as in torch."""
     x, y, z = torch.arange(4.0), torch.ones(4), torch.full((4,), 10.0)
     for where, other in ((S0, S0), (S0, R), (Partial(), Partial())):
@@ -236,12 +236,12 @@ OVERLAPPING: dict[str, Callable[[Any], list[Any]]] = {
     "a tensor and its column": lambda x: [x, x[:, 1]],
     "a tensor twice, and flat": lambda x: [x, x, x.view(-1)],
     "windows": lambda x: [x[:3], x[2:]],
-    "rows that are apart": lambda x: list(x.unbind(0)),
+    "disjoint rows": lambda x: list(x.unbind(0)),
 }
 
 
 @pytest.mark.parametrize("parts", OVERLAPPING)
-def test_foreach_writes_to_elements_that_share_memory(parts: str) -> None:
+def test_foreach_writes_to_elements_that_share_memory_equal_plain_torch(parts: str) -> None:
     def program(x: Any) -> Any:
         x = x.clone()
         torch._foreach_add_(OVERLAPPING[parts](x), 1.0)

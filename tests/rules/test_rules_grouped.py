@@ -94,11 +94,11 @@ def test_grouped_mm_of_unaligned_strides_raises_as_in_torch() -> None:
 
 
 INVALID_OPERANDS = {
-    "one dim": (numbers(8), numbers(3, 8, 8), ENDS),
-    "no ends": (numbers(8, 8), numbers(3, 8, 8), None),
-    "ends of none": (numbers(3, 8, 8), numbers(3, 8, 8), ENDS),
-    "other groups": (numbers(8, 8), numbers(2, 8, 8), ENDS),
-    "wide ends": (numbers(8, 8), numbers(3, 8, 8), ENDS.long()),
+    "1-d input": (numbers(8), numbers(3, 8, 8), ENDS),
+    "no offsets": (numbers(8, 8), numbers(3, 8, 8), None),
+    "offsets for two batches": (numbers(3, 8, 8), numbers(3, 8, 8), ENDS),
+    "weights of another number of groups": (numbers(8, 8), numbers(2, 8, 8), ENDS),
+    "int64 offsets": (numbers(8, 8), numbers(3, 8, 8), ENDS.long()),
 }
 
 

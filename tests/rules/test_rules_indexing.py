@@ -34,7 +34,7 @@ ROW_OPERATIONS: dict[str, Any] = {
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 @pytest.mark.parametrize("name", ROW_OPERATIONS)
 @pytest.mark.parametrize("dtype", UNCOMMON, ids=str)
-def test_redistribution_of_rows_with_uncommon_dtypes(dtype: torch.dtype, name: str) -> None:
+def test_flip_index_and_embedding_of_uncommon_dtypes_equal_plain_torch(dtype: torch.dtype, name: str) -> None:
     values = torch.arange(1, 21).reshape(5, 4).to(torch.float32 if dtype in NARROW else torch.int64).to(dtype)
     expected = ROW_OPERATIONS[name](values, FEW_ROWS)
     for ranks, placement in itertools.product((2, 4), (Shard(0), Shard(1), Replicate())):
@@ -132,8 +132,10 @@ CASES = {
     "where": RuleCase(lambda m, x, y: torch.where(m, x, y), (X > 0, X, make_floats(6, seed=1)), ("sum", "max")),
     "masked_fill": RuleCase(lambda x, m: x.masked_fill(m, -3.0), (X, X > 1)),
     "masked_scatter": RuleCase(lambda x, m, v: x.masked_scatter(m, v), (X, X > 0, make_floats(30, seed=1)), ("sum",)),
-    "infinities elsewhere": RuleCase(lambda x, i: x.index_select(0, i), (make_floats(5) / 0.0, ids(5, 3)), (), gradients=False),
-    "nothing to read": RuleCase(lambda x, i: (x[i], x.index_select(0, i), F.embedding(i, x)), (X, ids(5, 0)), ("sum",)),
+    "index_select of infinite values": RuleCase(
+        lambda x, i: x.index_select(0, i), (make_floats(5) / 0.0, ids(5, 3)), (), gradients=False
+    ),
+    "empty indices": RuleCase(lambda x, i: (x[i], x.index_select(0, i), F.embedding(i, x)), (X, ids(5, 0)), ("sum",)),
 }
 
 
@@ -151,15 +153,15 @@ LOCAL_CASES: list[tuple[str, Callable[..., Any], tuple[torch.Tensor, ...], list[
     ("batch", lambda w, i: F.embedding(i, w), (make_floats(7, 3), ids(7, 5)), [R, S0], S0),
     ("rows of a sharded dim", lambda x, i: x.index_select(0, i), (X, ids(5, 7)), [S0, R], P),
     ("gather along a sharded dim", lambda x, i: x.gather(0, i), (X, ids(5, 7, 6)), [S0, R], P),
-    ("gather beside the shards", lambda x, i: x.gather(0, i), (X, ids(5, 7, 6)), [S1, S1], S1),
+    ("gather along the unsharded dim", lambda x, i: x.gather(0, i), (X, ids(5, 7, 6)), [S1, S1], S1),
     ("advanced index of a sharded dim", lambda x, i, j: x[i, j], (X, ROWS, COLUMNS), [S0, R, R], P),
     ("batched indices", lambda x, i: x[i], (X, ROWS), [R, S0], S0),
     ("take", lambda x, i: x.take(i), (X, ids(30, 7)), [S1, R], P),
-    ("rows written where they are", put_rows, (X, DISTINCT, make_floats(3, 6)), [S0, R, R], S0),
-    ("sums by index", lambda x, i, v: x.index_add(0, i, v), (X, ids(5, 7), make_floats(7, 6)), [R, S0, S0], P),
+    ("x[rows] = v of a sharded dim", put_rows, (X, DISTINCT, make_floats(3, 6)), [S0, R, R], S0),
+    ("index_add of a sharded source", lambda x, i, v: x.index_add(0, i, v), (X, ids(5, 7), make_floats(7, 6)), [R, S0, S0], P),
     ("scatter into shards", lambda x, i, v: x.scatter_add(0, i, v), (X, ids(5, 7, 6), make_floats(7, 6)), [S0, R, R], S0),
-    ("one value under a mask", fill_mask, (X, X > 0), [S0, S0], S0),
-    ("a sorted sequence in pieces", lambda s, v: torch.searchsorted(s, v), (SORTED, X), [S0, R], P),
+    ("x[mask] = number", fill_mask, (X, X > 0), [S0, S0], S0),
+    ("searchsorted in a sharded sequence", lambda s, v: torch.searchsorted(s, v), (SORTED, X), [S0, R], P),
 ]
 
 
@@ -176,7 +178,7 @@ def test_indexing_with_matching_shards_does_not_communicate(
     assert outcome.layouts[0].placements == (expected,)
 
 
-def test_two_indexed_dims_on_two_mesh_dims() -> None:
+def test_indexing_two_dims_sharded_on_two_mesh_dims_does_not_communicate() -> None:
     outcome = check_placement(lambda x, i, j: x[i, j], (X, ROWS, COLUMNS), (2, 2), [[S0, S1], [R, R], [R, R]])
     assert get_collective_kinds(outcome) == []
     assert outcome.layouts[0].placements == (P, P)
@@ -205,9 +207,9 @@ INVALID_INDICES = {
     "a long mask": (torch.ones(7).bool(),),
     "a mask of two dims": (torch.ones(5, 4).bool(),),
     "a mask of the second dim": (slice(None), torch.ones(5).bool()),
-    "bytes": (torch.ones(4, dtype=torch.uint8),),
-    "small integers": (torch.tensor([1, 0], dtype=torch.int8),),
-    "fractions": (torch.tensor([1.0, 0.0]),),
+    "uint8 mask of another size": (torch.ones(4, dtype=torch.uint8),),
+    "int8 indices": (torch.tensor([1, 0], dtype=torch.int8),),
+    "float indices": (torch.tensor([1.0, 0.0]),),
     "indices of two sizes": (torch.tensor([1, 0]), torch.tensor([1, 0, 2])),
 }
 
@@ -243,7 +245,7 @@ def test_embedding_gradient_has_the_sharding_of_the_vocabulary() -> None:
 
 @pytest.mark.filterwarnings("ignore:index_reduce")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_index_reduce_prod_with_shards_of_one_element(dtype: torch.dtype) -> None:
+def test_index_reduce_prod_with_small_shards_equals_plain_torch(dtype: torch.dtype) -> None:
     x, places, source = make_floats(5, 4).to(dtype), ids(4, 6), make_floats(5, 6, seed=1).to(dtype)
     for where in ([Shard(0)], [Shard(1)], [Shard(0, sizes=(0, 1, 4))]):
         for keep in (True, False):
@@ -270,7 +272,7 @@ def test_index_select_of_one_row_of_a_sharded_dim_does_not_communicate() -> None
 
 @pytest.mark.parametrize("index", [(1,), (1, 1)], ids=str)
 @pytest.mark.parametrize("where", [[Replicate()], [Shard(0)], [Partial()]], ids=str)
-def test_put_of_one_value_with_sharded_index_of_another_shape(index: tuple[int, ...], where: list[Any]) -> None:
+def test_put_of_one_value_with_sharded_index_equals_plain_torch(index: tuple[int, ...], where: list[Any]) -> None:
     for value in (torch.tensor(2.0, dtype=torch.float64), torch.tensor([[2.0]], dtype=torch.float64)):
         check(
             lambda x, i, v: x.put(i, v, accumulate=True),

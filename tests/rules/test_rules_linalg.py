@@ -20,7 +20,7 @@ def in_order(x: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
 @pytest.mark.parametrize(
     "fn", [torch.linalg.det, torch.linalg.slogdet, torch.logdet, torch.linalg.inv], ids=lambda fn: fn.__name__
 )
-def test_gradients_of_determinants_and_inverse_in_every_memory_order(fn: Callable[..., object]) -> None:
+def test_det_and_inv_gradients_in_every_memory_order_equal_plain_torch(fn: Callable[..., object]) -> None:
     """Check all memory orders: torch factors the transpose of a contiguous matrix, and a shard can be contiguous where the global
     tensor is not."""
     mesh = dt.init_device_mesh("cpu", (2,))
@@ -32,7 +32,7 @@ def test_gradients_of_determinants_and_inverse_in_every_memory_order(fn: Callabl
 
 
 @pytest.mark.parametrize("left", [True, False])
-def test_solve_gradients_in_every_memory_order(left: bool) -> None:
+def test_solve_values_and_gradients_in_every_memory_order_equal_plain_torch(left: bool) -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
     draw = torch.Generator().manual_seed(2)
     a, b = (torch.randn(3, 4, 4, dtype=torch.float64, generator=draw) for _ in range(2))
@@ -46,7 +46,7 @@ def test_solve_gradients_in_every_memory_order(left: bool) -> None:
 
 @pytest.mark.parametrize("adjoint", [False, True])
 @pytest.mark.parametrize("left", [False, True])
-def test_lu_solve_of_complex_matrices_with_empty_shards(left: bool, adjoint: bool) -> None:
+def test_lu_solve_of_complex_matrices_with_empty_shards_equals_plain_torch(left: bool, adjoint: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     factors, pivots = torch.linalg.lu_factor(torch.randn(2, 2, 2, dtype=torch.complex128, generator=generator))
     right = torch.randn(2, 2, 2, dtype=torch.complex128, generator=generator)

@@ -52,24 +52,28 @@ def test_elementwise_losses_equal_plain_torch(name: str, reduction: str, mesh_sh
 
 CLASSES = {
     "cross entropy": RuleCase(lambda x, t: F.cross_entropy(x, t), (X, TARGET)),
-    "some ignored": RuleCase(lambda x, t: F.cross_entropy(x, t), (X, SOME_IGNORED)),
-    "a class ignored": RuleCase(lambda x, t: F.cross_entropy(x, t, ignore_index=3), (X, SOME_IGNORED.abs() % 7)),
+    "some targets ignored": RuleCase(lambda x, t: F.cross_entropy(x, t), (X, SOME_IGNORED)),
+    "ignore_index of a class": RuleCase(lambda x, t: F.cross_entropy(x, t, ignore_index=3), (X, SOME_IGNORED.abs() % 7)),
     "all ignored": RuleCase(lambda x, t: F.cross_entropy(x, t), (X, torch.full((5,), -100))),
     "all ignored, sum": RuleCase(lambda x, t: F.cross_entropy(x, t, reduction="sum"), (X, torch.full((5,), -100))),
     "weighted": RuleCase(lambda x, t, w: F.cross_entropy(x, t, w.detach()), (X, SOME_IGNORED, WEIGHTS)),
     "weighted sum": RuleCase(lambda x, t, w: F.cross_entropy(x, t, w.detach(), reduction="sum"), (X, TARGET, WEIGHTS)),
-    "each": RuleCase(lambda x, t, w: F.cross_entropy(x, t, w.detach(), reduction="none"), (X, SOME_IGNORED, WEIGHTS)),
-    "smoothed": RuleCase(lambda x, t: F.cross_entropy(x, t, label_smoothing=0.2), (X, SOME_IGNORED)),
-    "smoothed, weighted": RuleCase(lambda x, t, w: F.cross_entropy(x, t, w.detach(), label_smoothing=0.2), (X, TARGET, WEIGHTS)),
+    "weighted, not reduced": RuleCase(
+        lambda x, t, w: F.cross_entropy(x, t, w.detach(), reduction="none"), (X, SOME_IGNORED, WEIGHTS)
+    ),
+    "label_smoothing": RuleCase(lambda x, t: F.cross_entropy(x, t, label_smoothing=0.2), (X, SOME_IGNORED)),
+    "label_smoothing, weighted": RuleCase(
+        lambda x, t, w: F.cross_entropy(x, t, w.detach(), label_smoothing=0.2), (X, TARGET, WEIGHTS)
+    ),
     "probabilities": RuleCase(lambda x, p: F.cross_entropy(x, p.softmax(1).detach()), (X, PROBABILITIES)),
     "images": RuleCase(lambda x, t: F.cross_entropy(x, t), (IMAGES, LABELS)),
     "images, sum": RuleCase(lambda x, t: F.cross_entropy(x, t, reduction="sum"), (IMAGES, LABELS)),
     "sequences": RuleCase(lambda x, t: F.cross_entropy(x, t), (make_floats(2, 5, 3), make_integers(2, 3, low=0, high=5))),
     "one row": RuleCase(lambda x, t: F.cross_entropy(x, t), (make_floats(7), torch.tensor(4))),
     "nll": RuleCase(lambda x, t: F.nll_loss(x, t), (X, TARGET)),
-    "labels of one byte": RuleCase(lambda x, t: F.cross_entropy(x, t), (X, TARGET.to(torch.uint8))),
+    "uint8 labels": RuleCase(lambda x, t: F.cross_entropy(x, t), (X, TARGET.to(torch.uint8))),
     "half precision": RuleCase(lambda x, t: F.cross_entropy(x, t), (X.half(), TARGET)),
-    "no class": RuleCase(lambda x, t: F.cross_entropy(x, t), (X, torch.tensor([0, 1, 7, 2, 3]))),
+    "target out of range": RuleCase(lambda x, t: F.cross_entropy(x, t), (X, torch.tensor([0, 1, 7, 2, 3]))),
     "empty batch": RuleCase(lambda x, t: F.cross_entropy(x, t, reduction="sum"), (make_floats(0, 7), make_integers(0))),
 }
 
@@ -123,7 +127,7 @@ def test_cross_entropy_is_nan_only_if_all_targets_are_ignored() -> None:
 
 
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
-def test_margin_losses_of_empty_shards_are_initialized(reduction: str) -> None:
+def test_margin_losses_with_empty_shards_equal_plain_torch(reduction: str) -> None:
     """Check margin losses, which leave their result uninitialized for an empty shard; that would be an addend of the sum."""
     mesh, filled = init_device_mesh("cpu", (4,)), torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)  # fills uninitialized memory with NaN
@@ -200,7 +204,7 @@ def test_ctc_loss_of_one_sequence_takes_scalar_lengths(where: Any) -> None:
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("where", [Replicate(), Shard(0)], ids=str)
-def test_binary_cross_entropy_with_float64_weight_keeps_its_dtype(reduction: str, where: Any) -> None:
+def test_binary_cross_entropy_with_float64_weight_equals_plain_torch(reduction: str, where: Any) -> None:
     x, weight = torch.rand(4), torch.rand(4, dtype=torch.float64)
     operands = x, x.flip(0), weight
     check(

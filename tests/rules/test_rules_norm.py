@@ -157,7 +157,7 @@ def test_fused_rms_norm_backward_equals_that_of_the_composite(placement: Any, wa
     assert not wanted[1] or torch.allclose(got[1].full_tensor(), weight.grad)
 
 
-def test_layer_norm_backward_with_non_contiguous_statistics() -> None:
+def test_layer_norm_backward_with_non_contiguous_statistics_equals_torch() -> None:
     """Check statistics with non-contiguous shards: the CPU kernel of the gradients assumes that they are contiguous."""
     a, w, b = x(3, 5, 4, 7), x(7, seed=1), x(7, seed=2)
     _, mean, rstd = torch.native_layer_norm(a, (7,), w, b, 1e-5)
@@ -213,7 +213,7 @@ def test_group_norm_of_bfloat16_with_float32_weights_has_dtypes_of_torch(place: 
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (1, 3, 1), (1, 3, 4)])
-def test_sharded_running_statistics_are_updated_under_all_placements(shape: tuple[int, ...]) -> None:
+def test_native_batch_norm_updates_running_statistics_of_any_placement(shape: tuple[int, ...]) -> None:
     """Check in-place updates also if the statistics are gathered: one value per channel."""
 
     def program(x: torch.Tensor, mean: torch.Tensor, var: torch.Tensor) -> object:

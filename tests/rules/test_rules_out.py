@@ -149,7 +149,7 @@ def test_shape_inference_of_large_out_does_not_allocate() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*")
 @pytest.mark.parametrize("where", WHERE, ids=str)
-def test_resizing_a_view_raises(where: list[dt.Placement]) -> None:
+def test_out_and_resize_of_a_view_to_another_size_raise(where: list[dt.Placement]) -> None:
     """Check that ``out=`` views raise: torch would write past the view into the base, whose elements are on other ranks."""
     mesh = dt.init_device_mesh("cpu", (2,))
     x = dt.zeros(4, 3, device_mesh=mesh, placements=where)

@@ -40,7 +40,7 @@ CASES = {
     "max with index": RuleCase(lambda x: x.max(1), (X,)),
     "min with index": RuleCase(lambda x: torch.min(x, -1, keepdim=True), (X,)),
     "first of equal values": RuleCase(lambda x: x.max(1), (ODD,)),
-    "NaN beats all": RuleCase(lambda x: (x.max(1), x.argmax(), x.argmin(0), x.amax()), (NAN,), gradients=False),
+    "NaN is the extremum": RuleCase(lambda x: (x.max(1), x.argmax(), x.argmin(0), x.amax()), (NAN,), gradients=False),
     "argmax of all": RuleCase(torch.argmax, (ODD,)),
     "argmin": RuleCase(lambda x: x.argmin(0, keepdim=True), (ODD,)),
     "any": RuleCase(lambda x: (x > 1.9).any(0), (X,)),
@@ -146,7 +146,7 @@ def test_bincount_with_negative_minlength_raises() -> None:
 
 @pytest.mark.parametrize("reduce", ["sum", "mean", "prod", "max", "amax", "min", "amin"])  # torch takes "max" and "amax"
 @pytest.mark.parametrize("initial", [None, 0.5])
-def test_segment_reduce_by_every_name_of_the_reductions(reduce: str, initial: float | None) -> None:
+def test_segment_reduce_by_every_reduction_name_equals_plain_torch(reduce: str, initial: float | None) -> None:
     options = {} if initial is None else {"initial": initial}
     for where in (Shard(0), Shard(1)):
         check(

@@ -31,9 +31,9 @@ CASES = {
     "logsumexp": RuleCase(lambda x: x.logsumexp(-1, keepdim=True), (X,)),
     "masked": RuleCase(lambda x: (x.softmax(1), x.log_softmax(1), x.logsumexp(1)), (MASKED,), ("sum",), gradients=False),
     "masked, infinite": RuleCase(lambda x: (x.softmax(1), x.logsumexp(1)), (MASKED.abs(),), ("sum",), gradients=False),
-    "safe": RuleCase(lambda x: torch.ops.aten._safe_softmax(x, 1), (MASKED,), ("sum",), gradients=False),
+    "_safe_softmax": RuleCase(lambda x: torch.ops.aten._safe_softmax(x, 1), (MASKED,), ("sum",), gradients=False),
     "another dtype": RuleCase(lambda x: x.softmax(1, dtype=torch.float64), (make_floats(5, 6).float(),)),
-    "one number": RuleCase(lambda x: x.softmax(0), (make_floats(),)),
+    "0-d tensor": RuleCase(lambda x: x.softmax(0), (make_floats(),)),
     "half": RuleCase(lambda x: x.softmax(1), (make_floats(5, 6).half(),)),
     "twice differentiable": RuleCase(
         lambda x: torch.autograd.grad(x.softmax(1).square().sum(), x, create_graph=True)[0], (make_floats(5, 4),), ()

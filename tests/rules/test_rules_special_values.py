@@ -70,7 +70,7 @@ def test_calls_with_unsupported_dtypes_and_shapes_raise_as_in_torch(call: Callab
 
 
 @pytest.mark.parametrize("order", [INF, -INF])
-def test_vector_norm_of_tensor_without_rows(order: float) -> None:
+def test_infinity_norm_of_tensor_without_rows_equals_plain_torch(order: float) -> None:
     x = torch.ones(0, 6, dtype=torch.float64)
     for where in [*even_and_one_sided_shards(x), (Replicate(),), (Partial("avg"),)]:
         check(
@@ -93,7 +93,7 @@ def test_partial_avg_of_infinite_complex_values_is_infinite() -> None:
     assert torch.view_as_real(terms.full_tensor()).tolist() == [[INF, 1.0]] * 2
 
 
-def test_eig_gradient_of_empty_matrices() -> None:
+def test_eig_gradient_of_empty_matrices_equals_plain_torch() -> None:
     x = torch.zeros(1, 1, 0, 0, dtype=torch.float64)
     for dim in (0, 1):
         check(torch.linalg.eig, x, mesh=get_or_make_mesh((4,)), placements=[[Shard(dim)]])
@@ -124,7 +124,7 @@ ORDER_FUNCTIONS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("name", ORDER_FUNCTIONS)
-def test_sort_topk_argmax_of_ties_and_special_values(name: str) -> None:
+def test_sort_topk_argmax_of_ties_and_special_values_equal_plain_torch(name: str) -> None:
     for x in (SPECIAL, TIES):
         for where in even_and_one_sided_shards(x):
             check(ORDER_FUNCTIONS[name], x, mesh=get_or_make_mesh((3,)), placements=[where], gradients=False)
@@ -155,14 +155,14 @@ FACTORS = {
 
 @pytest.mark.skipif(not hasattr(torch.ops.aten, "_philox_uniform"), reason="torch before 2.13 has another way for subclasses")
 @pytest.mark.parametrize("values", FACTORS.values(), ids=FACTORS.keys())
-def test_prod_gradients_with_nan_infinity_and_zero(values: list[list[float]]) -> None:
+def test_prod_gradients_with_nan_infinity_and_zero_equal_plain_torch(values: list[list[float]]) -> None:
     mesh, x = dt.init_device_mesh("cpu", (2,)), torch.tensor(values, dtype=torch.float64)
     for where in (Replicate(), Shard(0), Shard(1)):
         for fn in (torch.prod, lambda x: x.prod(0), lambda x: x.prod(1, keepdim=True), lambda x: x.prod(-1, dtype=torch.float32)):
             check(fn, x, mesh=mesh, placements=[[where]])
 
 
-def test_prod_gradients_of_empty_tensors() -> None:
+def test_prod_gradients_of_empty_tensors_equal_plain_torch() -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
     for shape, dim in (((3, 0), 1), ((0, 3), 0), ((3, 0), 0), ((), 0)):
         x = torch.ones(shape, dtype=torch.float64)
@@ -170,7 +170,7 @@ def test_prod_gradients_of_empty_tensors() -> None:
             check(fn, x, mesh=mesh, placements=[[Shard(0) if shape else Replicate()]])
 
 
-def test_second_derivatives_of_prod() -> None:
+def test_second_derivatives_of_prod_equal_plain_torch() -> None:
     def curvature(x: torch.Tensor) -> torch.Tensor:
         (slope,) = torch.autograd.grad(x.prod(1).sum() + x.prod(), x, create_graph=True)
         return slope.square().sum()
@@ -181,7 +181,7 @@ def test_second_derivatives_of_prod() -> None:
             check(curvature, torch.tensor(values, dtype=torch.float64), mesh=mesh, placements=[[where]])
 
 
-def test_bit_shifts_of_bools_and_integers() -> None:
+def test_bit_shifts_of_bools_and_integers_equal_plain_torch() -> None:
     mesh, bits, counts = dt.init_device_mesh("cpu", (2,)), torch.tensor([True, False, True]), torch.tensor([1, 2, 3])
     for where in (Replicate(), Shard(0), Partial()):
         for fn in (lambda x, y: x << y, lambda x, y: x >> y, lambda x, y: y << x, lambda x, y: (x << 2) + (y >> 1)):
@@ -200,29 +200,35 @@ def test_partial_avg_of_largest_finite_values_is_finite(dtype: torch.dtype, rank
 
 
 REFUSED: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
-    "too few to scatter": (lambda x, m: x.masked_scatter(m, x[:1]), (torch.ones(5, 6), torch.ones(6, dtype=torch.bool))),
-    "a row that broadcasts": (lambda x, s: x.select_scatter(s, 0, 2), (torch.ones(5, 6), torch.ones(1))),
-    "a slice of another size": (lambda x, s: x.slice_scatter(s, 1, 0, 3), (torch.ones(5, 6), torch.ones(5, 2))),
-    "a diagonal of another size": (lambda x, s: x.diagonal_scatter(s, 1), (torch.ones(5, 6), torch.ones(6))),
-    "rows of another size": (
+    "masked_scatter with too few elements": (
+        lambda x, m: x.masked_scatter(m, x[:1]),
+        (torch.ones(5, 6), torch.ones(6, dtype=torch.bool)),
+    ),
+    "select_scatter of a row that broadcasts": (lambda x, s: x.select_scatter(s, 0, 2), (torch.ones(5, 6), torch.ones(1))),
+    "slice_scatter of another size": (lambda x, s: x.slice_scatter(s, 1, 0, 3), (torch.ones(5, 6), torch.ones(5, 2))),
+    "diagonal_scatter of another size": (lambda x, s: x.diagonal_scatter(s, 1), (torch.ones(5, 6), torch.ones(6))),
+    "index_reduce of rows of another size": (
         lambda x, i, s: x.index_reduce(0, i, s, "prod"),
         (torch.ones(5, 6), torch.tensor([0, 1]), torch.ones(2, 1)),
     ),
-    "no such class": (lambda x: torch.nn.functional.one_hot(x, 3), (torch.tensor([0, 1, 2, 3, 0]),)),
-    "a class below": (torch.nn.functional.one_hot, (torch.tensor([0, 1, -1, 3, 0]),)),
-    "classes of nothing": (torch.nn.functional.one_hot, (torch.zeros(0, dtype=torch.int64),)),
-    "a slice along no dim": (lambda x, s: x.slice_scatter(s, 2), (torch.ones(5, 6), torch.ones(5, 6))),
-    "a matrix of rows to select": (lambda x, i: x.index_select(0, i), (torch.ones(5, 6), torch.zeros(1, 5, dtype=torch.int64))),
-    "rows by fractions": (lambda x, i: x.index_fill(0, i, 1.0), (torch.ones(5, 6), torch.zeros(2))),
-    "rows added by bytes": (lambda x, i: x.index_add(0, i, x[:2]), (torch.ones(5, 6), torch.zeros(2, dtype=torch.uint8))),
-    "rows copied by int32": (lambda x, i: x.index_copy(0, i, x[:2]), (torch.ones(5, 6), torch.tensor([0, 1]).int())),
-    "rows selected by bools": (lambda x, i: x.index_select(0, i), (torch.ones(5, 6), torch.ones(2) > 0)),
-    "places of int32": (lambda x, i: x.put(i, x[0, :2]), (torch.ones(5, 6), torch.tensor([0, 1]).int())),
-    "rows multiplied along no dim": (lambda x, i: x.index_reduce(3, i, x, "prod"), (torch.ones(5, 6), torch.tensor([0, 1]))),
-    "another dtype to scatter": (lambda x, m: x.masked_scatter(m, x.double()), (torch.ones(5, 6), torch.ones(6) > 0)),
-    "probabilities of another dtype": (torch.nn.functional.binary_cross_entropy, (torch.ones(5, 6), torch.ones(5, 6).double())),
-    "runs along no dim": (lambda x: torch.unique_consecutive(x, dim=2), (torch.ones(5, 6),)),
-    "a vector to solve": (torch.linalg.solve, (torch.ones(5), torch.ones(5, 3))),
+    "one_hot of a class too large": (lambda x: torch.nn.functional.one_hot(x, 3), (torch.tensor([0, 1, 2, 3, 0]),)),
+    "one_hot of a negative class": (torch.nn.functional.one_hot, (torch.tensor([0, 1, -1, 3, 0]),)),
+    "one_hot of an empty tensor": (torch.nn.functional.one_hot, (torch.zeros(0, dtype=torch.int64),)),
+    "slice_scatter of dim out of range": (lambda x, s: x.slice_scatter(s, 2), (torch.ones(5, 6), torch.ones(5, 6))),
+    "index_select with 2-d index": (lambda x, i: x.index_select(0, i), (torch.ones(5, 6), torch.zeros(1, 5, dtype=torch.int64))),
+    "index_fill with float index": (lambda x, i: x.index_fill(0, i, 1.0), (torch.ones(5, 6), torch.zeros(2))),
+    "index_add with uint8 index": (lambda x, i: x.index_add(0, i, x[:2]), (torch.ones(5, 6), torch.zeros(2, dtype=torch.uint8))),
+    "index_copy with int32 index": (lambda x, i: x.index_copy(0, i, x[:2]), (torch.ones(5, 6), torch.tensor([0, 1]).int())),
+    "index_select with bool index": (lambda x, i: x.index_select(0, i), (torch.ones(5, 6), torch.ones(2) > 0)),
+    "put with int32 index": (lambda x, i: x.put(i, x[0, :2]), (torch.ones(5, 6), torch.tensor([0, 1]).int())),
+    "index_reduce of dim out of range": (lambda x, i: x.index_reduce(3, i, x, "prod"), (torch.ones(5, 6), torch.tensor([0, 1]))),
+    "masked_scatter of another dtype": (lambda x, m: x.masked_scatter(m, x.double()), (torch.ones(5, 6), torch.ones(6) > 0)),
+    "binary_cross_entropy with target of another dtype": (
+        torch.nn.functional.binary_cross_entropy,
+        (torch.ones(5, 6), torch.ones(5, 6).double()),
+    ),
+    "unique_consecutive of dim out of range": (lambda x: torch.unique_consecutive(x, dim=2), (torch.ones(5, 6),)),
+    "solve with a vector as matrix": (torch.linalg.solve, (torch.ones(5), torch.ones(5, 3))),
 }
 
 
@@ -274,14 +280,14 @@ def test_cumsum_of_complex_infinity_keeps_the_finite_part(ranks: int) -> None:
 
 
 ZERO_PRESERVING_FUNCTIONS: dict[str, Callable[[Any, Any], Any]] = {
-    "itself": lambda x, i: x * 1,
+    "multiplied by 1": lambda x, i: x * 1,
     "row": lambda x, i: x[4],
     "rows": lambda x, i: x[i],
     "index_select": lambda x, i: x.index_select(0, i),
     "gather": lambda x, i: x.gather(0, i[:, None].expand(4, 5)),
     "embedding": lambda x, i: torch.nn.functional.embedding(i, x),
     "take": lambda x, i: x.take(i),
-    "added once": lambda x, i: x.sum(0) + x[1],
+    "sum plus a row": lambda x, i: x.sum(0) + x[1],
 }
 
 

@@ -46,7 +46,7 @@ def test_unique_values_inverse_and_counts_equal_plain_torch(call: Callable[[torc
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_unique_of_partial_one_element_and_empty_tensors(call: Callable[[torch.Tensor], Any]) -> None:
+def test_unique_of_partial_one_element_and_empty_tensors_equals_plain_torch(call: Callable[[torch.Tensor], Any]) -> None:
     check(call, drawn(5, 2, dtype=torch.int64), mesh=MESH, placements=[[Partial(), Shard(0)]])
     check(call, drawn(1, 1, dtype=torch.int64), mesh=MESH, placements=[[Shard(0), Shard(1)]])
     check(call, drawn(0, 2, dtype=torch.int64), mesh=MESH, placements=[[Shard(0), Shard(1)]])

@@ -32,11 +32,11 @@ CASES = {
     "swapaxes": RuleCase(lambda x: x.swapaxes(-1, 0), (X,)),
     "matrix transposes": RuleCase(lambda x: (x.mT, x.mH, x.adjoint()), (X,)),
     "squeeze": RuleCase(lambda x: x.unsqueeze(1).squeeze(), (Y,)),
-    "squeeze of sharded ones": RuleCase(lambda x: (x.squeeze(), x.squeeze(0), x.squeeze((0, 2))), (make_floats(1, 6, 1),)),
-    "dims of one among others": RuleCase(
+    "squeeze of dims of size 1": RuleCase(lambda x: (x.squeeze(), x.squeeze(0), x.squeeze((0, 2))), (make_floats(1, 6, 1),)),
+    "views of dims of size 1 and others": RuleCase(
         lambda x: (x.view(5, 6), x.view(30), x.view(1, 1, 30, 1), x.view(2, 15)), (make_floats(1, 5, 1, 6),), ("sum",)
     ),
-    "all dims of one": RuleCase(lambda x: (x.view(1), x.view(()), x.view(1, 1, 1)), (make_floats(1, 1),)),
+    "views of one element": RuleCase(lambda x: (x.view(1), x.view(()), x.view(1, 1, 1)), (make_floats(1, 1),)),
     "expand": RuleCase(lambda x: x.unsqueeze(1).expand(-1, 3, -1), (Y,)),
     "expand_as": RuleCase(lambda x: x[:1].expand_as(x) + x, (Y,)),
     "view_as": RuleCase(lambda x: x.view_as(x.view(6, 5)), (Y,)),
@@ -73,23 +73,23 @@ def test_view_values_and_gradients_equal_plain_torch(name: str, mesh_shape: tupl
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 LOCAL_CASES: list[tuple[str, Callable[[torch.Tensor], Any], list[Any], list[Any]]] = [
-    ("flatten keeps ragged blocks", lambda x: x.flatten(), [S0], [Shard(0, sizes=(18, 12))]),
-    ("unflatten of ragged blocks", lambda x: x.flatten().view(5, 6), [S0], [S0]),
+    ("flatten of uneven shards", lambda x: x.flatten(), [S0], [Shard(0, sizes=(18, 12))]),
+    ("unflatten of uneven shards", lambda x: x.flatten().view(5, 6), [S0], [S0]),
     ("split of the inner dim", lambda x: x.view(5, 2, 3), [S1], [S1]),
     ("a slice along shards", lambda x: x[1:5], [S0], [Shard(0, sizes=(2, 2))]),
-    ("a slice that leaves a rank nothing", lambda x: x[:2], [S0], [Shard(0, sizes=(2, 0))]),
+    ("a slice with an empty shard", lambda x: x[:2], [S0], [Shard(0, sizes=(2, 0))]),
     ("a slice with a step", lambda x: x[::2], [S0], [Shard(0, sizes=(2, 1))]),
-    ("a slice across shards", lambda x: x[:, 1:], [S0], [S0]),
-    ("a row is all its owner's", lambda x: x[3], [S0], [Shard(0, sizes=(0, 6))]),
+    ("a slice of the unsharded dim", lambda x: x[:, 1:], [S0], [S0]),
+    ("a row of the sharded dim", lambda x: x[3], [S0], [Shard(0, sizes=(0, 6))]),
     ("a column", lambda x: x[:, 3], [S0], [S0]),
     ("the first part of a split", lambda x: x.split(4)[0], [S0], [Shard(0, sizes=(3, 1))]),
     ("the last chunk", lambda x: x.chunk(2)[1], [S0], [Shard(0, sizes=(0, 2))]),
-    ("a diagonal follows its rows", lambda x: x.diagonal(1), [S0], [Shard(0, sizes=(3, 2))]),
+    ("diagonal", lambda x: x.diagonal(1), [S0], [Shard(0, sizes=(3, 2))]),
     ("transpose", lambda x: x.t(), [S0], [S1]),
     ("nested shards, flattened", lambda x: x.flatten(), [S0, S0], [S0, Shard(0, sizes=(12, 6, 6, 6))]),
     ("nested shards, sliced", lambda x: x[1:], [S0, S0], [S0, Shard(0, sizes=(1, 1, 1, 1))]),
-    ("two factors, each with its mesh dim", lambda x: x[:2].flatten(), [Shard(0, sizes=(1, 4)), S1], [S0, S0]),
-    ("and apart again", lambda x: x[:2].flatten().view(2, 6), [Shard(0, sizes=(1, 4)), S1], [S0, S1]),
+    ("flatten of two sharded dims", lambda x: x[:2].flatten(), [Shard(0, sizes=(1, 4)), S1], [S0, S0]),
+    ("flatten and view of two sharded dims", lambda x: x[:2].flatten().view(2, 6), [Shard(0, sizes=(1, 4)), S1], [S0, S1]),
     ("partial terms", lambda x: x.view(30)[3:], [Partial("max")], [Partial("max")]),
 ]
 
@@ -156,11 +156,13 @@ def test_as_strided_of_elements_between_strides_raises() -> None:
     ("sizes", "window", "expected"),
     [((3, 2), range(1, 5), (2, 2)), ((2, 0, 2, 1), range(0, 5, 2), (1, 0, 1, 1)), ((4, 3), range(9, 9), (0, 0))],
 )
-def test_window_block_sizes(sizes: tuple[int, ...], window: range, expected: tuple[int, ...]) -> None:
+def test_window_block_sizes_counts_the_window_positions_in_each_block(
+    sizes: tuple[int, ...], window: range, expected: tuple[int, ...]
+) -> None:
     assert window_block_sizes(sizes, window) == expected
 
 
-def test_cover_window_sizes_gives_the_wanted_sizes_or_the_default() -> None:
+def test_cover_window_sizes_gives_the_requested_block_sizes_or_the_default() -> None:
     for total in range(1, 9):
         for start in range(total):
             for end in range(start, total + 1):
@@ -172,7 +174,7 @@ def test_cover_window_sizes_gives_the_wanted_sizes_or_the_default() -> None:
                     assert found == default or window_block_sizes(found, window) == wanted
 
 
-def test_composite_views_in_inference_mode() -> None:
+def test_composite_views_in_inference_mode_equal_plain_torch() -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
     with torch.inference_mode():
         check(lambda x: (x.flatten(1), x.chunk(2, 1)[0], x.mT), X, mesh=mesh, placements=[[Shard(1)]], gradients=False)

@@ -194,7 +194,7 @@ def test_programs_that_write_through_views_equal_plain_torch(program: Program, g
 
 
 @pytest.mark.parametrize("program", [*PROGRAMS[:8], *SPLIT_PROGRAMS], ids=lambda program: program.__name__)
-def test_writes_of_integers_and_writes_to_splits(program: Program) -> None:
+def test_view_writes_to_integers_and_to_splits_equal_plain_torch(program: Program) -> None:
     x, v = torch.arange(30).reshape(5, 6) - 7, torch.tensor([1, -2, 3, 5, 2, -1])
     mesh = dt.init_device_mesh("cpu", (3,))
     for placements in ((Shard(0),), (Shard(1),), (Shard(0, sizes=(0, 5, 0)),), (Partial(),)):
@@ -228,7 +228,7 @@ def test_writes_to_elements_of_one_rank_do_not_communicate(program: Program, pla
 
 
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
-def test_parameters_can_be_edited_through_views_under_no_grad(placement: Any) -> None:
+def test_view_writes_to_parameters_under_no_grad_equal_plain_torch(placement: Any) -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
     weight = torch.nn.Parameter(dt.distribute_tensor(torch.arange(30.0).reshape(5, 6), mesh, [placement]))
     plain = torch.nn.Parameter(torch.arange(30.0).reshape(5, 6))
@@ -258,7 +258,7 @@ def test_autograd_errors_of_in_place_writes_equal_plain_torch(placement: Any) ->
 
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
 @pytest.mark.parametrize("made_inside", [False, True])
-def test_views_follow_their_base_in_inference_mode(placement: Any, made_inside: bool) -> None:
+def test_view_and_base_writes_in_inference_mode_equal_plain_torch(placement: Any, made_inside: bool) -> None:
     def steps(t: torch.Tensor) -> list[torch.Tensor]:
         row, turned = t[2], t.t()
         t.mul_(2)
@@ -276,7 +276,7 @@ def test_views_follow_their_base_in_inference_mode(placement: Any, made_inside: 
             assert torch.equal(g.full_tensor(), e)
 
 
-def test_writes_through_views_of_transposed_local_tensors() -> None:
+def test_view_writes_with_transposed_local_tensors_equal_plain_torch() -> None:
     mesh = dt.init_device_mesh("cpu", (2,))
     # local strides that do not match the global ones
     pieces = dt.per_rank([torch.arange(6.0).reshape(3, 2).t(), torch.arange(6.0, 12).reshape(3, 2).t()])
@@ -300,7 +300,7 @@ def test_resize_keeps_elements_in_memory_order(size: tuple[int, ...]) -> None:
     assert torch.equal(larger.full_tensor().reshape(-1)[:30], X.reshape(-1))
 
 
-def test_resize_as_takes_shape_and_memory_format() -> None:
+def test_resize_as_takes_shape_and_memory_format_as_in_plain_torch() -> None:
     mesh = dt.init_device_mesh("cpu", (2, 2))
     like = torch.empty(1, 2, 3, 4).contiguous(memory_format=torch.channels_last)
     for kept in (None, torch.preserve_format, torch.channels_last):
@@ -333,7 +333,7 @@ def test_out_of_another_shape_is_resized_by_decomposed_operators(operation: Any)
 
 
 @pytest.mark.parametrize("name", ["add_", "gt_", "pow_", "logical_or_", "lerp_"])
-def test_in_place_operators_on_a_tensor_and_its_own_view_with_one_row_shards(name: str) -> None:
+def test_in_place_operators_with_own_view_as_operand_equal_plain_torch(name: str) -> None:
     """Check shards of one row: a view of a dim of size 1 has another stride, which a kernel mistakes for a partial overlap."""
     whole = torch.arange(60.0, dtype=torch.float64).view(6, 10)[::2]
     for sizes in ((1, 1, 1), (1, 2, 0)):
@@ -347,7 +347,7 @@ def test_in_place_operators_on_a_tensor_and_its_own_view_with_one_row_shards(nam
 
 
 @pytest.mark.parametrize("where", [Replicate(), Shard(0), Shard(1)], ids=str)
-def test_cat_into_out_view_that_was_resized_to_zero(where: Any) -> None:
+def test_cat_into_out_view_that_was_resized_to_zero_equals_plain_torch(where: Any) -> None:
     x, out = torch.arange(12.0).reshape(4, 3), torch.zeros(2, 3)
     given, base = (dt.distribute_tensor(t, dt.init_device_mesh("cpu", (2,)), [where]) for t in (x, out))
     part = base[:1]

@@ -20,7 +20,7 @@ def build_samples(text: str, **words: object) -> dict[str, list[Sample]]:
     }
 
 
-def test_sample_line_gives_operators_and_their_calls() -> None:
+def test_sample_text_is_parsed_to_operators_tensors_and_arguments() -> None:
     found = build_samples("mm bmm: f[5, 6], [2], dim=-1 |\n i[7] | f[()], K", K=3)
     assert list(found) == ["mm", "bmm"]
     first, second, third = found["mm"]
@@ -50,7 +50,7 @@ def test_choices_in_an_operator_name_apply_to_its_line() -> None:
     }
 
 
-def test_exclamation_and_question_marks_omit_gradients_and_values() -> None:
+def test_marks_in_samples_switch_off_checks_of_gradients_and_values() -> None:
     found = build_samples("a!: 1 | ?2\nb: 1 | !2")
     assert [(s.gradients, s.values) for s in found["a"] + found["b"]] == [
         (False, True),
@@ -103,7 +103,7 @@ def declared() -> Iterator[Callable[..., str]]:
         dt.unregister_sharding(getattr(torch.ops.unwritten, name.partition("::")[2]).default)
 
 
-def test_operator_without_samples_is_verified_by_samples_of_its_notation(declared: Callable[..., str]) -> None:
+def test_verify_rule_generates_samples_from_the_notation_of_a_rule(declared: Callable[..., str]) -> None:
     name = declared("unwritten::weighted", "a b, b c -> a c")
     x, weight, _ = next(sample.args for sample in samples_of(name) if sample.args[0].dtype is torch.float64)
     assert x.shape[1] == weight.shape[0]

@@ -62,20 +62,20 @@ def run_and_list_collectives(program: Callable[..., Tensor], mesh: dt.DeviceMesh
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_owner_of_a_position_computes_without_communication(program: Callable[..., Tensor]) -> None:
+def test_operators_on_slices_of_a_sharded_dim_do_not_communicate_in_forward(program: Callable[..., Tensor]) -> None:
     assert run_and_list_collectives(program, dt.init_device_mesh("cpu", (3,)), [Shard(0)]) == []
     assert run_and_list_collectives(program, dt.init_device_mesh("cpu", (2,)), [Shard(0)]) == []
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_single_owner_on_a_2d_mesh(program: Callable[..., Tensor]) -> None:
+def test_operators_on_slices_of_sharded_dims_equal_plain_torch_on_a_2d_mesh(program: Callable[..., Tensor]) -> None:
     mesh = dt.init_device_mesh("cpu", (2, 3))
     assert run_and_list_collectives(program, mesh, [Replicate(), Shard(0)]) == []
     run_and_list_collectives(program, mesh, [Shard(0), Shard(0)])
     run_and_list_collectives(program, mesh, [Shard(1), Shard(0)])
 
 
-def test_small_operand_on_other_ranks_is_sent_to_the_owner() -> None:
+def test_cat_of_single_owner_tensors_and_a_small_tensor_runs_on_the_owner() -> None:
     mesh = dt.init_device_mesh("cpu", (3,))
     up, down = [dt.distribute_tensor(torch.rand(3, 8, 8), mesh, [Shard(0)])[1] for _ in range(2)]
     few = dt.distribute_tensor(torch.rand(2, 8), mesh, [Shard(1)])
@@ -85,7 +85,7 @@ def test_small_operand_on_other_ranks_is_sent_to_the_owner() -> None:
         torch.testing.assert_close(own, torch.cat([full_tensors(up)[0].t(), full_tensors(down)[0], full_tensors(few)[0]]))
 
 
-def test_product_of_operands_with_different_owners() -> None:
+def test_product_of_operands_with_different_owners_equals_plain_torch() -> None:
     mesh = dt.init_device_mesh("cpu", (3,))
     stack = dt.distribute_tensor(torch.rand(3, 4, 4), mesh, [Shard(0)])
     for own in full_tensors(stack[0] @ stack[2]):
@@ -111,5 +111,5 @@ def _check_programs() -> None:
 
 @pytest.mark.slow
 @pytest.mark.gloo
-def test_single_owner_programs_on_process_groups() -> None:
+def test_operators_on_slices_do_not_communicate_in_forward_on_process_groups() -> None:
     run_gloo(_check_programs, 3)

@@ -111,7 +111,7 @@ def test_mlp_of_sharded_batch_and_weights_gathers_the_weights() -> None:
     torch.testing.assert_close(made.full_tensor(), layers(x, up, biases[0], down, biases[1]), atol=1e-3, rtol=1e-4)
 
 
-def test_operand_on_few_ranks_is_redistributed_before_a_larger_result() -> None:
+def test_operand_on_few_ranks_is_sharded_evenly_before_a_larger_result() -> None:
     """Check the keys of a fused projection, which only two ranks have: a larger result is sharded over all ranks."""
     x = numbers(2, 8, 3 * 64)
     keys = dt.distribute_tensor(x, MESH, [Shard(2)]).chunk(3, -1)[1]
@@ -158,7 +158,7 @@ def test_index_with_sharded_indices_sends_only_requested_rows() -> None:
         dt.distribute_tensor(x, MESH, [Shard(1)])[:, shard(places + 5)]
 
 
-def test_convolution_counts_the_deferred_cost_of_a_partial_result() -> None:
+def test_convolution_with_sharded_channels_moves_to_batch_sharding() -> None:
     """Check a convolution with one group, whose input and weight are sharded along channels."""
     x, weight, bias = numbers(8, 32, 40, 40), numbers(32, 32, 3, 3), numbers(32)
     images = dt.distribute_tensor(x, MESH, [Shard(1)])
@@ -174,7 +174,7 @@ def pieces_of(parts: int, x: torch.Tensor) -> tuple[dt.DTensor, ...]:
 
 
 @pytest.mark.parametrize("part", range(6))
-def test_evenly_sharded_operand_keeps_its_sharding(part: int) -> None:
+def test_product_with_operand_on_few_ranks_keeps_the_batch_sharding(part: int) -> None:
     """Check a product of a sharded batch and a scale that one or two ranks have."""
     x, fused = numbers(8, 32, 64), numbers(8, 32, 6 * 64)
     scales = pieces_of(6, fused)[part]
@@ -196,7 +196,7 @@ def test_parts_of_unflattened_projection_are_redistributed_to_the_batch_sharding
     torch.testing.assert_close(made.full_tensor(), modulated(x, fused))
 
 
-def test_depthwise_convolution_redistributes_shards_without_groups() -> None:
+def test_depthwise_convolution_of_empty_shards_shards_its_channels_evenly() -> None:
     """Check a part of a fused projection before a depthwise convolution: a shard can have no group."""
     a, weight = numbers(8, 64, 64), numbers(96, 64)
     part = F.linear(replicate(a), shard(weight))[..., 32:].transpose(1, 2)
@@ -220,7 +220,7 @@ def test_mm_of_small_contracted_dim_gathers_operands_instead_of_partial_result()
     torch.testing.assert_close(made.full_tensor(), a @ b, atol=1e-4, rtol=1e-4)
 
 
-def test_writes_of_positions_of_a_sharded_dim_do_not_communicate() -> None:
+def test_writes_to_slices_of_a_sharded_dim_do_not_communicate() -> None:
     a = numbers(8, 6, 5)
     x, target = shard(a), shard(a.clone())
 
@@ -237,7 +237,7 @@ def test_writes_of_positions_of_a_sharded_dim_do_not_communicate() -> None:
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-def test_loop_over_positions_of_a_sharded_dim_does_not_communicate(dim: int) -> None:
+def test_loop_over_slices_of_a_sharded_dim_does_not_communicate(dim: int) -> None:
     a = numbers(8, 6, 5)
 
     def looped(x: Any) -> Any:

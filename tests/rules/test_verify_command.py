@@ -90,7 +90,7 @@ def test_rule_without_strategies_for_its_samples_fails(module: str, capsys: pyte
     assert "nothing was verified" in out
 
 
-def test_unknown_name_is_an_error_with_a_suggestion(module: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_rule_name_exits_with_2_and_suggests_a_name(module: str, capsys: pytest.CaptureFixture[str]) -> None:
     __import__(module)
     status, _, err = run_verify(capsys, f"{module}::halv")
     assert (status, f"did you mean {module}::halve" in err) == (2, True), err
@@ -121,7 +121,7 @@ def test_rule_name_accepts_all_spellings_of_an_operator(module: str) -> None:
 
 
 @pytest.mark.slow
-def test_verify_command_in_a_subprocess(tmp_path: Path) -> None:
+def test_verify_command_in_a_subprocess_verifies_a_rule_of_a_user_module(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MODULE.format(ns="mine"))
     command = [sys.executable, "-m", "dtensor", "verify", "--budget", "4"]
     root = str(Path(dt.__file__).parents[1])

@@ -90,37 +90,45 @@ def user_strategies(*rows: Any) -> Callable[[str], Any]:
 
 SUM_AS_MAX = {"S(0) -> max", "S(1) -> max"}
 WRONG_RULES = {
-    "static, not linear": unary(torch.exp, {"sum -> sum"}, lambda n: pointwise(n, partials=("sum -> sum", "max -> max"))),
-    "static, not monotone": unary(torch.abs, {"max -> max"}, lambda n: pointwise(n, partials=("max -> max",))),
-    "computed": unary(torch.neg, {"min -> min"}, lambda n: pointwise(n, partials=lambda call: ("min -> min",))),
-    "computed, one of many": unary(
+    "partial sum of a nonlinear operator": unary(
+        torch.exp, {"sum -> sum"}, lambda n: pointwise(n, partials=("sum -> sum", "max -> max"))
+    ),
+    "partial max of an operator that is not monotone": unary(
+        torch.abs, {"max -> max"}, lambda n: pointwise(n, partials=("max -> max",))
+    ),
+    "computed strategy": unary(torch.neg, {"min -> min"}, lambda n: pointwise(n, partials=lambda call: ("min -> min",))),
+    "one wrong of several computed strategies": unary(
         torch.neg,
         {"max -> max"},
         lambda n: pointwise(n, partials=lambda call: ("sum -> sum", "avg -> avg", "min -> max", "max -> max")),
     ),
-    "a constant that is added once per rank": binary(
+    "addition of a replicated tensor to partial sums": binary(
         torch.add, {"sum,R -> sum"}, lambda n: pointwise(n, partials=("sum,R -> sum", "sum,sum -> sum"))
     ),
-    "cross terms": binary(torch.mul, {"sum,sum -> sum"}, lambda n: pointwise(n, partials=("sum,sum -> sum", "sum,R -> sum"))),
-    "factors of a sum": binary(
+    "product of two partial sums": binary(
+        torch.mul, {"sum,sum -> sum"}, lambda n: pointwise(n, partials=("sum,sum -> sum", "sum,R -> sum"))
+    ),
+    "sum of partial products": binary(
         torch.add, {"product,product -> product"}, lambda n: pointwise(n, partials=("product... -> product",))
     ),
-    "not element by element": unary(lambda x: x.cumsum(0), {"S(0) -> S(0)"}, lambda n: pointwise(n)),
-    "the wrong reduction": unary(torch.sum, SUM_AS_MAX, sums("max")),
+    "pointwise rule of cumsum": unary(lambda x: x.cumsum(0), {"S(0) -> S(0)"}, lambda n: pointwise(n)),
+    "max in place of sum": unary(torch.sum, SUM_AS_MAX, sums("max")),
     "a mean of uneven blocks": unary(
         torch.mean,
         {"S(0) -> avg", "S(1) -> avg"},
         user_strategies(([Partial("avg")], [Shard(0)]), ([Partial("avg")], [Shard(1)])),
     ),
-    "when is too wide": unary(torch.sum, SUM_AS_MAX, sums("max", when=fewer_than_three_ranks)),
-    "a kernel": unary(torch.sum, {"S(0) -> sum", "S(1) -> sum"}, sums(None, Kernel(doubled_sum_kernel, lacking=Partial("sum")))),
-    "a kernel that is not joint": unary(
+    "when that accepts too much": unary(torch.sum, SUM_AS_MAX, sums("max", when=fewer_than_three_ranks)),
+    "wrong kernel": unary(
+        torch.sum, {"S(0) -> sum", "S(1) -> sum"}, sums(None, Kernel(doubled_sum_kernel, lacking=Partial("sum")))
+    ),
+    "kernel that is wrong for two sharded dims": unary(
         torch.mean, {"S(0) -> R & S(1) -> R"}, sums(None, Kernel(wrong_joint_mean_kernel, collectives=1, joint=True))
     ),
-    "a user's table": unary(
+    "user strategy with a wrong reduction": unary(
         torch.sum, {"S(0) -> max"}, user_strategies(([Partial("max")], [Shard(0)]), ([Partial("sum")], [Shard(1)]))
     ),
-    "a user's partial row": binary(
+    "user strategy with a wrong partial": binary(
         torch.maximum,
         {"min,R -> max"},
         user_strategies(([Partial("max")], [Partial("min"), Replicate()]), ([Partial("max")], [Partial("max"), Partial("max")])),
@@ -132,15 +140,15 @@ WRONG_RULES = {
         X.long(),  # integers, because strategies of products need finite values
         floats(6, 7, seed=2).long(),
     ),
-    "a view that is none": unary(
+    "view rule of neg": unary(
         lambda x: -x,
         {"max -> max", "min -> min", "product -> product"},
         lambda n: view(n, lambda call: Factors(((("a",), ("b",)),), ((("a",), ("b",)),), {"a": 5, "b": 6})),
     ),
-    "another result": unary(
+    "wrong partial result": unary(
         torch.neg, {"sum -> avg"}, lambda n: pointwise(n, partials=(Strategy((Partial("sum"),), (Partial("avg"),)),))
     ),
-    "the wrong dim whole": unary(lambda x: x.cumsum(1), {"S(1) -> S(1)"}, lambda n: einsum(n, "[a] b -> [a] b", linear=False)),
+    "wrong unsharded dim": unary(lambda x: x.cumsum(1), {"S(1) -> S(1)"}, lambda n: einsum(n, "[a] b -> [a] b", linear=False)),
 }
 
 
@@ -160,7 +168,7 @@ def verify_and_judge(plant: WrongRule, judge: Callable[[Report], None]) -> None:
 
 
 @pytest.mark.parametrize("kind", keep_every_nth_fast(list(WRONG_RULES), 6))
-def test_wrong_strategy_is_found_and_named(kind: str) -> None:
+def test_verify_rule_finds_names_and_reproduces_each_wrong_strategy(kind: str) -> None:
     def judge(report: Report) -> None:
         assert {" & ".join(sorted(wrong.rows)) for wrong in report.wrong} == WRONG_RULES[kind].rows, str(report)
         assert len(report.wrong) == len(WRONG_RULES[kind].rows)
@@ -193,10 +201,10 @@ def test_minimized_failure_has_one_element_and_small_integers() -> None:
         assert x.item() in (0, 1, 2)
         assert wrong.placements == ((Partial("min"),),)
 
-    verify_and_judge(WRONG_RULES["computed"], judge)
+    verify_and_judge(WRONG_RULES["computed strategy"], judge)
 
 
-def test_without_hypothesis_a_failure_is_not_minimized(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failure_without_hypothesis_has_a_reproduction_but_is_not_minimized(monkeypatch: pytest.MonkeyPatch) -> None:
     def judge(report: Report) -> None:
         (wrong,) = report.wrong
         assert wrong.variant.sample.args[0].shape == X.shape
@@ -204,7 +212,7 @@ def test_without_hypothesis_a_failure_is_not_minimized(monkeypatch: pytest.Monke
             exec(wrong.reproduction, {})
 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    verify_and_judge(WRONG_RULES["computed"], judge)
+    verify_and_judge(WRONG_RULES["computed strategy"], judge)
 
 
 # --- gradients ----------------------------------------------------------------------------------------------------------
@@ -264,7 +272,7 @@ def test_verify_rule_without_samples_raises(name: str, samples: Any, message: st
         verify_rule(name, samples)
 
 
-def test_verify_rule_plants_special_values() -> None:
+def test_verify_rule_with_planted_nan_finds_strategies_wrong_for_nan() -> None:
     """Check ``relu``, whose partial max strategy is right with infinities and NaN, and an operator whose strategy is wrong with
     NaN."""
     report = verify_rule("relu", meshes=[(3,)], rows_only=True, plant=(0.0, torch.inf, -torch.inf, torch.nan))
@@ -287,7 +295,7 @@ def test_verify_rule_plants_special_values() -> None:
         ("linalg_matrix_exp", (floats(2, 4, 3, 3),), "S(1) -> S(1)"),
     ],
 )
-def test_forced_strategies_of_isin_and_matrix_exp_with_sliced_blocks(name: str, args: tuple[Tensor, ...], row: str) -> None:
+def test_forced_strategies_of_isin_and_matrix_exp_equal_plain_torch(name: str, args: tuple[Tensor, ...], row: str) -> None:
     mesh = dt.init_device_mesh("cpu", (3,))
     check(forced(getattr(torch.ops.aten, name), row), *args, mesh=mesh, placements=[[Replicate()]] * len(args), gradients=False)
 

@@ -159,7 +159,7 @@ def test_rule_that_always_gathers_is_reported_as_missing_strategies(op: str) -> 
     assert {"proof::twice | S(0) -> S(0)", "proof::twice | S(1) -> S(1)"} <= {str(gap) for gap in report.missing}
 
 
-def test_missing_strategy_of_unknown_operator_is_not_accepted() -> None:
+def test_missing_strategy_without_an_accepted_gap_is_not_accepted() -> None:
     assert not is_accepted(MissingStrategy("aten::no_such_operator", ("S(0)",), ("S(0)",)))
 
 
