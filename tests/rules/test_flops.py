@@ -115,14 +115,13 @@ def lookup_of(packet: Any) -> Any:
 
 
 def test_flops_of_linear_matmul_einsum_and_cpu_attention_equal_the_formula() -> None:
-    x, weight, grad = f(3, 5, 6), f(7, 6), f(3, 5, 7)
+    x, weight = f(3, 5, 6), f(7, 6)
     assert work_of_call(call_of(aten.linear.default, x, weight, f(7))).flops == 2 * 15 * 6 * 7
     assert work_of_call(call_of(aten.matmul.default, f(4, 1, 5, 6), f(3, 6, 7))).flops == 2 * 12 * 5 * 6 * 7
     assert work_of_call(call_of(aten.einsum.default, "bik,bkj->bij", [f(2, 3, 4), f(2, 4, 5)])).flops == 2 * 2 * 3 * 4 * 5
     query = f(2, 6, 5, 8)
     call = call_of(aten._scaled_dot_product_flash_attention_for_cpu.default, query, f(2, 3, 7, 8), f(2, 3, 7, 8))
     assert work_of_call(call).flops == 2 * 2 * 6 * 5 * 7 * 16
-    assert grad.shape[-1] == 7
 
 
 CALLS_WITHOUT_CONTRACTION: list[tuple[Any, tuple[Any, ...]]] = [

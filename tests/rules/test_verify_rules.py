@@ -11,7 +11,7 @@ import torch
 from slow_case_marks import keep_every_nth_fast
 
 import dtensor as dt
-from dtensor.placement import Partial, Replicate, Shard
+from dtensor.placement import Partial, Shard
 from dtensor.rules import register, rules, unregister
 from dtensor.rules.declare import einsum, pointwise
 from dtensor.testing import Sample, verify_rule
@@ -172,4 +172,3 @@ def test_verify_rule_takes_an_operator_object() -> None:
     report = verify_rule(torch.ops.aten.mm.default, [Sample((torch.ones(5, 6), torch.ones(6, 7)))], meshes=[(2,)], limit=10)
     assert report.name in ("aten::mm", "aten::mm.default")
     assert report
-    assert (Replicate(), Shard(0)) != ()
