@@ -7,7 +7,7 @@ from typing import Any
 
 from ..base.text_tables import table_text
 from ..base.units import seconds_text
-from ..dispatch.programs.comm_report import Cause
+from ..dispatch import Cause
 from ..placement import Partial, Placement
 from ..plan.graph import RuleQuery, RuleQueryRecorder
 from ..propagation.make_call import make_call

@@ -15,9 +15,7 @@ from ..base.tensor_tree import iter_tree_leaves, tensor_leaves
 from ..base.torch_internals import autograd_node, sequence_number, tree_leaves
 from ..base.user_frames import find_user_frame, source_line_of
 from ..comm.events import Event, current_redistribution_steps, listening
-from ..dispatch.programs.facts import facts_of_call
-from ..dispatch.programs.grad_redistribute import REDISTRIBUTING_GRAD
-from ..dispatch.programs.redistribution_cache import FRESH_CACHE
+from ..dispatch import FRESH_CACHE, REDISTRIBUTING_GRAD, facts_of_call
 from ..layout.layout import Layout
 from ..propagation.make_call import iter_operand_slots
 from ..propagation.op_schema import OperatorSchema

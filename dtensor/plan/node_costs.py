@@ -12,7 +12,7 @@ from ..base.caches import memoize
 from ..base.tensor_tree import map_leaves
 from ..comm.events import Event, listening
 from ..cost.link import collective_seconds, get_device
-from ..dispatch.dispatcher import run_with_strategies
+from ..dispatch import run_with_strategies
 from ..errors import DTensorError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh, init_device_mesh

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import torch
 
-from ..dispatch.programs.grad_redistribute import HAS_PROGRAM_PLAN
+from ..dispatch import HAS_PROGRAM_PLAN
 from ..propagation.make_call import iter_operand_slots
 from ..propagation.select_strategy import bound_strategies_of, realize_selection, select_strategies
 from ..propagation.strategy_table import StrategySelection, strategies_by_text

@@ -25,7 +25,7 @@ from ..base.user_frames import SourceLine
 from ..comm import events
 from ..cost.device import DEFAULT_DEVICE, DEVICES, Device
 from ..cost.link import get_device
-from ..dispatch.programs.comm_report import Cause
+from ..dispatch import Cause
 from ..mesh.current_rank import RUNNING_RANK
 from ..mesh.device_mesh import DeviceMesh
 from ..ranks.per_rank import PerRank

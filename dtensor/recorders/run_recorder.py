@@ -37,7 +37,7 @@ from ..base.user_frames import NO_SOURCE_LINE, SourceLine, is_library_file, sour
 from ..comm import Pending, events
 from ..comm.events import CollectiveWrapper, Event
 from ..cost.link import collective_seconds
-from ..dispatch.programs.comm_report import Cause
+from ..dispatch import Cause
 from ..redistribute.step import Step
 from ..tensor.leaf_gradients import GradBatchCause
 from .comm_mode import EXCHANGE_KIND, CommDebugMode

@@ -29,8 +29,7 @@ from ..base.torch_internals import forward_ad, functorch_active
 from ..base.tracing import check_not_in_graph
 from ..comm import PerRank, shards_of
 from ..comm.map_ranks import communicator_of
-from ..dispatch.announced_collectives import redistribute_under_policy
-from ..dispatch.programs.grad_redistribute import redistribute_grad_unless_planned
+from ..dispatch import redistribute_grad_unless_planned, redistribute_under_policy
 from ..errors import UnsupportedOperationError
 from ..layout.expanded_storage import repeated_dims
 from ..layout.layout import Layout

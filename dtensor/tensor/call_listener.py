@@ -6,8 +6,7 @@ from functools import cached_property
 from typing import Any
 
 from ..base.torch_internals import OpOverload, TorchDispatchMode
-from ..dispatch.dispatcher import bypasses_rules, run_with_strategies
-from ..dispatch.operand_layouts import plan_call
+from ..dispatch import bypasses_rules, plan_call, run_with_strategies
 from ..propagation.op_schema import OperatorSchema, operator_schema_of
 from ..propagation.propagate import CallPlan
 from ..propagation.select_strategy import StrategySelector

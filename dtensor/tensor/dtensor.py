@@ -25,8 +25,7 @@ from ..base.tracing import check_not_in_graph
 from ..base.validation import check_dtype, check_strided
 from ..comm import PerRank
 from ..comm.map_ranks import communicator_of
-from ..dispatch.dispatcher import dispatch
-from ..dispatch.plain_tensor_args import distribute_like
+from ..dispatch import dispatch, distribute_like
 from ..errors import DTensorError, LayoutError
 from ..layout.layout import Layout
 from ..layout.placement_forms import split_mesh_and_placements

@@ -12,8 +12,7 @@ import torch
 
 from ..base.tensor_tree import tensor_leaves
 from ..base.torch_internals import resolve_packet
-from ..dispatch.dispatcher import run_with_strategies
-from ..dispatch.operand_layouts import plan_call
+from ..dispatch import plan_call, run_with_strategies
 from ..plan.graph import RuleQuery
 from ..propagation.op_schema import OperatorSchema, operator_schema_of
 from ..propagation.propagate import is_composite

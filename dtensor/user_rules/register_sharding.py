@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, get_overloads, overload
 
 from ..base.torch_internals import OpOverloadPacket
-from ..dispatch.dispatcher import clear_plans
+from ..dispatch import clear_plans
 from ..errors import PlacementError, RuleError
 from ..placement import REDUCE_OPS
 from ..propagation.op_schema import arguments_without_out, operator_schema_of, resolve_overload

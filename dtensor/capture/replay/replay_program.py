@@ -18,7 +18,7 @@ from ...base.group_by import group_by_key
 from ...base.torch_internals import autocast_enabled, pytree
 from ...comm import PerRank
 from ...comm.map_ranks import communicator_of
-from ...dispatch.programs.local_op import below_autograd
+from ...dispatch import below_autograd
 from ...errors import CaptureError
 from ...layout.layout import Layout
 from ...state.wrap import wrap_local

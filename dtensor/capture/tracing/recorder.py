@@ -21,7 +21,7 @@ from ...base.generators import default_generator, get_generator_state
 from ...base.recorder_hooks import ACTIVE_RECORDERS
 from ...base.torch_internals import AccumulateGrad, TensorBase, TorchDispatchMode, autograd_node, current_dispatch_modes
 from ...comm import Pending, PerRank
-from ...dispatch.programs.local_op import named_function_of
+from ...dispatch import named_function_of
 from ...errors import CaptureError
 from ...propagation.op_schema import operator_schema_of
 from ...rules.call import Call

@@ -1,1 +1,1 @@
-"""Rules of the aten operators: one file per family of operators, declarations and the kernels that only they use."""
+"""Rules of the aten operators: one file per family of operators. Larger algorithms are in ``rules/kernels``."""

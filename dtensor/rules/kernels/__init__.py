@@ -1,1 +1,1 @@
-"""Kernels that several modules of ``rules/aten`` share: scans, halo exchange, sharded indexing, random draws."""
+"""Kernels: the algorithms behind rules of ``rules/aten``: scans, halo exchange, sharded indexing, random draws."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from ...base.caches import memoize
 from ...comm import PerRank
 from ...comm.cross_rank_check import check_same_on_all_ranks
-from ...dispatch.plain_tensor_args import is_number, replicate_plain
+from ...dispatch import is_number, replicate_plain
 from ...mesh.device_mesh import DeviceMesh
 from ...placement import Replicate, Shard
 from ..dtensor import DTensor

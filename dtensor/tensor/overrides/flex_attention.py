@@ -34,9 +34,7 @@ from ...base.tensor_tree import map_tensors, tensor_leaves
 from ...base.torch_internals import keys_of_arguments
 from ...comm import PerRank, shards_of
 from ...comm.map_ranks import communicator_of
-from ...dispatch.cross_mesh import make_mesh_error, meshes_of
-from ...dispatch.plain_tensor_args import counts_as_replicated
-from ...dispatch.programs.comm_report import describe_plan
+from ...dispatch import counts_as_replicated, describe_plan, make_mesh_error, meshes_of
 from ...errors import ImplicitCommunicationError, MixedTensorError
 from ...layout.layout import Layout
 from ...mesh.device_mesh import DeviceMesh

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from ...base.torch_internals import assert_async, forward_ad
 from ...comm.map_ranks import communicator_of
-from ...dispatch.plain_tensor_args import replicate_plain
+from ...dispatch import replicate_plain
 from ..dtensor import DTensor
 from .register import overload_named
 

@@ -21,10 +21,7 @@ import torch
 
 from ...base.caches import BoundedDict, nested_key
 from ...comm.map_ranks import communicator_of
-from ...dispatch.cross_mesh import meshes_of
-from ...dispatch.dispatcher import dispatch
-from ...dispatch.operand_layouts import layouts_of_arguments
-from ...dispatch.plain_tensor_args import counts_as_replicated, make_constants_runner, replicate_plain
+from ...dispatch import counts_as_replicated, dispatch, layouts_of_arguments, make_constants_runner, meshes_of, replicate_plain
 from ...layout.layout import Layout
 from ...propagation.make_call import make_call
 from ...propagation.op_schema import OperatorSchema, operator_schema_of

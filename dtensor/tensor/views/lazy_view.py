@@ -21,9 +21,7 @@ from ...base.symbolic_sizes import specialize_symbols
 from ...base.tensor_tree import tensor_leaves
 from ...base.torch_internals import make_wrapper_subclass
 from ...base.tracing import KERNEL_ERRORS
-from ...dispatch.dispatcher import dispatch, install_view_runners, make_view_runner
-from ...dispatch.operand_layouts import plan_call, specialize_sizes
-from ...dispatch.programs.frame import Runner
+from ...dispatch import Runner, dispatch, install_view_runners, make_view_runner, plan_call, specialize_sizes
 from ...errors import LayoutError
 from ...layout.layout import Layout
 from ...propagation.op_schema import OperatorSchema, operator_schema_of

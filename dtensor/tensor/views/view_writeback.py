@@ -18,9 +18,7 @@ from ...base.symbolic_sizes import specialize_symbols
 from ...base.tensor_tree import as_sequence
 from ...base.tracing import KERNEL_ERRORS, is_program_argument, is_tracing
 from ...comm.map_ranks import communicator_of
-from ...dispatch.dispatcher import dispatch
-from ...dispatch.programs.list_ops import has_aliased_elements, run_per_element
-from ...dispatch.programs.redistribution_cache import IN_DECOMPOSITION
+from ...dispatch import IN_DECOMPOSITION, dispatch, has_aliased_elements, run_per_element
 from ...errors import UnsupportedOperationError
 from ...propagation.op_schema import OperatorSchema, operator_schema_of
 from ...redistribute import redistribute_local
