@@ -294,10 +294,10 @@ def gathers() -> Iterator[dict[str, None]]:
     found: dict[str, None] = {}
     original = dispatch.bind_program
 
-    def recording(plan: Any, operator: Any, *rest: Any) -> Any:
+    def recording(plan: Any, operator: Any, *rest: Any, **options: Any) -> Any:
         if plan.how == "gather" and plan.redistributions:
             found[operator.name] = None
-        return original(plan, operator, *rest)
+        return original(plan, operator, *rest, **options)
 
     dispatch.clear_plans()
     dispatch.bind_program = recording
