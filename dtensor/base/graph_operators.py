@@ -70,15 +70,12 @@ class GraphOperator:
 
         count = len(self.parameters.split(","))  # of the arguments before ``after``, which torch may pass by position
 
-        def run(*args: Any, after: Any = None) -> Any:
-            return self.run(*args[:count])
-
-        def make_empty(*args: Any, after: Any = None) -> Any:
-            return self.make_empty(*args[:count])
+        def ignore_after(function: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda *args, after=None: function(*args[:count])
 
         _LIBRARY.define(f"{self.name}({self.parameters}, Tensor? after=None) -> Tensor")
-        _LIBRARY.impl(self.name, run, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"dtensor::{self.name}", make_empty, lib=_LIBRARY)
+        _LIBRARY.impl(self.name, ignore_after(self.run), "CompositeExplicitAutograd")
+        torch.library.register_fake(f"dtensor::{self.name}", ignore_after(self.make_empty), lib=_LIBRARY)
         _LIBRARY._register_effectful_op(f"dtensor::{self.name}", torch_internals.EffectType.ORDERED)
         patch_applied("torch.ops.dtensor")
         return getattr(torch.ops.dtensor, self.name)

@@ -5,7 +5,7 @@ Other packages import from here.
 
 from .announced_collectives import redistribute_under_policy
 from .cross_mesh import make_mesh_error, meshes_of
-from .dispatcher import bypasses_rules, clear_plans, dispatch, install_view_runners, make_view_runner, run_with_strategies
+from .dispatcher import bypasses_rules, clear_plans, dispatch, install_view_runners, make_eager_view_runner, run_with_strategies
 from .operand_layouts import layouts_of_arguments, plan_call, specialize_sizes
 from .plain_tensor_args import counts_as_replicated, distribute_like, is_number, make_constants_runner, replicate_plain
 from .programs.comm_report import Cause, describe_plan
@@ -36,8 +36,8 @@ __all__ = [
     "is_number",
     "layouts_of_arguments",
     "make_constants_runner",
+    "make_eager_view_runner",
     "make_mesh_error",
-    "make_view_runner",
     "meshes_of",
     "named_function_of",
     "plan_call",

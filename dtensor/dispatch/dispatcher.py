@@ -284,11 +284,9 @@ def _make_program_on_miss(
         specialize_sizes(tensors)
     is_mixed = len(layouts) < len(tensors) or len({layout.mesh for layout in layouts}) > 1 or not tensors
     if is_mixed:  # plain tensors, or several meshes
-        special = make_cross_mesh_runner(operator, bound) or make_plain_write_runner(operator, bound)
-        if special is not None:
-            return _cache_program(op_dispatch, cache_key, special)
-        if (constants := make_constants_runner(operator, bound)) is not None:
-            return constants  # not cached: the key does not say which function calls
+        runner, is_keyed = _make_runner_without_rule(operator, bound)
+        if runner is not None:
+            return _cache_program(op_dispatch, cache_key, runner) if is_keyed else runner
     plan, program = _plan_and_bind(operator, args, kwargs)
     was_compared = is_mixed and compare_plain_arguments(operator, bound, plan)
     program = with_variants(plan, program, operator, args, kwargs, partial(_plan_and_bind, operator))
@@ -315,16 +313,21 @@ def _cache_program(op_dispatch: OperatorDispatch, cache_key: tuple[Any, ...], pr
     return program
 
 
+def _make_runner_without_rule(operator: OperatorSchema, bound: dict[str, Any]) -> tuple[Runner | None, bool]:
+    """Return the runner of a call on several meshes, on written plain tensors or on constants of torch; None for other calls.
+
+    Also return whether the cache key determines it. For constants the key does not say which function calls.
+    """
+    runner = make_cross_mesh_runner(operator, bound) or make_plain_write_runner(operator, bound)
+    return (runner, True) if runner is not None else (make_constants_runner(operator, bound), False)
+
+
 def bypasses_rules(operator: OperatorSchema, bound: dict[str, Any]) -> bool:
     """Return True if a call runs without a rule: on several meshes, on written plain tensors, or on constants of torch."""
-    return bool(
-        make_cross_mesh_runner(operator, bound)
-        or make_plain_write_runner(operator, bound)
-        or make_constants_runner(operator, bound)
-    )
+    return _make_runner_without_rule(operator, bound)[0] is not None
 
 
-def make_view_runner(plan: CallPlan, operator: OperatorSchema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Runner:
+def make_eager_view_runner(plan: CallPlan, operator: OperatorSchema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Runner:
     """Return the runner that computes a planned view operation now, where dispatch would make lazy views.
 
     Its results do not share version counters with the base.

@@ -23,7 +23,7 @@ from .unit_arguments import (
     outermost_modules,
 )
 from .units.fsdp_module import FSDPModule, state_of, units_of
-from .units.make_unit import MEBIBYTE, make_replicated_unit
+from .units.make_unit import make_replicated_unit
 
 
 class ReplicatedModule(FSDPModule):
@@ -134,7 +134,7 @@ def replicate(
     check_offload_policy(offload_policy)
     axes = make_replicating_axes(_requested_mesh(mesh, device_mesh, process_group, modules), dp_mesh_dims, offload_policy)
     ignored = {p for inner in ignored_modules for p in inner.parameters()} | set(ignored_params or ())
-    unit = make_replicated_unit(modules, axes, ignored, mp_policy, _bucket_bytes(bucket_cap_mb), broadcast_buffers)
+    unit = make_replicated_unit(modules, axes, ignored, mp_policy, bucket_cap_mb, broadcast_buffers)
     for group in unit.groups:
         group.settings.grads_as_bucket_views = gradient_as_bucket_view
     for one in modules:
@@ -156,12 +156,3 @@ def _requested_mesh(mesh: Any, device_mesh: Any, process_group: Any, modules: Se
     if process_group is None:
         return mesh if device_mesh is None else device_mesh
     return DeviceMesh.from_group(process_group, next((p.device.type for outer in modules for p in outer.parameters()), "cpu"))
-
-
-def _bucket_bytes(bucket_cap_mb: float | None) -> float | None:
-    """Return ``bucket_cap_mb`` in bytes; None means no limit."""
-    if bucket_cap_mb is None:
-        return None
-    if not bucket_cap_mb > 0:
-        raise ValueError(f"bucket_cap_mb is a number of mebibytes above 0, got {bucket_cap_mb!r}")
-    return bucket_cap_mb * MEBIBYTE

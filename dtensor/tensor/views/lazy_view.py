@@ -21,7 +21,7 @@ from ...base.symbolic_sizes import specialize_symbols
 from ...base.tensor_tree import tensor_leaves
 from ...base.torch_internals import make_wrapper_subclass
 from ...base.tracing import KERNEL_ERRORS
-from ...dispatch import Runner, dispatch, install_view_runners, make_view_runner, plan_call, specialize_sizes
+from ...dispatch import Runner, dispatch, install_view_runners, make_eager_view_runner, plan_call, specialize_sizes
 from ...errors import LayoutError
 from ...layout.layout import Layout
 from ...propagation.op_schema import OperatorSchema, operator_schema_of
@@ -122,7 +122,7 @@ class Origin:
         """Run the operation on ``base``, which has the layout of the plan. Return a list of the results."""
         static_args = self.args[1:]
         if self.runner is None:
-            self.runner = make_view_runner(self.plan, self.operator, (base, *static_args), self.kwargs)
+            self.runner = make_eager_view_runner(self.plan, self.operator, (base, *static_args), self.kwargs)
         local = _resolve_conj(base._local)  # views of empty shards are copies, which are conjugated: ranks would differ
         result = self.runner((base, *static_args), self.kwargs, [local, *static_args], dict(self.kwargs))
         return list(result) if isinstance(result, (list, tuple)) else [result]

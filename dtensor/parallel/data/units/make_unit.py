@@ -17,10 +17,10 @@ from .parameters.fsdp_param_init import ShardPlacementFn, axes_on_common_root, m
 from .parameters.param_group import ParamGroup
 from .unit import FSDPUnit
 
-MEBIBYTE = 1024 * 1024
-_FIRST_BUCKET_BYTES = MEBIBYTE  # small, so that the first all-reduce starts early
+_MEBIBYTE = 1024 * 1024
+_FIRST_BUCKET_BYTES = _MEBIBYTE  # small, so that the first all-reduce starts early
 # Nothing overlaps the last bucket's all-reduce, so it has a third of all at most; smaller ones take longer than they hide.
-_MIN_BUCKET_BYTES, _MAX_BUCKET_BYTES, _MIN_BUCKETS = 4 * MEBIBYTE, 25 * MEBIBYTE, 3
+_MIN_BUCKET_BYTES, _MAX_BUCKET_BYTES, _MIN_BUCKETS = 4 * _MEBIBYTE, 25 * _MEBIBYTE, 3
 
 
 def make_sharded_unit(
@@ -50,10 +50,11 @@ def make_replicated_unit(
     axes: MeshAxes,
     ignored: set[nn.Parameter],
     policy: MixedPrecisionPolicy,
-    max_bytes: float | None,
+    bucket_cap_mb: float | None,
     shared: bool,
 ) -> FSDPUnit:
     """Make the unit of replicated modules, with a parameter group for each bucket of gradients."""
+    max_bytes = _bucket_bytes(bucket_cap_mb)  # raises before any change
     axes = axes_on_common_root(axes, modules)
     fsdp_params = make_fsdp_params(modules, axes, ignored, "replicate")
     move_to_common_mesh(fsdp_params, axes.mesh)
@@ -63,6 +64,15 @@ def make_replicated_unit(
     unit.grad_accumulation.in_group_order = True
     unit.keep_after_forward = True
     return unit
+
+
+def _bucket_bytes(bucket_cap_mb: float | None) -> float | None:
+    """Return ``bucket_cap_mb`` in bytes; None means no limit."""
+    if bucket_cap_mb is None:
+        return None
+    if not bucket_cap_mb > 0:
+        raise ValueError(f"bucket_cap_mb is a number of mebibytes above 0, got {bucket_cap_mb!r}")
+    return bucket_cap_mb * _MEBIBYTE
 
 
 def _make_buckets(fsdp_params: list[FSDPParam], max_bytes: float | None) -> list[list[FSDPParam]]:
